@@ -1,0 +1,44 @@
+# `make demo` and `make test` work first on a fresh clone: they make .venv and install what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where several processes share the cores, one thread each is faster than two.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: install demo lint format test test-slow bench clean help
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
+
+install: $(VENV)/.installed   ## make .venv and install tidegate with its development tools
+$(VENV)/.installed: pyproject.toml
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (about a minute the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: install    ## watch a small model learn to use a calculator, in minutes
+	@$(BIN)/tidegate train examples/demo/config.toml --fresh
+
+lint: install    ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## let ruff arrange the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: install    ## the quick suite (under six minutes on two cores)
+	$(BIN)/python -m pytest
+
+test-slow: install  ## the slow suite (under thirty minutes)
+	$(BIN)/python -m pytest -m slow --timeout 1500
+
+bench: install   ## every benchmark, one table each
+	@for b in controls; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+clean:           ## remove what make made (not your runs)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

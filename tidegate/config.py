@@ -1,0 +1,308 @@
+"""Settings: pydantic models, TOML files, dotted overrides. Unknown keys are refused by name.
+
+settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tidegate.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSettings(Section):
+    name: str = "run"
+    """The run's directory is `<dir>/<name>`."""
+    dir: Path = Path("runs")
+    seed: int = 0
+    live: bool = True
+    """Show the live view where the terminal allows it; plain lines otherwise."""
+
+
+class ModelSettings(Section):
+    path: Path
+    """A directory in Hugging Face format: weights, config, tokenizer with a chat template."""
+
+
+class EngineSettings(Section):
+    urls: list[str] = []
+    """Engines that already run. Empty: one embedded engine is started and owned by the run."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Annotated[int, Field(ge=1)] = 1
+    """torch threads of an embedded engine; on shared cores one is faster than two."""
+    max_slots: Annotated[int, Field(ge=1)] = 64
+    """Requests that are decoded at the same time."""
+    max_context: Annotated[int, Field(ge=16)] = 1024
+    """Prompt + output tokens of one request."""
+
+
+class GatewaySettings(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free one."""
+    admin_key: str | None = None
+    """Needed to listen on anything but loopback."""
+    tool_parser: Literal["hermes", "none"] = "hermes"
+    """How the model writes tool calls: `<tool_call>{json}</tool_call>`, or not at all."""
+
+
+class EnvSettings(Section):
+    use: str = "arithmetic"
+    """A built-in environment's name, or `file.py:ClassOrObject`."""
+    options: dict[str, Any] = {}
+    """Passed to the environment's constructor."""
+
+
+class AgentSettings(Section):
+    use: str = "solver"
+    """A built-in agent's name, or `file.py:ClassOrFunction`."""
+    options: dict[str, Any] = {}
+    """Passed to the agent's constructor."""
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    """One deadline over set-up, agent and reward of a slot attempt."""
+    max_concurrency: Annotated[int, Field(ge=1)] = 128
+    """Slot attempts that run at the same time."""
+
+
+class SamplingSettings(Section):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of split `train`, and of `eval/reward`; the trainer divides by the same temperature."""
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    """Of one reply."""
+
+
+def _bound(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("a staleness bound is a number of versions ≥ 0, or 'none'")
+    return value
+
+
+class TrainerSettings(Section):
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Optimiser steps of the run."""
+    groups_per_batch: Annotated[int, Field(ge=1)] = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    min_group_size: Annotated[int, Field(ge=2)] | None = None
+    """A group with fewer trainable slots is failed. None: `group_size`, no partial group is trained."""
+    max_staleness: Annotated[int | Literal["none"], AfterValidator(_bound)] = 2
+    """The hard bound on a trained token's age in policy versions; `none` switches it off."""
+    on_policy: bool = False
+    """Exactly synchronous: staleness 0, a publish after every step."""
+    publish_interval: Annotated[int, Field(ge=1)] = 1
+    """Optimiser steps between publishes."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """Attempts of one slot before its group is partial or failed and its task is quarantined."""
+    max_stale_retries: Annotated[int, Field(ge=0)] = 2
+    """How often one task is recycled after its group went stale, before another task takes its place."""
+    learning_rate: Annotated[float, Field(ge=0)] = 5e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """C of the loss −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
+    normalize_advantage: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards (GRPO); off: Dr. GRPO."""
+    microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
+    """Padded tokens of one forward and backward pass."""
+    device: str = "cpu"
+    threads: Annotated[int, Field(ge=1)] = 1
+    checkpoint_every: Annotated[int, Field(ge=1)] = 25
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    watchdog_s: Annotated[float, Field(gt=0)] = 300.0
+    """Nothing moved for so long: print the ledger and stop."""
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """`max_staleness` as a number, None where there is no bound."""
+        return None if self.max_staleness == "none" else int(self.max_staleness)
+
+    @property
+    def smallest_group(self) -> int:
+        return self.min_group_size or self.group_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        if self.on_policy:
+            if "max_staleness" in self.model_fields_set and self.max_staleness != 0:
+                raise ValueError("on_policy = true means max_staleness = 0; remove one of the two")
+            if self.publish_interval != 1:
+                raise ValueError("on_policy = true publishes after every step; remove publish_interval")
+            object.__setattr__(self, "max_staleness", 0)
+        if self.smallest_group > self.group_size:
+            raise ValueError(
+                f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
+            )
+        return self
+
+
+class EvalSettings(Section):
+    every: Annotated[int, Field(ge=0)] = 25
+    """Optimiser steps between evaluations; 0: only before the first step and after the last."""
+    tasks: Annotated[int, Field(ge=1)] = 200
+    """Problems of each held-out set, before the first step and after the last."""
+    interim_tasks: Annotated[int, Field(ge=1)] = 64
+    """Problems of the evaluations in between."""
+    max_concurrency: Annotated[int, Field(ge=1)] = 64
+    deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    """A whole evaluation; what has not ended by then is counted as unfinished."""
+
+
+class Settings(Section):
+    """All settings of a run; `tidegate train --help` lists them with their defaults."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    engine: EngineSettings = EngineSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    env: EnvSettings = EnvSettings()
+    agent: AgentSettings = AgentSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    eval: EvalSettings = EvalSettings()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.sampling.max_tokens >= self.engine.max_context:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"engine.max_context = {self.engine.max_context}"
+            )
+        loopback = self.gateway.host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and self.gateway.admin_key is None:
+            raise ValueError(
+                f"gateway.host = {self.gateway.host!r} is reachable by others: set gateway.admin_key"
+            )
+        return self
+
+
+def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
+    """Read a TOML file, lay dotted overrides over it, and check everything.
+
+    `overrides` are `--section.key value` or `--section.key=value`; values are read as TOML where they
+    can be and as text otherwise.
+
+    Raises ConfigError, which names the key, the file and the nearest known key.
+    """
+    raw = _read_toml(path) if path is not None else {}
+    for key, value in _pairs(overrides):
+        _lay(raw, key, value)
+    return check_settings(raw, str(path) if path is not None else "the command line")
+
+
+def check_settings(raw: dict[str, Any], where: str) -> Settings:
+    """Check settings that were read already; raises ConfigError."""
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(one, where) for one in error.errors())
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump_settings(settings: Settings) -> str:
+    """The resolved settings as TOML, loadable again."""
+    return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
+
+
+def known_keys() -> list[tuple[str, str, str]]:
+    """Every setting as (dotted key, default, description)."""
+    found = []
+    for name, field in Settings.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type)
+        assert issubclass(section, Section)
+        for key, one in section.model_fields.items():
+            default = "required" if one.is_required() else repr(one.default)
+            found.append((f"{name}.{key}", default, one.description or ""))
+    return found
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such settings file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name the settings file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(overrides)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError(f"{word!r} is not a setting; settings are given as --section.key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{key} needs a value")
+            value = rest.pop(0)
+        yield key, value
+
+
+def _lay(raw: dict[str, Any], key: str, value: str) -> None:
+    *sections, last = key.split(".")
+    table = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--{key}: {section} is a value, not a section")
+    table[last] = _as_toml(value)
+
+
+def _as_toml(value: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _explain(error: Any, where: str) -> str:
+    key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no setting {key!r}{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{where}: the setting {key!r} is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key or key in Settings.model_fields:
+        return f"{where}: {message}"
+    return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _is_type_tag(part: str | int) -> bool:
+    """Pydantic adds the tried branch of a union to the location; it means nothing to a reader."""
+    return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
+
+
+def _nearest(key: str) -> str:
+    known = [*(name for name, _, _ in known_keys()), *Settings.model_fields]
+    tail = {name.rpartition(".")[2]: name for name in known}
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    close = close or [tail[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is None is left out, which reads back as the default."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return value

@@ -1,0 +1,81 @@
+"""What may go wrong, and who is told.
+
+**A bad episode is data, not a crash.** An agent that raises, a reward that hangs, an engine that
+drops a connection: each ends one slot attempt with an `Outcome` of its own, is entered in the
+ledger, and the run goes on. Only `completed` and `truncated` episodes are trained on; a failure is
+never reward 0. A failed slot is attempted again, `max_attempts` times; then its task is quarantined.
+
+**A bad setting, a bad file, a dead component is an error.** It is raised as one of the classes
+below, reaches the person who runs the command as one sentence that says what was wrong, where, and
+what to do next, and loses nothing: what was checkpointed stays.
+
+**A bad request gets a typed answer.** The gateway answers in the dialect of the caller. What must not
+be retried is never 408, 409, 429 or 5xx.
+"""
+
+from __future__ import annotations
+
+
+class TidegateError(Exception):
+    """Base of every error that Tidegate raises on purpose. `str(error)` is fit to be shown."""
+
+    exit_code = 1
+
+
+class ConfigError(TidegateError):
+    """A setting is unknown, missing, of the wrong type, or contradicts another one."""
+
+    exit_code = 2
+
+
+class StartError(TidegateError):
+    """A process of the run could not start: a port in use, a missing model directory, a bad import."""
+
+    exit_code = 3
+
+
+class EngineError(TidegateError):
+    """An engine refused a call, answered nonsense, or could not be reached in time.
+
+    `retryable` says whether the same call may succeed later (connection lost, 5xx).
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class GatewayError(TidegateError):
+    """The gateway answered a control call with an error; `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PublishError(TidegateError):
+    """A policy version could not be made live on any engine."""
+
+
+class LedgerError(TidegateError):
+    """An entry that the book cannot hold: an unknown id, a second ending, a broken file."""
+
+
+class CheckpointError(TidegateError):
+    """A checkpoint is missing, incomplete, or does not belong to this run."""
+
+
+class TrainingError(TidegateError):
+    """Training cannot go on: three non-finite steps in a row, or a batch that cannot be formed."""
+
+
+class StalledError(TidegateError):
+    """Nothing moved for the watchdog's time; the message names what was waited for."""
+
+
+class HopelessError(TidegateError):
+    """Nothing can succeed: every group so far failed. The message carries the last reasons."""
+
+
+class RewardError(TidegateError):
+    """A reward function raised, hung, or gave no finite number; ends the session as `reward_error`."""

@@ -1,0 +1,104 @@
+"""Running one of Tidegate's servers as a process: bind, announce, serve, and end with the parent.
+
+A parent that owns a server starts it with `--announce FILE` and keeps the write end of its stdin open.
+The server binds (port 0 takes a free one), writes `{"url", "pid"}` to FILE once it accepts calls, and
+ends when its stdin closes: so nothing outlives a parent that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from tidegate.errors import StartError
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where a server listens, and who is told of it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    announce: Path | None = None
+    owned: bool = False
+    """End when stdin closes."""
+
+
+def bind(listen: Listen) -> socket.socket:
+    """A bound socket; raises StartError that names the port where it is taken."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((listen.host, listen.port))
+    except OSError as error:
+        sock.close()
+        raise StartError(
+            f"cannot listen on {listen.host}:{listen.port}: {error.strerror}; "
+            "choose another port, or port 0 for a free one"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> None:
+    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's end."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    server = _Announcing(config, listen, url_of(sock))
+    if listen.owned:
+        threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[sock]))
+
+
+class _Announcing(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, listen: Listen, url: str) -> None:
+        super().__init__(config)
+        self._listen = listen
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._listen.announce is not None and not self.should_exit:
+            write_whole(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _end_with_parent(server: uvicorn.Server) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    server.should_exit = True
+    # A request that hangs must not keep an orphan alive.
+    timer = threading.Timer(5.0, os._exit, args=(0,))
+    timer.daemon = True
+    timer.start()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows has none
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
