@@ -1,0 +1,77 @@
+"""What the live view knows: a run's news and numbers so far, with bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tidegate.viewer.text import known
+
+KEPT = 2_000
+"""Steps whose numbers are kept for trends."""
+
+
+@dataclass(slots=True)
+class Progress:
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(slots=True)
+class Board:
+    """`clock` readings are seconds of one monotonic clock."""
+
+    total_steps: int
+    bound: int | None
+    started_at: float
+    info: dict[str, object] = field(default_factory=dict)
+    news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
+    now: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    trends: dict[str, deque[float]] = field(default_factory=dict)
+    first_eval: dict[str, float] = field(default_factory=dict)
+    last_eval: dict[str, float] = field(default_factory=dict)
+    eval_step: int | None = None
+    progress: Progress | None = None
+    ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
+
+    @property
+    def at(self) -> int:
+        """The newest step that was taken."""
+        return int(self.last.get("step", 0))
+
+    def add_step(self, metrics: Mapping[str, float], clock: float) -> None:
+        numbers = {
+            key: value for key, value in ((key, known(metrics[key])) for key in metrics) if value is not None
+        }
+        self.last.update(numbers)
+        for key, value in numbers.items():
+            self.trends.setdefault(key, deque(maxlen=KEPT)).append(value)
+        self.ticks.append((clock, self.at))
+        scores = {key: value for key, value in numbers.items() if key.startswith("eval/")}
+        if scores:
+            self.first_eval = self.first_eval or scores
+            self.last_eval.update(scores)
+            self.eval_step = self.at
+
+    def trend(self, key: str) -> list[float]:
+        return list(self.trends.get(key, ()))
+
+    def recent(self, key: str, steps: int = 5) -> float | None:
+        """The mean of the last few steps' values."""
+        values = self.trend(key)[-steps:]
+        return sum(values) / len(values) if values else None
+
+    def seconds_left(self) -> float | None:
+        """From the pace of the last 20 steps; None until there is one."""
+        if len(self.ticks) < 2:
+            return None
+        (then, first), (now, last) = self.ticks[0], self.ticks[-1]
+        if last <= first or now <= then:
+            return None
+        return (now - then) / (last - first) * max(0, self.total_steps - last)
+
+    def note(self, text: str, clock: float) -> None:
+        self.news.append((clock, text))

@@ -1,0 +1,110 @@
+"""The files of a run, as far as they are there: a run that is going on or was cut off is read too."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import ConfigError
+from tidegate.viewer.text import known
+
+Row = dict[str, float]
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """What a run has written so far.
+
+    `rows` are the metrics by step in the surviving lineage: where a resumed run took a step again, the
+    newer row counts. `redone` holds the steps at which that happened. `remarks` say what could not be
+    read.
+    """
+
+    dir: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    redone: list[int] = field(default_factory=list)
+    evaluations: list[Path] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) where the metric is known."""
+        return [(row["step"], row[key]) for row in self.rows if key in row]
+
+    def last(self, key: str) -> float | None:
+        return next((row[key] for row in reversed(self.rows) if key in row), None)
+
+    def seconds(self) -> float | None:
+        """From the first to the last row, without the time in which a resumed run stood still."""
+        times = [row["time"] for row in self.rows if "time" in row]
+        if len(times) < 2:
+            return None
+        if not self.redone:
+            return times[-1] - times[0]
+        return sum(row.get("time/step", 0.0) for row in self.rows)
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read a run's directory.
+
+    Raises ConfigError where there is no such directory, or nothing of a run in it.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such run directory")
+    run = RunFiles(run_dir)
+    config, metrics = run_dir / "config.toml", run_dir / "metrics.jsonl"
+    if not config.exists() and not metrics.exists():
+        raise ConfigError(f"{run_dir} holds neither config.toml nor metrics.jsonl: it is not a run")
+    if config.exists():
+        try:
+            run.settings = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            run.remarks.append(f"config.toml is not valid TOML: {error}")
+    if metrics.exists():
+        run.rows, run.redone = lineage(objects(metrics, run.remarks))
+    run.evaluations = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
+    return run
+
+
+def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line. A line cut short is left out and remarked upon."""
+    broken = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                broken += bool(line.strip())
+                continue
+            if isinstance(value, dict):
+                yield value
+    if broken:
+        plural = "a line that is" if broken == 1 else f"{broken} lines that are"
+        remarks.append(f"{path.name} has {plural} not JSON (cut short?) and left out")
+
+
+def lineage(raw: Iterator[dict[str, Any]]) -> tuple[list[Row], list[int]]:
+    """Rows by ascending step, one a step, and the steps to which a resumed run had gone back.
+
+    A row of an earlier step than the last means that the run was resumed there: what it had done after
+    it is abandoned. Two rows of one step (its update and its evaluation) become one.
+    """
+    rows: list[Row] = []
+    redone: list[int] = []
+    for one in raw:
+        row = {key: value for key, value in ((key, known(one[key])) for key in one) if value is not None}
+        if "step" not in row:
+            continue
+        if rows and row["step"] < rows[-1]["step"]:
+            redone.append(int(row["step"]))
+            while rows and rows[-1]["step"] >= row["step"]:
+                rows.pop()
+        if rows and rows[-1]["step"] == row["step"]:
+            rows[-1].update(row)
+        else:
+            rows.append(row)
+    return rows, redone

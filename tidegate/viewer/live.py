@@ -1,0 +1,263 @@
+"""The live view: one screen that says where the run stands, redrawn at most twice a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES
+from tidegate.viewer.board import Board, Progress
+from tidegate.viewer.out import Out
+from tidegate.viewer.summary import ACCENT, summary
+from tidegate.viewer.text import duration, known, number, printable, smoothed, sparkline
+
+REFRESHES_PER_S = 2.0
+NEWS_LINES = 5
+BAR = 28
+
+
+class LiveView:
+    """Draws a `Board`. A thread of its own redraws; the trainer's calls only note what they are told."""
+
+    def __init__(
+        self,
+        out: Out,
+        total_steps: int,
+        bound: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.out = out
+        self.board = Board(total_steps, bound, clock())
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._live = Live(
+            get_renderable=self._draw,
+            console=out.console,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=False,
+        )
+
+    def started(self, info: Mapping[str, object]) -> None:
+        with self._lock:
+            self.board.info = dict(info)
+            if info.get("resumed_from"):
+                self.board.note(f"resumed from {info['resumed_from']}", self._clock())
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self.board.note(text, self._clock())
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            self.board.progress = Progress(what, done, total) if done < total else None
+
+    def state(self, snapshot: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.now.update(snapshot)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.add_step(metrics, self._clock())
+
+    def finished(self, result: Mapping[str, object]) -> None:
+        self.close()
+        run_dir = self.board.info.get("dir")
+        self.out.show(summary(result, Path(str(run_dir)) if run_dir else None))
+
+    def close(self) -> None:
+        try:
+            self._live.stop()
+        except (OSError, ValueError) as error:
+            self.out.lost = error if isinstance(error, OSError) else OSError(str(error))
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            return screen(self.board, self._clock(), self.out.console.width)
+
+
+def screen(board: Board, clock: float, width: int) -> RenderableType:
+    """The whole view for a terminal so wide, at that reading of the clock."""
+    spark = max(8, min(60, width - 58))
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(width=10, style="dim")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    rows = {
+        "reward": _reward(board, spark),
+        "held out": _held_out(board),
+        "staleness": _staleness(board, spark),
+        "sampling": _sampling(board, spark),
+        "waiting": _waiting(board),
+        "groups": _groups(board),
+    }
+    for name, row in rows.items():
+        table.add_row(name, row)
+    body = [_head(board, clock), Text(""), table, Text(""), *_news(board)]
+    title = Text.assemble(
+        (" tidegate ", f"bold {ACCENT}"), (f"{printable(board.info.get('name', ''))} ", "bold")
+    )
+    return Panel(
+        Group(*body),
+        title=title,
+        title_align="left",
+        border_style="dim",
+        padding=(0, 1),
+        width=min(width, 120),
+    )
+
+
+def _head(board: Board, clock: float) -> RenderableType:
+    info = board.info
+    what = Text(no_wrap=True, overflow="ellipsis")
+    what.append(f"{printable(info.get('agent', 'agent'))} on {printable(info.get('env', 'env'))}", "bold")
+    what.append(f"  {printable(info.get('model', ''))}  {printable(info.get('gateway', ''))}", "dim")
+    left = board.seconds_left()
+    ahead = f"{duration(clock - board.started_at)} elapsed"
+    ahead += "" if left is None else f", about {duration(left)} left"
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    bar = ProgressBar(
+        board.total_steps, min(board.at, board.total_steps), complete_style=ACCENT, finished_style=ACCENT
+    )
+    line.add_row(Text.assemble("step ", (f"{board.at}", "bold"), f"/{board.total_steps}"), bar, ahead)
+    return Group(what, line)
+
+
+def _reward(board: Board, spark: int) -> Text:
+    values = board.trend("reward/mean")
+    if not values:
+        return Text("no step yet", "dim")
+    smooth = smoothed(values)
+    then = smooth[max(0, len(smooth) - 11)]
+    change = smooth[-1] - then
+    arrow = "↗" if change > 0.005 else "↘" if change < -0.005 else "→"
+    return Text.assemble(
+        (f"{number(values[-1]):>6}", "bold"),
+        ("  ", ""),
+        (f"{sparkline(values, spark, *_unit_range(values)):<{spark}}", ACCENT),
+        (f"  smoothed {number(smooth[-1])} {arrow} {change:+.2f} in {min(10, len(smooth) - 1)} steps", "dim"),
+    )
+
+
+def _unit_range(values: list[float]) -> tuple[float, float]:
+    """0 to 1 where rewards lie there, else their own range: a flat line must look flat."""
+    return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
+
+
+def _held_out(board: Board) -> Text:
+    if not board.first_eval:
+        return Text("not evaluated yet", "dim")
+    names = {
+        "eval/reward": "sampled",
+        "eval/reward_greedy": "greedy",
+        "eval/reward_unseen_templates": "unseen templates",
+    }
+    line = Text()
+    for key, name in names.items():
+        first, last = board.first_eval.get(key), board.last_eval.get(key)
+        if last is None:
+            continue
+        line.append("   " if line.plain else "")
+        line.append(f"{name} ", "dim")
+        line.append(f"{number(first)} → ")
+        line.append(number(last), f"bold {ACCENT}")
+    line.append(f"   after step {board.eval_step}", "dim")
+    return line
+
+
+def _staleness(board: Board, spark: int) -> Text:
+    mean, most = board.last.get("staleness/mean"), board.last.get("staleness/max")
+    bound = "none" if board.bound is None else str(board.bound)
+    values = board.trend("staleness/mean")
+    top = float(board.bound) if board.bound else max([1.0, *values])
+    line = Text.assemble(
+        (f"{number(mean):>6}", "bold"),
+        ("  ", ""),
+        (f"{sparkline(values, spark, 0.0, top):<{spark}}", ACCENT),
+        (f"  mean; max {number(most, 0)}, bound {bound}", "dim"),
+    )
+    mixed = board.recent("weight_version/mixed_turn_ratio", 10)
+    if mixed:
+        line.append(f"; {mixed:.0%} of turns straddle a publish", "dim")
+    return line
+
+
+def _sampling(board: Board, spark: int) -> Text:
+    line = Text.assemble((f"{number(board.now.get('tokens_per_s'), 0):>6}", "bold"), (" tokens/s", ""))
+    version = board.now.get("version", board.last.get("version"))
+    line.append(f"   version {number(version, 0)}", "dim")
+    shape = {"turns/mean": "turns", "tool_calls/mean": "tool calls", "length/mean": "tokens"}
+    cells = [
+        f"{number(board.last[key], 0 if key == 'length/mean' else 1)} {name}"
+        for key, name in shape.items()
+        if key in board.last
+    ]
+    line.append(f"   an episode: {', '.join(cells)}" if cells else "", "dim")
+    return line
+
+
+def _waiting(board: Board) -> RenderableType:
+    """Two bars: shares of a step in which the trainer waited for data, and data for the trainer."""
+    whole = board.recent("time/step")
+    if not whole:
+        return Text("no step yet", "dim")
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    for key, name in (
+        ("time/wait_for_batch", "trainer for data"),
+        ("time/wait_for_policy", "data for trainer"),
+    ):
+        seconds = board.recent(key)
+        share = min(1.0, (seconds or 0.0) / whole)
+        filled = round(share * BAR)
+        bar = Text("█" * filled, ACCENT).append("─" * (BAR - filled), "dim")
+        grid.add_row(name, bar, Text(f"{number(seconds, 1):>4} s of a step of {number(whole, 1)} s", "dim"))
+    return grid
+
+
+STATE_STYLES = {"trained": "green", "stale": "yellow", "failed": "red", "cancelled": "yellow"}
+
+
+def _groups(board: Board) -> Text:
+    counts = {key: value for key, value in {**board.last, **board.now}.items() if key.startswith("groups/")}
+    line = Text()
+    for name in (*GROUP_STAGES, *GROUP_ENDINGS):
+        value = known(counts.get(f"groups/{name}"))
+        if value is None:
+            continue
+        line.append("  " if line.plain else "")
+        line.append(f"{int(value):,}", f"bold {STATE_STYLES.get(name, '')}" if value else "dim")
+        line.append(f" {name}", "dim")
+        if name == "leased":
+            line.append("  │", "dim")
+    return line if line.plain else Text("none yet", "dim")
+
+
+def _news(board: Board) -> list[Text]:
+    lines = []
+    if board.progress is not None:
+        done, total = board.progress.done, max(1, board.progress.total)
+        filled = round(BAR * done / total)
+        lines.append(
+            Text.assemble(
+                (f"{printable(board.progress.what)} {done}/{board.progress.total} ", "bold"),
+                ("█" * filled, ACCENT),
+                ("─" * (BAR - filled), "dim"),
+            )
+        )
+    for when, text in list(board.news)[-(NEWS_LINES - len(lines)) :]:
+        stamp = f"{duration(when - board.started_at):>7}  "
+        lines.append(Text(stamp, "dim", no_wrap=True, overflow="ellipsis").append(printable(text), "none"))
+    return lines

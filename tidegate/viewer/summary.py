@@ -1,0 +1,103 @@
+"""What is said when a run ends: what it came to, three episodes, and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tidegate.viewer.episodes import as_text, choose
+from tidegate.viewer.text import known, number, printable
+
+ACCENT = "bright_cyan"
+
+SCORES = {
+    "eval/reward": "held out, sampled as in training",
+    "eval/reward_greedy": "held out, greedy",
+    "eval/reward_unseen_templates": "templates never trained on",
+}
+"""The scores of an evaluation, in the order in which they are shown."""
+
+STATUS = {"completed": "bold green", "interrupted": "bold yellow", "failed": "bold red"}
+
+
+def score(metrics: object, key: str) -> float | None:
+    """One score of an evaluation's metrics; the key may come without `eval/`."""
+    if not isinstance(metrics, Mapping):
+        return None
+    found = known(metrics.get(key))
+    return known(metrics.get(key.removeprefix("eval/"))) if found is None else found
+
+
+def summary(result: Mapping[str, object], run_dir: Path | None) -> RenderableType:
+    """The end of a run for the terminal; reads the run's evaluations for the episodes."""
+    parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
+    if run_dir is not None:
+        parts += _episodes(run_dir)
+    parts += [Text("How to go on", f"bold {ACCENT}"), _next(result, run_dir)]
+    return Group(*parts)
+
+
+def _headline(result: Mapping[str, object]) -> Text:
+    status = str(result.get("status", "ended"))
+    line = Text.assemble((printable(status).capitalize(), STATUS.get(status, "bold")))
+    if result.get("why"):
+        line.append(f": {printable(result['why'])}")
+    return line
+
+
+def _scores(result: Mapping[str, object]) -> RenderableType:
+    """Scores before → after; a line that says so where there are none."""
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "left", "right", "right"):
+        table.add_column(justify=justify)
+    for key, name in SCORES.items():
+        before, after = score(result.get("before"), key), score(result.get("after"), key)
+        if before is None and after is None:
+            continue
+        gain = "" if before is None or after is None else f"({after - before:+.3f})"
+        table.add_row(
+            name, number(before, 3), "→", Text(number(after, 3), f"bold {ACCENT}"), Text(gain, "dim")
+        )
+    if not table.row_count:
+        return Text("No evaluation was made.", "dim")
+    return Group(Text("Mean reward before → after", f"bold {ACCENT}"), table)
+
+
+def _episodes(run_dir: Path) -> list[RenderableType]:
+    chosen = choose(sorted((run_dir / "trajectories").glob("eval_*.jsonl")))
+    parts: list[RenderableType] = [Text("Episodes", f"bold {ACCENT}"), Text(chosen.how, "dim"), Text("")]
+    for pair in chosen.pairs:
+        parts += [as_text(pair), Text("")]
+    return parts
+
+
+def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
+    """What can be done next, as (purpose, command or path)."""
+    ways = []
+    if result.get("report"):
+        ways.append(("read the report", str(result["report"])))
+    if result.get("resume"):
+        ways.append(("train on from the checkpoint", str(result["resume"])))
+    if result.get("checkpoint"):
+        model = shlex.quote(str(result["checkpoint"]))
+        ways.append(("serve the checkpoint", f"tidegate engine --model {model}"))
+    if run_dir is not None:
+        config = shlex.quote(str(run_dir / "config.toml"))
+        mine = f"tidegate train {config} --agent.use my_agent.py:my_agent --run.name mine"
+        ways.append(("train your own agent", mine))
+        ways.append(("check the books", f"tidegate audit {shlex.quote(str(run_dir))}"))
+    return ways
+
+
+def _next(result: Mapping[str, object], run_dir: Path | None) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for purpose, command in ways_on(result, run_dir):
+        table.add_row(Text(purpose), Text(printable(command), "bold"))
+    return table
