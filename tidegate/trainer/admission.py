@@ -1,0 +1,414 @@
+"""The admission core: which group may start, what a failure means, what a batch may hold.
+
+It has no clock, does no I/O and knows nothing of torch: events go in, decisions come out, and every
+issue and ending is handed to `book`. The loop, the simulator and the tests drive this same object.
+
+    issue → start_attempt → end_attempt … → ready → lease → cut → step → publish
+
+**Start gate.** A group may start iff outstanding groups < (max_staleness + 1) · groups_per_batch ·
+publish_interval. Outstanding are the running, ready and leased ones, and those stepped on since the last
+publish: what was stepped on makes room only when the version it made is live. So with staleness 0 the
+run is exactly synchronous. What ends as stale, filtered or failed makes room at once.
+
+**Hard bound.** `cut` sweeps by *oldest sampled version* at the moment of the batch. The gate only keeps
+waste low; the bound never rests on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidegate.errors import LedgerError
+from tidegate.trainer.entries import Entry, State, entry
+from tidegate.types import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that admission obeys; the names are those of `TrainerSettings`."""
+
+    groups_per_batch: int
+    group_size: int
+    min_group_size: int
+    max_staleness: int | None
+    publish_interval: int = 1
+    max_attempts: int = 3
+    max_stale_retries: int = 2
+    max_running: int = 1 << 30
+    """Groups whose agents run at the same time."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be outstanding; without a bound, as many as staleness 4 would allow."""
+        ahead = 4 if self.max_staleness is None else self.max_staleness
+        return (ahead + 1) * self.groups_per_batch * self.publish_interval
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to start one group: a place in the training split, and what it replaces."""
+
+    index: int
+    replaces: str | None = None
+    stale_retries: int = 0
+
+
+class Verdict(StrEnum):
+    """What the end of an attempt means."""
+
+    RETRY = "retry"
+    """The slot gets another attempt."""
+    WAIT = "wait"
+    """The slot is settled; other slots of the group still run."""
+    READY = "ready"
+    """Every slot is settled and the group can be sealed."""
+    FAILED = "failed"
+    """Too few slots can succeed: the group ended, its running attempts are to be cancelled."""
+    LATE = "late"
+    """The group has ended already; nothing changes."""
+
+
+class Phase(StrEnum):
+    RUNNING = "running"
+    READY = "ready"
+    LEASED = "leased"
+    CUT = "cut"
+    UNPUBLISHED = "unpublished"
+
+
+@dataclass(slots=True)
+class Slot:
+    """One of a group's places."""
+
+    failures: int = 0
+    issued: int = 0
+    running: str | None = None
+    done: str | None = None
+    outcome: Outcome | None = None
+    """Of the attempt that stands."""
+
+    def settled(self, max_attempts: int) -> bool:
+        return self.done is not None or self.failures >= max_attempts
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A group that has not left the count yet."""
+
+    id: str
+    task: str
+    ticket: Ticket
+    slots: list[Slot]
+    phase: Phase = Phase.RUNNING
+    oldest: int | None = None
+
+    def standing(self) -> list[str]:
+        """The attempts that make up the group, in slot order."""
+        return [slot.done for slot in self.slots if slot.done is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A batch, cut: group ids in order of completion, and their staleness at this moment."""
+
+    version: int
+    groups: list[str]
+    staleness: list[int]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint holds of admission, so that a resumed run goes on with the same tasks."""
+
+    cursor: int = 0
+    tickets: list[Ticket] = field(default_factory=list)
+    quarantined: list[str] = field(default_factory=list)
+
+
+class Admission:
+    """See the module. `book` receives every entry, in order; `epoch` keeps ids unique across restarts."""
+
+    def __init__(
+        self, rules: Rules, book: Callable[[Entry], None], *, epoch: int = 1, version: int = 0
+    ) -> None:
+        self.rules = rules
+        self.version = version
+        self.epoch = epoch
+        self.abandoned: list[range] = []
+        """Versions of lineages that a resume left behind; their tokens are not admissible."""
+        self.groups: dict[str, GroupState] = {}
+        self.quarantined: set[str] = set()
+        self.group_counts: Counter[State] = Counter()
+        self.attempt_counts: Counter[State] = Counter()
+        self.failed_in_a_row = 0
+        self._book = book
+        self._cursor = 0
+        self._recycled: deque[Ticket] = deque()
+        self._announced = version
+        self._number = 0
+        self._of_attempt: dict[str, tuple[str, int]] = {}
+        self._ready_order: deque[str] = deque()
+
+    # ------------------------------------------------------------------ starting
+
+    def outstanding(self) -> int:
+        return len(self.groups)
+
+    def blocked_by(self) -> str | None:
+        """Why no group may start now, in words; None if one may."""
+        if self.outstanding() >= self.rules.capacity:
+            return f"{self.outstanding()} groups are outstanding, the staleness bound's capacity"
+        running = sum(group.phase is Phase.RUNNING for group in self.groups.values())
+        if running >= self.rules.max_running:
+            return f"{running} groups are running, the concurrency limit"
+        return None
+
+    def next_ticket(self) -> Ticket:
+        """The next task's place: recycled ones first."""
+        if self._recycled:
+            return self._recycled.popleft()
+        self._cursor += 1
+        return Ticket(self._cursor - 1)
+
+    def start_group(self, ticket: Ticket, task: str) -> GroupState | None:
+        """Issue a group; None if the task is quarantined, whose ticket is then spent."""
+        if task in self.quarantined:
+            return None
+        if (blocked := self.blocked_by()) is not None:
+            raise LedgerError(f"group for task {task} started against the gate: {blocked}")
+        self._number += 1
+        group = GroupState(
+            f"g{self.epoch}-{self._number:06d}", task, ticket, [Slot() for _ in range(self.rules.group_size)]
+        )
+        self.groups[group.id] = group
+        self.group_counts[State.LIVE] += 1
+        self._book(
+            entry(
+                "group", "issued", id=group.id, task=task, index=ticket.index,
+                version=self.version, replaces=ticket.replaces,
+            )
+        )  # fmt: skip
+        return group
+
+    def start_attempt(self, group_id: str, slot: int) -> str:
+        """Issue a slot attempt and return its id."""
+        place = self.groups[group_id].slots[slot]
+        if place.running is not None or place.settled(self.rules.max_attempts):
+            raise LedgerError(f"group {group_id} slot {slot} is running or settled; it cannot start again")
+        place.issued += 1
+        place.running = f"{group_id}.{slot}.{place.issued}"
+        self._of_attempt[place.running] = (group_id, slot)
+        self.attempt_counts[State.LIVE] += 1
+        self._book(
+            entry("attempt", "issued", id=place.running, group=group_id, slot=slot, number=place.issued)
+        )
+        return place.running
+
+    # ------------------------------------------------------------------ ending
+
+    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> Verdict:
+        """An agent's run ended. A trainable one stands for its slot until the group ends."""
+        where = self._of_attempt.get(attempt)
+        if where is None:
+            return Verdict.LATE
+        group = self.groups[where[0]]
+        slot = group.slots[where[1]]
+        slot.running = None
+        if outcome.trainable:
+            slot.done = attempt
+            slot.outcome = outcome
+        elif outcome is Outcome.CANCELLED:
+            self._end_attempt(attempt, State.CANCELLED, outcome, why)
+            return Verdict.RETRY
+        else:
+            slot.failures += 1
+            self._end_attempt(attempt, State.FAILED, outcome, why)
+            if slot.failures < self.rules.max_attempts:
+                return Verdict.RETRY
+            self._quarantine(group, outcome, why)
+        return self._settle(group)
+
+    def _settle(self, group: GroupState) -> Verdict:
+        limit = self.rules.max_attempts
+        lost = sum(slot.done is None and slot.settled(limit) for slot in group.slots)
+        if len(group.slots) - lost < self.rules.min_group_size:
+            self.failed_in_a_row += 1
+            self._end_group(group, State.FAILED)
+            return Verdict.FAILED
+        if not all(slot.settled(limit) for slot in group.slots):
+            return Verdict.WAIT
+        group.phase = Phase.READY
+        self.failed_in_a_row = 0
+        return Verdict.READY
+
+    def _quarantine(self, group: GroupState, outcome: Outcome, why: str | None) -> None:
+        if group.task not in self.quarantined:
+            self.quarantined.add(group.task)
+            self._book(
+                entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
+            )
+
+    def hopeless(self) -> bool:
+        """Whether so many groups failed in a row that nothing can be expected to succeed."""
+        return self.failed_in_a_row >= max(8, self.rules.capacity)
+
+    def fail_group(self, group_id: str) -> None:
+        """A ready group was lost before it could be leased (its gateway died, say)."""
+        self._end_group(self.groups[group_id], State.FAILED)
+
+    def cancel_group(self, group_id: str) -> None:
+        """The run is stopping: the group ends `cancelled`."""
+        self._end_group(self.groups[group_id], State.CANCELLED)
+
+    # ------------------------------------------------------------------ consuming
+
+    def lease(self, group_id: str, oldest: int | None) -> None:
+        """The trainer holds the group now; `oldest` is the oldest version among its tokens."""
+        group = self.groups[group_id]
+        if group.phase is not Phase.READY:
+            raise LedgerError(f"group {group_id} is {group.phase}, not ready; it cannot be leased")
+        group.phase = Phase.LEASED
+        group.oldest = oldest
+        self._ready_order.append(group_id)
+
+    def filter_group(self, group_id: str) -> None:
+        """The group can teach nothing (rewards alike, or a loss that is not finite): it makes room."""
+        self._end_group(self.groups[group_id], State.FILTERED)
+
+    def staleness(self, oldest: int | None) -> int | None:
+        """Versions between the trainer and the oldest token; None where it is unknown or abandoned."""
+        if oldest is None or oldest > self.version or any(oldest in gone for gone in self.abandoned):
+            return None
+        return self.version - oldest
+
+    def admissible(self, oldest: int | None) -> bool:
+        staleness = self.staleness(oldest)
+        bound = self.rules.max_staleness
+        return staleness is not None and (bound is None or staleness <= bound)
+
+    def sweep(self) -> list[str]:
+        """End every leased group that is too stale now; returns their ids."""
+        gone = [one for one in self._ready_order if not self.admissible(self.groups[one].oldest)]
+        for group_id in gone:
+            self.end_stale(group_id)
+        return gone
+
+    def cut(self) -> Cut | None:
+        """The next batch, exactly `groups_per_batch` swept groups in order of completion; or None."""
+        self.sweep()
+        if len(self._ready_order) < self.rules.groups_per_batch:
+            return None
+        chosen = [self._ready_order.popleft() for _ in range(self.rules.groups_per_batch)]
+        staleness = []
+        for group_id in chosen:
+            group = self.groups[group_id]
+            group.phase = Phase.CUT
+            age = self.staleness(group.oldest)
+            assert age is not None
+            staleness.append(age)
+        return Cut(self.version, chosen, staleness)
+
+    def step(self, cut: Cut, step: int) -> None:
+        """The optimiser stepped on the batch; its groups make room at the next publish."""
+        for group_id, age in zip(cut.groups, cut.staleness, strict=True):
+            group = self.groups[group_id]
+            group.phase = Phase.UNPUBLISHED
+            self._enter_end(
+                group, State.STEPPED, step=step, version=cut.version, oldest=group.oldest, staleness=age
+            )
+
+    # ------------------------------------------------------------------ publishing
+
+    def doomed(self, version: int, oldest: Mapping[str, int | None]) -> list[str]:
+        """Groups not yet leased that can never be admitted once `version` is live.
+
+        `oldest` is the oldest version sampled so far in each, None where nothing was sampled.
+        """
+        bound = self.rules.max_staleness
+        if bound is None:
+            return []
+        waiting = (Phase.RUNNING, Phase.READY)
+        return [
+            group_id
+            for group_id, sampled in oldest.items()
+            if sampled is not None
+            and version - sampled > bound
+            and group_id in self.groups
+            and self.groups[group_id].phase in waiting
+        ]
+
+    def end_stale(self, group_id: str) -> None:
+        """The group is too stale: it ends, and its task is issued again while the budget lasts."""
+        group = self.groups[group_id]
+        self._end_group(group, State.STALE)
+        if group.ticket.stale_retries < self.rules.max_stale_retries:
+            self._recycled.append(Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1))
+
+    def publishing(self, step: int) -> int:
+        """Take the next version's number for the weights after `step`.
+
+        It is entered before any engine hears of it, so that no restart can give it to other weights.
+        """
+        self._announced += 1
+        self._book(entry("run", "publishing", version=self._announced, step=step))
+        return self._announced
+
+    def publish(self, version: int) -> None:
+        """`version` is live on the engines: the trainer's version from now on."""
+        if not self.version < version <= self._announced:
+            raise LedgerError(
+                f"version {version} cannot go live after {self.version}; {self._announced} was announced"
+            )
+        self.version = version
+        for group_id in [g.id for g in self.groups.values() if g.phase is Phase.UNPUBLISHED]:
+            del self.groups[group_id]
+
+    def commit(self) -> None:
+        """A checkpoint's marker was written: what was stepped is trained."""
+        for counts in (self.group_counts, self.attempt_counts):
+            counts[State.TRAINED] += counts.pop(State.STEPPED, 0)
+
+    # ------------------------------------------------------------------ resuming
+
+    def progress(self) -> Progress:
+        """The tasks to go on with: the cursor, and what is outstanding or waits to be recycled."""
+        unpublished = Phase.UNPUBLISHED
+        open_tickets = [group.ticket for group in self.groups.values() if group.phase is not unpublished]
+        return Progress(self._cursor, [*self._recycled, *open_tickets], sorted(self.quarantined))
+
+    def restore(self, progress: Progress, abandoned: Iterable[range]) -> None:
+        """Go on where a checkpoint left off. Tickets lose `replaces`: it named groups of a past epoch."""
+        self._cursor = progress.cursor
+        self._recycled = deque(
+            Ticket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
+        )
+        self.quarantined = set(progress.quarantined)
+        self.abandoned = list(abandoned)
+
+    # ------------------------------------------------------------------ the book
+
+    def _end_group(self, group: GroupState, state: State) -> None:
+        self._enter_end(group, state)
+        del self.groups[group.id]
+        if group.phase is Phase.LEASED:
+            self._ready_order.remove(group.id)
+
+    def _enter_end(self, group: GroupState, state: State, **details: object) -> None:
+        """Attempts first, so that no attempt is ever live in an ended group."""
+        for slot in group.slots:
+            if slot.done is not None:
+                self._end_attempt(slot.done, state, slot.outcome or Outcome.COMPLETED, None)
+            if slot.running is not None:
+                self._end_attempt(slot.running, State.CANCELLED, Outcome.CANCELLED, f"group {state}")
+        self.group_counts[State.LIVE] -= 1
+        self.group_counts[state] += 1
+        self._book(entry("group", "ended", id=group.id, state=state.value, **details))
+
+    def _end_attempt(self, attempt: str, state: State, outcome: Outcome, why: str | None) -> None:
+        del self._of_attempt[attempt]
+        self.attempt_counts[State.LIVE] -= 1
+        self.attempt_counts[state] += 1
+        self._book(entry("attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why))

@@ -1,0 +1,279 @@
+"""`tidegate audit RUN`: proves the book from the files alone, with none of the code that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidegate.config import Settings, load_settings
+from tidegate.trainer.entries import FINAL, Entry, State
+from tidegate.trainer.ledger import read_ledger
+
+MARKER = "COMMITTED"
+
+
+@dataclass(slots=True)
+class Audit:
+    """What the files say. `findings` is empty where every claim holds."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    attempts: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    versions: int = 0
+    trained_tokens: int = 0
+    oldest_staleness: int | None = None
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return not self.findings
+
+
+def audit_run(run_dir: Path) -> Audit:
+    """Read `config.toml`, `ledger.jsonl`, the checkpoints' markers, `metrics.jsonl` and `trajectories/`."""
+    settings = load_settings(run_dir / "config.toml")
+    book = _Book(settings)
+    for one in read_ledger(run_dir / "ledger.jsonl"):
+        book.read(one)
+    markers = list(_markers(run_dir))
+    book.close(markers[-1]["ledger"] if markers else 0)
+    _check_metrics(run_dir, book)
+    _check_trajectories(run_dir, book)
+    return book.audit
+
+
+@dataclass(slots=True)
+class _Item:
+    """A group or an attempt, as the entries tell it."""
+
+    issued: Entry
+    ended: Entry | None = None
+    seq: int = -1
+    abandoned: bool = False
+
+
+class _Book:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.audit = Audit()
+        self.groups: dict[str, _Item] = {}
+        self.attempts: dict[str, _Item] = {}
+        self.replaced: dict[str, str] = {}
+        self.last_version = -1
+        self.expected_seq = 0
+        self.finished = False
+
+    def wrong(self, text: str) -> None:
+        self.audit.findings.append(text)
+
+    def read(self, one: Entry) -> None:
+        if one["seq"] != self.expected_seq:
+            self.wrong(f"entry {self.expected_seq} is missing: the next one is {one['seq']}")
+        self.expected_seq = one["seq"] + 1
+        kind, event = one["kind"], one["event"]
+        if kind == "run":
+            self._run(one)
+        elif event == "issued":
+            self._issue(one, self.groups if kind == "group" else self.attempts)
+        else:
+            self._end(one, self.groups if kind == "group" else self.attempts)
+
+    def _run(self, one: Entry) -> None:
+        event = one["event"]
+        if event == "started":
+            self.finished = False
+            self._resume(one)
+        elif event == "publishing":
+            if one["version"] <= self.last_version:
+                self.wrong(f"version {one['version']} was published after {self.last_version}")
+            self.last_version = one["version"]
+            self.audit.versions += 1
+        elif event == "ended":
+            self.finished = True
+
+    def _resume(self, one: Entry) -> None:
+        """Steps behind the checkpoint that a run resumes from are an abandoned lineage."""
+        for group in self.groups.values():
+            if group.ended is not None and group.seq >= (one.get("position") or 0):
+                group.abandoned = True
+
+    def _issue(self, one: Entry, items: dict[str, _Item]) -> None:
+        if one["id"] in items:
+            self.wrong(f"{one['kind']} {one['id']} was issued twice")
+        items[one["id"]] = _Item(one)
+        if one["kind"] == "attempt":
+            self._issue_attempt(one)
+        elif (old := one.get("replaces")) is not None:
+            self._replace(one["id"], old)
+
+    def _issue_attempt(self, one: Entry) -> None:
+        group = self.groups.get(one["group"])
+        if group is None or group.ended is not None:
+            self.wrong(f"attempt {one['id']} was issued for group {one['group']}, which is not live")
+
+    def _replace(self, new: str, old: str) -> None:
+        ended = self.groups[old].ended if old in self.groups else None
+        if ended is None or ended["state"] != State.STALE:
+            self.wrong(f"group {new} replaces {old}, which did not end stale")
+        if old in self.replaced:
+            self.wrong(f"group {old} was replaced twice: by {self.replaced[old]} and {new}")
+        self.replaced[old] = new
+
+    def _end(self, one: Entry, items: dict[str, _Item]) -> None:
+        item = items.get(one["id"])
+        if item is None:
+            self.wrong(f"{one['kind']} {one['id']} ended and was never issued")
+            return
+        if item.ended is not None:
+            self.wrong(f"{one['kind']} {one['id']} ended twice: {item.ended['state']}, then {one['state']}")
+        if one["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
+            self.wrong(f"{one['kind']} {one['id']} ended as {one['state']!r}, which is no final state")
+        item.ended, item.seq = one, one["seq"]
+        if one["kind"] == "group" and one["state"] == State.STEPPED:
+            self._check_bound(one)
+
+    def _check_bound(self, one: Entry) -> None:
+        oldest, staleness, bound = one["oldest"], one["staleness"], self.settings.trainer.staleness_bound
+        if oldest is None or staleness is None or one["version"] - oldest != staleness:
+            self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
+        elif bound is not None and staleness > bound:
+            self.wrong(f"group {one['id']} was trained at staleness {staleness}, over the bound {bound}")
+        if staleness is not None:
+            self.audit.oldest_staleness = max(staleness, self.audit.oldest_staleness or 0)
+
+    # -------------------------------------------------------------- conclusions
+
+    def state_of(self, item: _Item, committed: int) -> str:
+        if item.ended is None:
+            return State.LIVE.value
+        if item.ended["state"] == State.STEPPED and item.seq < committed and not item.abandoned:
+            return State.TRAINED.value
+        return item.ended["state"]
+
+    def close(self, committed: int) -> None:
+        """`committed` is the ledger's position in the newest checkpoint's marker."""
+        self.audit.groups = Counter(self.state_of(one, committed) for one in self.groups.values())
+        for attempt in self.attempts.values():
+            group = self.groups[attempt.issued["group"]]
+            attempt.abandoned = group.abandoned
+            self.audit.attempts[self.state_of(attempt, committed)] += 1
+        if self.finished and (live := self.audit.groups["live"] + self.audit.attempts["live"]):
+            self.wrong(f"the run ended with {live} groups or attempts still live")
+        self._check_groups()
+        self._check_attempts_a_slot()
+
+    def _check_groups(self) -> None:
+        trainer = self.settings.trainer
+        members: dict[str, list[_Item]] = defaultdict(list)
+        for attempt in self.attempts.values():
+            members[attempt.issued["group"]].append(attempt)
+        sizes: Counter[int] = Counter()
+        for name, group in self.groups.items():
+            if group.ended is None:
+                continue
+            if any(one.ended is None for one in members[name]):
+                self.wrong(f"group {name} ended with an attempt still live")
+            if group.ended["state"] != State.STEPPED:
+                continue
+            standing = sum(one.ended is not None and one.ended["state"] == "stepped" for one in members[name])
+            if not trainer.smallest_group <= standing <= trainer.group_size:
+                self.wrong(f"group {name} was trained with {standing} attempts")
+            if not group.abandoned:
+                sizes[group.ended["step"]] += 1
+        self.audit.steps = len(sizes)
+        for step, size in sorted(sizes.items()):
+            if size != trainer.groups_per_batch:
+                self.wrong(f"step {step} took {size} groups, not {trainer.groups_per_batch}")
+
+    def _check_attempts_a_slot(self) -> None:
+        failures: Counter[tuple[str, int]] = Counter()
+        for attempt in self.attempts.values():
+            ended = attempt.ended
+            if (
+                ended is not None
+                and ended["state"] == State.FAILED
+                and ended.get("outcome")
+                not in (
+                    "completed",
+                    "truncated",
+                )
+            ):
+                failures[attempt.issued["group"], attempt.issued["slot"]] += 1
+        limit = self.settings.trainer.max_attempts
+        for (group, slot), number in failures.items():
+            if number > limit:
+                self.wrong(f"group {group} slot {slot} failed {number} times; max_attempts is {limit}")
+
+
+def _markers(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The markers of the kept checkpoints, oldest first."""
+    found = (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
+    for marker in sorted(found, key=lambda path: int(path.parent.name.removeprefix("step_"))):
+        yield json.loads(marker.read_text())
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _check_metrics(run_dir: Path, book: _Book) -> None:
+    """Each step has one line of metrics, and each line of a step has its groups in the ledger."""
+    stepped = {
+        group.ended["step"]
+        for group in book.groups.values()
+        if group.ended is not None and group.ended["state"] == State.STEPPED and not group.abandoned
+    }
+    lines: Counter[int] = Counter(one["step"] for one in _json_lines(run_dir / "metrics.jsonl"))
+    for step, number in lines.items():
+        if number > 1:
+            book.wrong(f"metrics.jsonl has {number} lines for step {step}")
+        if step > 0 and step not in stepped:
+            book.wrong(f"metrics.jsonl has step {step}, of which the ledger knows nothing")
+
+
+def _check_trajectories(run_dir: Path, book: _Book) -> None:
+    """The recorded tokens themselves bear out the ledger's versions."""
+    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        oldest: dict[str, int] = {}
+        for one in _json_lines(path):
+            if one.get("state") != State.STEPPED:
+                continue
+            turns = [turn for turn in one["turns"] if turn["delivered"]]
+            versions = [span[0] for turn in turns for span in turn["version_spans"]]
+            group = one["group_id"]
+            oldest[group] = min([*versions, oldest.get(group, versions[0])])
+            book.audit.trained_tokens += sum(len(turn["output_ids"]) for turn in turns)
+        for group, version in oldest.items():
+            item = book.groups.get(group)
+            said = item.ended.get("oldest") if item is not None and item.ended is not None else None
+            if said != version:
+                book.wrong(
+                    f"{path.name}: group {group} has tokens of version {version}, the ledger says {said}"
+                )
+
+
+def table(audit: Audit) -> str:
+    """The audit as text: one row a state, then the findings."""
+    rows = [f"{'state':<12}{'groups':>10}{'attempts':>10}"]
+    for state in [*FINAL, State.LIVE]:
+        rows.append(f"{state.value:<12}{audit.groups[state.value]:>10}{audit.attempts[state.value]:>10}")
+    rows.append(f"{'issued':<12}{audit.groups.total():>10}{audit.attempts.total():>10}")
+    rows.append("")
+    rows.append(
+        f"{audit.steps} steps, {audit.versions} versions published, {audit.trained_tokens} tokens "
+        f"trained on, the oldest at staleness {audit.oldest_staleness}"
+    )
+    rows += [f"WRONG: {finding}" for finding in audit.findings]
+    rows.append(
+        "the book holds" if audit.holds else f"the book does not hold: {len(audit.findings)} findings"
+    )
+    return "\n".join(rows)

@@ -1,0 +1,113 @@
+"""Batches: lease ready groups, filter what teaches nothing, sweep by staleness, cut.
+
+The cut is exact: `groups_per_batch` groups, none staler than the bound at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tidegate.gateway.client import GatewayClient
+from tidegate.trainer.admission import Admission, Cut
+from tidegate.trainer.advantage import group_advantages, is_zero_variance
+from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.entries import State
+from tidegate.types import Group
+
+LEASE_WAIT_S = 5.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """A cut batch, and the groups that were dropped while it was gathered."""
+
+    cut: Cut
+    groups: list[Group]
+    dropped: list[tuple[Group, State]]
+    waited_s: float
+    """How long the trainer waited for it (`time/wait_for_batch`)."""
+    ready_s: float
+    """How long its groups waited for the trainer, on average (`time/wait_for_policy`)."""
+
+    def advantages(self, normalize: bool) -> list[list[float]]:
+        """Per group, per trajectory."""
+        return [group_advantages(group.rewards(), normalize=normalize).tolist() for group in self.groups]
+
+    def rows(self, advantages: list[list[float]]) -> list[Row]:
+        """The token sequences to train on."""
+        return [
+            row
+            for group, values in zip(self.groups, advantages, strict=True)
+            for trajectory, advantage in zip(group.trajectories, values, strict=True)
+            for row in rows_of(trajectory, advantage)
+        ]
+
+
+@dataclass(slots=True)
+class Batches:
+    """Gathers groups from the gateway. `freed` is told whenever something left admission's count."""
+
+    gateway: GatewayClient
+    admission: Admission
+    freed: Callable[[], None]
+    last_progress: float = field(default_factory=time.monotonic)
+    _held: dict[str, Group] = field(default_factory=dict)
+    _leased_at: dict[str, float] = field(default_factory=dict)
+
+    async def next(self) -> Batch:
+        """Wait for enough groups and cut. It may wait for ever; the watchdog says when that is too long."""
+        started = time.monotonic()
+        dropped: list[tuple[Group, State]] = []
+        while True:
+            for group_id in self.admission.sweep():
+                dropped.append(await self._drop(group_id, State.STALE))
+            cut = self.admission.cut()
+            if cut is not None:
+                break
+            for group in await self.gateway.lease(
+                self.admission.epoch, self.admission.rules.groups_per_batch, LEASE_WAIT_S
+            ):
+                if filtered := await self._take(group):
+                    dropped.append(filtered)
+        now = time.monotonic()
+        groups = [self._held[group_id] for group_id in cut.groups]
+        ready = sum(now - self._leased_at.pop(group_id) for group_id in cut.groups) / len(groups)
+        return Batch(cut, groups, dropped, now - started, ready)
+
+    async def _take(self, group: Group) -> tuple[Group, State] | None:
+        """Hold a leased group, or filter it at once."""
+        self.last_progress = time.monotonic()
+        known = self.admission.groups.get(group.id)
+        if known is None:  # ended while it was ready: too stale for the version that went live
+            await self.gateway.ack(self.admission.epoch, group.lease_id, State.STALE)
+            return group, State.STALE
+        self._held[group.id] = group
+        self._leased_at[group.id] = self.last_progress
+        self.admission.lease(group.id, group.oldest_version())
+        if is_zero_variance(group.rewards()):
+            self.admission.filter_group(group.id)
+            return await self._drop(group.id, State.FILTERED)
+        return None
+
+    async def _drop(self, group_id: str, state: State) -> tuple[Group, State]:
+        self.freed()
+        group = self._held.pop(group_id)
+        self._leased_at.pop(group_id, None)
+        await self.gateway.ack(self.admission.epoch, group.lease_id, state)
+        return group, state
+
+    async def stepped(self, batch: Batch, step: int) -> None:
+        """Enter the step in the ledger, then let the gateway forget the groups."""
+        self.admission.step(batch.cut, step)
+        for group in batch.groups:
+            del self._held[group.id]
+        for group in batch.groups:
+            await self.gateway.ack(self.admission.epoch, group.lease_id, State.STEPPED, step)
+
+    async def skip(self, batch: Batch) -> None:
+        """The step on this batch was skipped: its groups end `filtered`."""
+        for group_id in batch.cut.groups:
+            self.admission.filter_group(group_id)
+            await self._drop(group_id, State.FILTERED)

@@ -1,0 +1,64 @@
+"""What the ledger holds: one entry per line, and the states in which slot attempts and groups end."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal, TypedDict, cast
+
+
+class State(StrEnum):
+    """Where a slot attempt or a group stands. All but `live` are final.
+
+    `stepped` becomes `trained` when a checkpoint's marker is written behind it; nothing else is
+    entered then, because the marker alone is the commit point.
+    """
+
+    LIVE = "live"
+    TRAINED = "trained"
+    STEPPED = "stepped"
+    STALE = "stale"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+FINAL = tuple(state for state in State if state is not State.LIVE)
+
+Kind = Literal["group", "attempt", "run"]
+
+
+class Entry(TypedDict, total=False):
+    """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
+
+    * group issued: `task`, `index` (its place in the training split), `version`, `replaces`
+    * group ended: `state`, and for `stepped` also `step`, `version`, `oldest`, `staleness`
+    * attempt issued: `group`, `slot`, `number` (1 for a slot's first)
+    * attempt ended: `state`, `outcome`, `why`
+    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; `position` where a started run
+      resumes: the ledger's position in the marker it goes on from
+    """
+
+    seq: int
+    time: float
+    kind: Kind
+    event: Literal["issued", "ended", "started", "publishing", "quarantined"]
+    id: str
+    state: str
+    task: str
+    index: int
+    version: int
+    replaces: str | None
+    step: int
+    oldest: int | None
+    staleness: int | None
+    group: str
+    slot: int
+    number: int
+    outcome: str | None
+    why: str | None
+    epoch: int
+    position: int | None
+
+
+def entry(kind: Kind, event: Any, **fields: Any) -> Entry:
+    return cast(Entry, {"kind": kind, "event": event, **fields})

@@ -1,0 +1,112 @@
+"""The training loop, on one screen: lease → advantage → loss → step → publish."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tidegate.config import TrainerSettings
+from tidegate.errors import TrainingError
+from tidegate.trainer.admission import Admission
+from tidegate.trainer.batches import Batch, Batches
+from tidegate.trainer.policy import Policy
+from tidegate.trainer.publish import Publisher
+from tidegate.trainer.record import Recorder
+
+T = TypeVar("T")
+MAX_SKIPPED = 3
+CHANGED = -2
+"""Stands for the version of weights that were not published yet: no token was sampled from them."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """Owns nothing but the order of things; each component is handed what it needs and knows no loop."""
+
+    settings: TrainerSettings
+    admission: Admission
+    batches: Batches
+    policy: Policy
+    publisher: Publisher
+    recorder: Recorder
+    checkpoint: Callable[[int], Awaitable[object]]
+    evaluate: Callable[[int], Awaitable[dict[str, float]]]
+    step: int = 0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    skipped: int = 0
+
+    async def run(self) -> None:
+        """Train until `settings.steps`, or until `stop` is set and the step in hand is done."""
+        while self.step < self.settings.steps:
+            began = time.monotonic()
+            batch = await unless(self.stop, self.batches.next())
+            if batch is None:
+                return
+            metrics = await whole(self._train(batch))
+            if self.skipped:
+                continue
+            if self.step % self.settings.publish_interval == 0:
+                metrics["time/publish"] = await self._publish()
+            metrics |= await self.evaluate(self.step)
+            metrics["time/step"] = time.monotonic() - began
+            self.recorder.step(self.step, metrics)
+            if self.step % self.settings.checkpoint_every == 0:
+                await whole(self.checkpoint(self.step))
+
+    async def _train(self, batch: Batch) -> dict[str, float]:
+        """One optimiser step, entered in the ledger as soon as it is done."""
+        advantages = batch.advantages(self.settings.normalize_advantage)
+        fresh = self.step % self.settings.publish_interval == 0
+        version = self.admission.version if fresh else CHANGED
+        metrics = await asyncio.to_thread(self.policy.update, batch.rows(advantages), version)
+        self.skipped = self.skipped + 1 if metrics["skipped"] else 0
+        if self.skipped:
+            await self._skip(batch)
+            return {}
+        self.step += 1
+        self.recorder.batch(batch, advantages, self.step)
+        await self.batches.stepped(batch, self.step)
+        return self.recorder.batch_metrics(batch) | metrics
+
+    async def _skip(self, batch: Batch) -> None:
+        groups = ", ".join(self.policy.non_finite)
+        await self.batches.skip(batch)
+        self.recorder.note(f"a loss or gradient was not finite, the step is skipped; groups: {groups}")
+        if self.skipped >= MAX_SKIPPED:
+            raise TrainingError(
+                f"{MAX_SKIPPED} steps in a row had a loss or gradient that is not finite; the last groups: "
+                f"{groups}. Lower trainer.learning_rate, or look at these groups' trajectories"
+            )
+
+    async def _publish(self) -> float:
+        began = time.monotonic()
+        version = self.admission.publishing(self.step)
+        await self.publisher.publish(version)
+        self.admission.publish(version)
+        self.batches.freed()
+        return time.monotonic() - began
+
+
+async def unless(stop: asyncio.Event, waited: Coroutine[Any, Any, T]) -> T | None:
+    """What is waited for, or None if `stop` comes first (the wait is cancelled then)."""
+    work, stopped = asyncio.create_task(waited), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+
+
+async def whole(indivisible: Awaitable[T]) -> T:
+    """Run something to its end even if the caller is cancelled meanwhile; then be cancelled."""
+    task = asyncio.ensure_future(indivisible)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

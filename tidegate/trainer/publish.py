@@ -1,0 +1,144 @@
+"""Publish: make a new policy version live on every engine.
+
+    write the weights → end what can no longer be admitted → pause → load → verify → resume
+
+Every move may be repeated safely, and the engines are resumed whatever happens. `retract` is the pause
+mode: running requests keep their tokens, and their KV is computed again under the new weights.
+An engine that cannot be brought to the version is reported, so that its owner restarts or removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from tidegate.errors import EngineError, PublishError
+
+CALL_S = 60.0
+KEPT = 2
+ATTEMPTS = 5
+
+
+class EngineControl:
+    """The control calls of one engine, SGLang's protocol; raises EngineError."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self.url = url.rstrip("/")
+        self._http = http
+
+    async def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """POST `body` (GET where it is None); every call has the deadline CALL_S."""
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        headers = {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        try:
+            async with self._http.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as reply:
+                text = await reply.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(
+                f"engine {self.url}{path}: {type(error).__name__}: {error}", retryable=True
+            ) from None
+        if reply.status != 200:
+            raise EngineError(
+                f"engine {self.url}{path}: {reply.status}: {text[:300]}", retryable=reply.status >= 500
+            )
+        try:
+            answer = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            answer = {}
+        return answer if isinstance(answer, dict) else {}
+
+    async def version(self) -> int:
+        """The version that the engine attests; raises EngineError where it is no number."""
+        said = (await self.call("/model_info")).get("weight_version")
+        try:
+            return int(str(said))
+        except ValueError:
+            raise EngineError(f"engine {self.url} attests the version {said!r}, which is no number") from None
+
+    async def load(self, weights: Path, version: int) -> None:
+        """Bring the engine to `version`; whatever happens, it is asked to go on afterwards."""
+        await self.call("/pause_generation", {"mode": "retract"})
+        try:
+            await self.call(
+                "/update_weights_from_disk",
+                {
+                    "model_path": str(weights.resolve()),
+                    "weight_version": str(version),
+                    "flush_cache": True,
+                    "abort_all_requests": False,
+                },
+            )
+            attested = await self.version()
+            if attested != version:
+                raise EngineError(f"engine {self.url} attests version {attested} after loading {version}")
+        finally:
+            await self.call("/continue_generation", {})
+
+
+@dataclass(slots=True)
+class Publisher:
+    """Publishes to all engines at once.
+
+    `save(directory)` writes the weights; `engines()` names the engines' URLs at this moment;
+    `cancel_doomed(version)` ends what the new version makes inadmissible; `quarantine(url, why)` takes an
+    engine out of service that could not be brought to the version while others could.
+    `live` is the newest version's directory and number: where a restarted engine comes up.
+    """
+
+    directory: Path
+    save: Callable[[Path], object]
+    engines: Callable[[], Sequence[str]]
+    cancel_doomed: Callable[[int], Awaitable[None]]
+    quarantine: Callable[[str, str], Awaitable[None]]
+    live: tuple[Path, int]
+    _kept: list[Path] = field(default_factory=list)
+
+    async def publish(self, version: int) -> None:
+        """Make `version` live. Raises PublishError where no engine could be brought to it."""
+        weights = self.directory / f"v{version:06d}"
+        await asyncio.to_thread(self.save, weights)
+        await self.cancel_doomed(version)
+        self.live = (weights, version)
+        async with aiohttp.ClientSession() as http:
+            urls = self.engines()
+            results = await asyncio.gather(
+                *(self._bring(EngineControl(url, http), weights, version) for url in urls),
+                return_exceptions=True,
+            )
+        failed = {url: one for url, one in zip(urls, results, strict=True) if one is not None}
+        for error in failed.values():
+            if not isinstance(error, EngineError):
+                raise error
+        if len(failed) == len(urls):
+            reasons = "; ".join(str(one) for one in failed.values()) or "the run has none"
+            raise PublishError(f"version {version} could not be published to any engine: {reasons}")
+        for url, error in failed.items():
+            await self.quarantine(url, str(error))
+        self._prune(weights)
+
+    async def _bring(self, engine: EngineControl, weights: Path, version: int) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                await engine.load(weights, version)
+                return
+            except EngineError as error:
+                if not error.retryable or attempt == ATTEMPTS - 1:
+                    raise
+            # A killed engine is being restarted meanwhile, and comes up at `live`.
+            await asyncio.sleep(min(8.0, 1.0 * 2**attempt))
+
+    def _prune(self, newest: Path) -> None:
+        """Keep the last two published versions."""
+        self._kept = [one for one in self._kept if one != newest] + [newest]
+        while len(self._kept) > KEPT:
+            shutil.rmtree(self._kept.pop(0), ignore_errors=True)

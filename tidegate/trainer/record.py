@@ -1,0 +1,96 @@
+"""What a run writes down of itself: one flat line of metrics a step, the episodes, and the view's news."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidegate.trainer.batches import Batch
+from tidegate.trainer.metrics import MetricsLog
+from tidegate.trainer.observer import Observer
+from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.types import Trajectory
+
+
+@dataclass(slots=True)
+class Recorder:
+    """`snapshot()` gives the groups by state and what else holds at this moment."""
+
+    log: MetricsLog
+    files: TrajectoryFiles
+    observer: Observer
+    snapshot: Callable[[], dict[str, float]]
+    version: Callable[[], int]
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the step's line. Step 0 is the evaluation before the first step."""
+        line = {"step": step, "version": self.version(), "time": time.time(), **metrics, **self.snapshot()}
+        self.log.append(line)
+        self.observer.step(line)
+
+    def batch(self, batch: Batch, advantages: list[list[float]], step: int) -> None:
+        self.files.batch(batch, advantages, step)
+
+    def note(self, text: str) -> None:
+        self.observer.note(text)
+
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        """What the batch says of rewards, staleness, versions, lengths, and of what it left out."""
+        trained = [one for group in batch.groups for one in group.trajectories]
+        dropped = [one for group, _ in batch.dropped for one in group.trajectories]
+        return {
+            "time/wait_for_batch": batch.waited_s,
+            "time/wait_for_policy": batch.ready_s,
+            **_spread("staleness", batch.cut.staleness, ("mean", "max")),
+            **_spread("reward", [one.reward for one in trained if one.reward is not None], ("mean", "std")),
+            **_versions(trained),
+            **_lengths(trained),
+            **_selection(trained, dropped),
+        }
+
+
+def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[str, float]:
+    found = np.array(list(values), dtype=np.float64)
+    return {f"{name}/{one}": float(getattr(found, one)()) for one in which} if len(found) else {}
+
+
+def _versions(trained: list[Trajectory]) -> dict[str, float]:
+    """`mixed_ratio`: trajectories, `mixed_turn_ratio`: turns, with tokens of more than one version."""
+    turns = [turn for one in trained for turn in one.delivered_turns()]
+    mixed_turns = [len({span.version for span in turn.version_spans}) > 1 for turn in turns]
+    mixed = [
+        len({span.version for turn in one.delivered_turns() for span in turn.version_spans}) > 1
+        for one in trained
+    ]
+    versions = np.concatenate([turn.token_versions() for turn in turns])
+    return {
+        **_spread("weight_version", versions, ("min", "max", "mean", "std")),
+        "weight_version/mixed_ratio": float(np.mean(mixed)),
+        "weight_version/mixed_turn_ratio": float(np.mean(mixed_turns)),
+    }
+
+
+def _lengths(trained: list[Trajectory]) -> dict[str, float]:
+    turns = [sum(1 for _ in one.delivered_turns()) for one in trained]
+    cached = sum(turn.cached_tokens for one in trained for turn in one.turns)
+    prompts = sum(len(one.prompt_ids(turn)) for one in trained for turn in one.turns)
+    return {
+        "tokens/sampled": float(sum(one.sampled_tokens() for one in trained)),
+        **_spread("length", [one.sampled_tokens() for one in trained], ("mean", "max")),
+        **_spread("turns", turns, ("mean",)),
+        **_spread("tool_calls", [one.metrics.get("tool_calls", 0.0) for one in trained], ("mean",)),
+        "truncated_ratio": float(np.mean([one.outcome == "truncated" for one in trained])),
+        "cache/hit_ratio": cached / max(1, prompts),
+    }
+
+
+def _selection(trained: list[Trajectory], dropped: list[Trajectory]) -> dict[str, float]:
+    """Trained against dropped work, so that a selection bias shows."""
+    found = {"selection/dropped_ratio": len(dropped) / (len(trained) + len(dropped))}
+    for name, ones in (("trained", trained), ("dropped", dropped)):
+        found |= _spread(f"selection/{name}_length", [one.sampled_tokens() for one in ones], ("mean",))
+        found |= _spread(f"selection/{name}_reward", [one.reward or 0.0 for one in ones], ("mean",))
+    return found

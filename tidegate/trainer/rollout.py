@@ -1,0 +1,250 @@
+"""Rollout: keeps as many groups of agents running as admission allows.
+
+A group opens its sessions, runs the agent on each, has each finished and rewarded, attempts failed slots
+again, and is sealed when every slot is settled. Groups don't wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidegate.config import Settings
+from tidegate.errors import GatewayError, HopelessError
+from tidegate.gateway.client import GatewayClient, Summary
+from tidegate.trainer.admission import Admission, GroupState, Ticket, Verdict
+from tidegate.trainer.workers import AgentWorker
+from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
+
+BACKOFF_S = 0.25
+BACKOFF_MAX_S = 8.0
+MAX_SKIPPED = 10_000
+"""So many quarantined tasks in a row mean that there is no other one."""
+
+
+class Tasks(Protocol):
+    """What rollout needs of an environment."""
+
+    def train_task(self, index: int) -> Task: ...
+
+
+@dataclass(slots=True)
+class Episodes:
+    """Runs one session of the agent on a task: open → run → finish. Used by rollout and evaluation."""
+
+    gateway: GatewayClient
+    worker: AgentWorker
+    deadline_s: float
+    model: str = "policy"
+
+    async def run(
+        self,
+        name: str,
+        task: Task,
+        sampling: Sampling,
+        split: Split,
+        *,
+        group_id: str | None = None,
+        slot: int | None = None,
+        seed: int | None = None,
+        on_open: Callable[[str], None] = lambda _: None,
+    ) -> Summary:
+        """One attempt, under one deadline from set-up to reward. Raises GatewayError only.
+
+        `on_open` is told the session's id as soon as there is one.
+        """
+        access = await self.gateway.open_session(
+            task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
+            deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name},
+        )  # fmt: skip
+        on_open(access.session_id)
+        result = await self.worker.run(
+            name,
+            task.view(),
+            base_url=access.base_url,
+            api_key=access.api_key,
+            model=self.model,
+            seed=seed,
+            deadline_s=self.deadline_s,
+        )
+        return await self.gateway.finish(
+            access.session_id,
+            output=result.output,
+            outcome=result.outcome,
+            reward=result.reward,
+            metrics=result.metrics,
+            error=result.error,
+        )
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Owns the running groups. `run()` lasts until it is cancelled or nothing can succeed."""
+
+    settings: Settings
+    admission: Admission
+    episodes: Episodes
+    tasks: Tasks
+    record_failure: Callable[[Trajectory, str], None]
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Session id of every attempt that is live."""
+    finished_episodes: int = 0
+    sampled_tokens: int = 0
+    last_failure: str = ""
+    last_progress: float = field(default_factory=time.monotonic)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _jitter: random.Random = field(default_factory=lambda: random.Random(0))
+    _broken: BaseException | None = None
+    _skipped: int = 0
+
+    async def run(self) -> None:
+        """Start groups while admission allows; raises HopelessError where everything fails."""
+        try:
+            while True:
+                self._wake.clear()
+                self._raise_if_broken()
+                while self.admission.blocked_by() is None:
+                    self._start(self.admission.next_ticket())
+                await self._wake.wait()
+        finally:
+            await self.stop()
+
+    def wake(self) -> None:
+        """Something left the count: another group may start."""
+        self._wake.set()
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self.admission.hopeless():
+            raise HopelessError(
+                f"the last {self.admission.failed_in_a_row} groups all failed, so nothing can be learned; "
+                f"the last reason: {self.last_failure}"
+            )
+
+    def _start(self, ticket: Ticket) -> None:
+        task = self.tasks.train_task(ticket.index)
+        group = self.admission.start_group(ticket, task.id)
+        if group is None:  # quarantined; its ticket is spent
+            self._skipped += 1
+            if self._skipped > MAX_SKIPPED:
+                raise HopelessError(f"every task is quarantined; the last reason: {self.last_failure}")
+            return
+        self._skipped = 0
+        running = asyncio.create_task(self._group(group, task), name=group.id)
+        self._running[group.id] = running
+        running.add_done_callback(self._ended)
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        self._running.pop(running.get_name(), None)
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._broken = error
+        self.wake()
+
+    async def _group(self, group: GroupState, task: Task) -> None:
+        """Run every slot; seal the group when admission says that it is ready."""
+        slots = [asyncio.create_task(self._slot(group, task, n)) for n in range(len(group.slots))]
+        try:
+            for settled in asyncio.as_completed(slots):
+                verdict = await settled
+                if verdict in (Verdict.FAILED, Verdict.LATE):
+                    await self._drop(group.id)
+                    return
+            sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
+            await self.episodes.gateway.seal_group(group.id, task.id, sessions)
+            self.last_progress = time.monotonic()
+        finally:
+            for slot in slots:
+                slot.cancel()
+            await asyncio.gather(*slots, return_exceptions=True)
+            for slot_state in group.slots:
+                for attempt in (slot_state.running, slot_state.done):
+                    if attempt is not None:
+                        self.sessions.pop(attempt, None)
+
+    async def _slot(self, group: GroupState, task: Task, slot: int) -> Verdict:
+        """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
+        while True:
+            attempt = self.admission.start_attempt(group.id, slot)
+            outcome, why = await self._attempt(attempt, group, task, slot)
+            self.last_progress = time.monotonic()
+            verdict = self.admission.end_attempt(attempt, outcome, why)
+            if verdict is not Verdict.RETRY:
+                return verdict
+            self.sessions.pop(attempt, None)
+            failures = max(1, group.slots[slot].failures)
+            longest = min(BACKOFF_MAX_S, BACKOFF_S * 2**failures)
+            await asyncio.sleep(self._jitter.uniform(longest / 2, longest))
+
+    async def _attempt(
+        self, attempt: str, group: GroupState, task: Task, slot: int
+    ) -> tuple[Outcome, str | None]:
+        sampling = self.settings.sampling
+        try:
+            summary = await self.episodes.run(
+                attempt, task, Sampling(sampling.temperature, max_tokens=sampling.max_tokens), "train",
+                group_id=group.id, slot=slot, seed=attempt_seed(self.settings.run.seed, attempt),
+                on_open=lambda session: self.sessions.__setitem__(attempt, session),
+            )  # fmt: skip
+        except GatewayError as error:
+            self.last_failure = f"infra_error: {error}"
+            return Outcome.INFRA_ERROR, str(error)
+        self.finished_episodes += 1
+        self.sampled_tokens += summary.sampled_tokens
+        if not summary.outcome.trainable:
+            self.last_failure = f"{summary.outcome}: {summary.error}"
+            await self._keep_failure(attempt, summary)
+        return summary.outcome, summary.error
+
+    async def _keep_failure(self, attempt: str, summary: Summary) -> None:
+        """A failed episode is kept for people to read, then forgotten by the gateway."""
+        gateway = self.episodes.gateway
+        try:
+            self.record_failure(await gateway.trajectory(summary.session_id), attempt)
+            await gateway.delete_session(summary.session_id)
+        except GatewayError as error:
+            self.last_failure += f" (its trajectory could not be read: {error})"
+
+    async def _drop(self, group_id: str) -> None:
+        try:
+            await self.episodes.gateway.drop_group(group_id)
+        except GatewayError as error:
+            # The gateway frees the group itself when its sessions expire.
+            self.last_failure = f"group {group_id} could not be dropped: {error}"
+
+    async def end_stale(self, group_ids: list[str]) -> None:
+        """End groups that can no longer be admitted, and abort what they still generate."""
+        for group_id in group_ids:
+            running = self._running.get(group_id)
+            self.admission.end_stale(group_id)
+            if running is not None:
+                running.cancel()
+        await asyncio.gather(*(self._drop(group_id) for group_id in group_ids))
+        self.wake()
+
+    async def stop(self) -> None:
+        """End every running group as `cancelled`."""
+        running = list(self._running.values())
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for group_id in [name for name, group in self.admission.groups.items() if group.phase != "unpublished"]:
+            self.admission.cancel_group(group_id)
+
+
+async def cancel_doomed(
+    version: int, admission: Admission, gateway: GatewayClient, end: Callable[[list[str]], Awaitable[None]]
+) -> None:
+    """Before `version` is published: end what it would make inadmissible."""
+    oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
+    await end(admission.doomed(version, oldest))
+
+
+def attempt_seed(run_seed: int, attempt: str) -> int:
+    """A seed of its own for every attempt, the same in every run with the same seed."""
+    return random.Random(f"{run_seed}/{attempt}").getrandbits(31)

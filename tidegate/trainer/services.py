@@ -1,0 +1,115 @@
+"""The processes that a run starts and owns: each with its log, its announced address, its watcher.
+
+A service is told apart from a program that merely runs: it is *ready* when it has announced its URL.
+It ends when the run ends, also when the run is killed (its stdin closes then).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tidegate.errors import StartError
+
+READY_S = 120.0
+STOP_S = 8.0
+
+
+class Service:
+    """One owned server process: `tidegate <verb> …`.
+
+    `arguments` is asked anew at each start, so that a restarted engine comes up at the current weights.
+    """
+
+    def __init__(self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, name: str = "") -> None:
+        self.name = name or verb
+        self.verb = verb
+        self.restarts = 0
+        self.url = ""
+        self._arguments = arguments
+        self._announce = run_dir / "logs" / f"{self.name}.address"
+        self.log = run_dir / "logs" / f"{self.name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> str:
+        """Start the process and wait until it serves; returns its URL.
+
+        Raises StartError with the end of its log where it dies or takes longer than READY_S.
+        """
+        self._announce.parent.mkdir(parents=True, exist_ok=True)
+        self._announce.unlink(missing_ok=True)
+        port = ["--port", self.url.rpartition(":")[2]] if self.url else []
+        command = [
+            sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
+            "--announce", str(self._announce), "--owned",
+        ]  # fmt: skip
+        with open(self.log, "ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
+            )
+        self.url = await self._ready()
+        return self.url
+
+    async def _ready(self) -> str:
+        assert self._process is not None
+        deadline = time.monotonic() + READY_S
+        while not self._announce.exists():
+            if self._process.returncode is not None:
+                raise StartError(f"the {self.name} did not start: {self.last_words()}")
+            if time.monotonic() > deadline:
+                await self.stop()
+                raise StartError(f"the {self.name} was not ready after {READY_S:.0f} s; see {self.log}")
+            await asyncio.sleep(0.05)
+        url: str = json.loads(self._announce.read_text())["url"]
+        return url
+
+    async def died(self) -> str:
+        """Wait for the process to end; returns how it ended, in words."""
+        assert self._process is not None
+        code = await self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the {self.name} {how}"
+
+    async def restart(self) -> None:
+        """Start again on the same address."""
+        self.restarts += 1
+        await self.start()
+
+    async def stop(self) -> None:
+        """Ask it to end; kill it if it does not within STOP_S."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End it at once, without waiting."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def last_words(self) -> str:
+        """The last line of the log that says something."""
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        return f"{lines[-1].strip()} (log: {self.log})" if lines else f"it said nothing (log: {self.log})"
