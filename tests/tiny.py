@@ -1,0 +1,55 @@
+"""Tiny random models, made at test time: nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+
+def tiny_config(family: str, vocab: int, layers: int, hidden: int, eos: int | None) -> Any:
+    heads = 4
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+    }
+    if family == "qwen3":
+        return Qwen3Config(**shape, tie_word_embeddings=True)
+    if family == "llama":
+        return LlamaConfig(**shape, tie_word_embeddings=False)
+    raise ValueError(f"no tiny model of the family {family!r}")
+
+
+def make_tiny_model(
+    directory: Path,
+    vocab: int = 97,
+    layers: int = 2,
+    hidden: int = 64,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    eos: int | None = None,
+    spread: float = 0.15,
+) -> Any:
+    """Save a random model (`qwen3`, tied, or `llama`, untied) in Hugging Face format; returns it.
+
+    `spread` is the weights' standard deviation: large enough that the next token's distribution is
+    far from uniform and depends on every earlier token.
+    """
+    torch.manual_seed(seed)
+    config = tiny_config(family, vocab, layers, hidden, eos)
+    config.initializer_range = spread
+    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).eval()
+    model.save_pretrained(directory)
+    return model

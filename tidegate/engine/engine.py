@@ -1,0 +1,66 @@
+"""The engine's parts put together: model, text, scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from tidegate.engine.model import Model, load_model
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.requests import Generation, Limits
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.text import Text
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Made in any thread; `start` binds it to the event loop that serves its requests."""
+
+    def __init__(self, options: EngineOptions, model: Model, text: Text) -> None:
+        self.options = options
+        self.model = model
+        self.text = text
+        self.limits = Limits(
+            model.vocab_size, options.max_context, model.eos_ids | text.eos_ids, text.tokenizer is not None
+        )
+        self.loading = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_death: Callable[[], None] = lambda: None
+        self.scheduler = Scheduler(
+            model,
+            max_slots=options.max_slots,
+            version=str(options.weight_version),
+            deliver=self._deliver,
+            finds_stop=text.finds_stop,
+            on_death=lambda: self._on_death(),
+        )
+
+    @classmethod
+    def load(cls, options: EngineOptions) -> Engine:
+        """Raises StartError."""
+        return cls(options, load_model(options), Text.load(options.model))
+
+    def start(self, on_death: Callable[[], None] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if on_death is not None:
+            self._on_death = on_death
+        self.scheduler.start()
+
+    async def call(self, action: Callable[[], T]) -> T:
+        """Run something between two steps; raises what it raises, or EngineError."""
+        return await asyncio.wrap_future(self.scheduler.call(action))
+
+    def _deliver(self, generations: list[Generation]) -> None:
+        # A closed loop has no one left to tell.
+        with suppress(RuntimeError):
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(_wake, generations)
+
+
+def _wake(generations: list[Generation]) -> None:
+    for generation in generations:
+        if generation.wake is not None:
+            generation.wake.set()

@@ -1,0 +1,24 @@
+"""What `tidegate engine` is told; importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """One embedded engine.
+
+    `weight_version` labels the weights it starts with; `load_weights_from` is a directory of
+    safetensors laid over the model's own (a published policy, when an engine is started again).
+    """
+
+    model: Path
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    max_slots: int = 64
+    max_context: int = 1024
+    weight_version: int = 0
+    load_weights_from: Path | None = None

@@ -1,0 +1,80 @@
+"""Drawing tokens: one uniform number per (seed, position), so that neither the batch nor a retraction
+changes what a request samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tidegate.engine.slots import Slots
+
+GREEDY_BELOW = 1e-6
+"""A temperature under this means the likeliest token, as in SGLang."""
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Counter-based uniforms in [0, 1) for output positions; all of shape [n].
+
+    splitmix64 (Steele, Lea, Flood 2014) applied to the seed and again to seed and position; 52 bits,
+    so that u·total < total for every float64 total.
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds) + positions * np.uint64(0x9E3779B97F4A7C15))
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """One token for each row, and its log-probability.
+
+    The log-probability is log-softmax(logits ÷ temperature) of the token, before top-p and top-k, as
+    SGLang gives it (temperature 0: of the plain logits).
+    """
+    n = logits_bv.shape[0]
+    temperatures = slots.temperatures[:n]
+    greedy = temperatures < GREEDY_BELOW
+    scale = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_bv.device)
+    logprobs_bv = torch.log_softmax(logits_bv.float() / scale[:, None], dim=-1)
+    draws = torch.from_numpy(uniforms(slots.seeds[:n], slots.drawn[:n])).to(logits_bv.device)
+    ids = _inverse_cdf(logprobs_bv, draws)
+    filtered = ~greedy & ((slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0))
+    if filtered.any():
+        rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits_bv.device)
+        top_ps = torch.from_numpy(slots.top_ps[:n][filtered]).to(logits_bv.device)
+        top_ks = torch.from_numpy(slots.top_ks[:n][filtered]).to(logits_bv.device)
+        ids[rows] = _draw_from_top(logprobs_bv[rows], draws[rows], top_ps, top_ks)
+    if greedy.any():
+        ids = torch.where(torch.from_numpy(greedy).to(ids.device), logprobs_bv.argmax(-1), ids)
+    chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
+    # One copy from the device for both; ids are exact in float64.
+    both = torch.stack([ids.double(), chosen.double()]).cpu().numpy()
+    return both[0].astype(np.int64), both[1]
+
+
+def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
+    """The first id whose cumulative probability exceeds the draw; ids of probability 0 never are."""
+    cumulative = logprobs_bv.double().exp_().cumsum(-1)
+    targets = draws[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
+
+
+def _draw_from_top(logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor) -> Tensor:
+    """Draw among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`."""
+    ordered, ids = logprobs_bv.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.double().exp_()
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_ks > 0, top_ks, probs.shape[-1])
+    probs = probs.masked_fill(rank >= limit[:, None], 0.0)
+    before = probs.cumsum(-1) - probs
+    outside = before > top_ps.double()[:, None] * probs.sum(-1, keepdim=True)
+    kept = probs.masked_fill(outside, 0.0).log()
+    return ids.gather(-1, _inverse_cdf(kept, draws)[:, None])[:, 0]

@@ -1,0 +1,403 @@
+"""Continuous batching: one thread in which requests join, decode together, and leave between steps.
+
+Everything that changes what the engine does (a new request, an abort, a pause, new weights) comes
+through one inbox and is done between two steps, so no step sees half of a change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from tidegate.engine.requests import Generation
+from tidegate.engine.slots import Slots
+from tidegate.errors import EngineError
+
+log = logging.getLogger("tidegate.engine")
+
+PREFILL_TOKENS = 4096
+"""Padded tokens of one prefill pass; bounds memory, and how long running requests stand still."""
+
+FAILURES_IN_A_ROW = 3
+"""So many requests that fail alone, with none that succeeds between, are no longer their own fault."""
+
+PauseMode = Literal["abort", "retract", "in_place"]
+T = TypeVar("T")
+
+
+class Decoder(Protocol):
+    """What the scheduler asks of a model; `tidegate.engine.model.Model` is the one there is."""
+
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None: ...
+    def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
+    def move(self, source: int, target: int, length: int) -> None: ...
+    def clean(self, row: int) -> None: ...
+    def drop_cache(self) -> None: ...
+    def copy_weights(self, weights: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    tokens_sampled: int = 0
+    tokens_prefilled: int = 0
+    requests: int = 0
+    steps: int = 0
+    retractions: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    action: Callable[[], Any]
+    result: Future[Any]
+
+
+class Scheduler:
+    """Owns the rows, the queue and the version label.
+
+    `submit` and `call` may be used from any thread; the methods under "between steps" run in the
+    scheduler's own thread and are reached through `call`. `deliver` is called in that thread, at most
+    once a step, with the requests that streamed a token or ended. `on_death` is called once if the
+    thread dies; by then every request has its error.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_slots: int,
+        version: str,
+        deliver: Callable[[list[Generation]], None],
+        finds_stop: Callable[[Generation], str | None] = lambda generation: None,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.paused: PauseMode | None = None
+        self.counters = Counters()
+        self.death: BaseException | None = None
+        self._deliver = deliver
+        self._finds_stop = finds_stop
+        self._on_death = on_death
+        self._slots = Slots(max_slots)
+        self._waiting: deque[Generation] = deque()
+        self._live: dict[str, Generation] = {}
+        self._notices: list[Generation] = []
+        self._inbox: queue.SimpleQueue[Generation | _Call] = queue.SimpleQueue()
+        self._failures = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    # -- from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End after the current step; requests in flight get an error."""
+        if self._thread.is_alive():
+            self._inbox.put(_Call(self._stop, Future()))
+            self._thread.join(timeout)
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request. Raises EngineError if the scheduler died."""
+        self._put(generation)
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """Run something between two steps. Raises EngineError if the scheduler died."""
+        result: Future[T] = Future()
+        self._put(_Call(action, result))
+        return result
+
+    @property
+    def num_running(self) -> int:
+        return self._slots.count
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _put(self, item: Generation | _Call) -> None:
+        if self.death is None:
+            self._inbox.put(item)
+        if self.death is not None:
+            self._fail_inbox()  # it may have died after the item went in
+            raise EngineError(f"the engine's scheduler died: {self.death!r}", retryable=True)
+
+    # -- between steps
+
+    def abort(self, prefix: str, *, everything: bool = False) -> int:
+        """End the requests whose id starts with `prefix`; returns how many."""
+        return self._abort([g for rid, g in self._live.items() if everything or rid.startswith(prefix)])
+
+    def abort_one(self, generation: Generation) -> None:
+        """End this request, if it has not ended."""
+        if self._live.get(generation.rid) is generation:
+            self._abort([generation])
+
+    def _abort(self, hit: list[Generation]) -> int:
+        for generation in hit:
+            self._end(generation, {"type": "abort", "message": "aborted"})
+        gone = set(map(id, hit))
+        self._waiting = deque(g for g in self._waiting if id(g) not in gone)
+        for row in range(self._slots.count - 1, -1, -1):
+            if id(self._slots.owners[row]) in gone:
+                self._leave(row)
+        return len(hit)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop sampling until `resume`.
+
+        `abort` ends every request with what it has; `retract` drops the cache and requeues them, to be
+        computed again from their tokens; `in_place` freezes them with their cache.
+        """
+        if mode == "abort":
+            self.abort("", everything=True)
+        elif mode == "retract":
+            self.retract()
+        self.paused = mode
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def retract(self) -> None:
+        """Take every request out of its row; they come back first, in the order of their arrival."""
+        owners = self._slots.clear()
+        if not owners:
+            return
+        self.counters.retractions += len(owners)
+        retracted = set(map(id, owners))
+        self._waiting.extendleft(g for g in reversed(self._live.values()) if id(g) in retracted)
+
+    def flush(self) -> bool:
+        """Free the cache; False (and nothing done) while requests hold rows."""
+        if self._slots.count:
+            return False
+        self.model.drop_cache()
+        return True
+
+    def load(self, weights: Any, version: str | None, *, keep_cache: bool, abort_all: bool) -> int:
+        """Make checked weights live, with the requests kept; returns how many were in flight.
+
+        Their keys and values are dropped and computed again, unless they were paused in place and
+        `keep_cache` is asked for: then they say from now on how old their cache is.
+        """
+        if abort_all:
+            self.abort("", everything=True)
+        in_flight = len(self._live)
+        if self.paused != "in_place" or not keep_cache:
+            self.retract()
+        self.model.copy_weights(weights)
+        for generation in self._slots.owners:
+            generation.kv_version = generation.kv_version or self.version
+        if version is not None:
+            self.relabel(version)
+        return in_flight
+
+    def relabel(self, version: str) -> None:
+        """Name the version of the live weights; what was sampled so far keeps its label."""
+        for generation in self._live.values():
+            generation.close_span(self.version)
+        self.version = version
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_inbox()
+                if self.paused is None and not self._stopping:
+                    self._advance()
+                self._hand_over()
+            self._fail_all(EngineError("the engine was stopped", retryable=True))
+        except BaseException as error:  # recorded in `death`, which ends the process
+            log.critical("the scheduler died", exc_info=True)
+            self._fail_all(error)
+            self._on_death()
+
+    def _take_inbox(self) -> None:
+        idle = self.paused is not None or not (self._waiting or self._slots.count)
+        while True:
+            try:
+                item = self._inbox.get(block=idle)
+            except queue.Empty:
+                return
+            if isinstance(item, Generation):
+                self._accept(item)
+            else:
+                _do(item)
+            idle = False
+
+    def _accept(self, generation: Generation) -> None:
+        if generation.rid in self._live:
+            self._notices.append(generation)
+            generation.refused = True
+            generation.error = f"rid {generation.rid!r} is in use"
+            return
+        self.counters.requests += 1
+        self._live[generation.rid] = generation
+        self._waiting.append(generation)
+
+    def _advance(self) -> None:
+        if self._waiting and self._slots.free:
+            self._admit()
+        elif self._slots.count:
+            self._step()
+
+    def _admit(self) -> None:
+        """Prefill some of the requests that have waited longest, those of like length together."""
+        # All of these have a row to come; which of them goes first is a matter of padding alone.
+        next_up = sorted(itertools.islice(self._waiting, self._slots.free), key=_length)
+        batch = next_up[:1]
+        for generation in next_up[1:]:
+            longest = _length(generation)
+            if longest * (len(batch) + 1) > PREFILL_TOKENS or longest > 1.5 * _length(batch[0]) + 16:
+                break
+            batch.append(generation)
+        taken = set(map(id, batch))
+        self._waiting = deque(g for g in self._waiting if id(g) not in taken)
+        try:
+            self._prefill(batch)
+        except Exception as error:  # noqa: BLE001 - raised again below, alone with its request
+            log.warning("a prefill of %d requests failed (%r): trying them one by one", len(batch), error)
+            self._prefill_each(batch)
+
+    def _prefill(self, batch: list[Generation]) -> None:
+        sequences = [(g.prompt_ids + g.output_ids)[:-1] for g in batch]
+        if any(sequences):
+            padded = [sequence or [0] for sequence in sequences]  # a prompt of one token has no past
+            self.model.prefill(self._slots.count, padded)
+        for generation in batch:
+            self._slots.join(generation)
+        self.counters.tokens_prefilled += sum(map(len, sequences))
+
+    def _prefill_each(self, batch: list[Generation]) -> None:
+        """Find the request that the model cannot compute; raises when it can compute none of several."""
+        for generation in batch:
+            try:
+                self._prefill([generation])
+                self._failures = 0
+            except Exception as error:
+                self._failures += 1
+                log.exception("request %s cannot be computed", generation.rid)
+                self._end(generation, None, f"the model failed on this request: {error!r}")
+                if self._failures == FAILURES_IN_A_ROW:
+                    raise
+
+    def _step(self) -> None:
+        """Sample one token for every row."""
+        slots = self._slots
+        ids, logprobs = self.model.decode(slots)
+        finite = np.isfinite(logprobs)
+        slots.advance(ids)
+        leaving = []
+        rows = zip(slots.owners, ids.tolist(), logprobs.tolist(), strict=True)
+        for row, (generation, token, logprob) in enumerate(rows):
+            generation.output_ids.append(token)
+            generation.logprobs.append(logprob)
+            params = generation.params
+            if (
+                token in params.stop_ids
+                or len(generation.output_ids) >= generation.limit
+                or (params.stop and self._finds_stop(generation) is not None)
+            ):
+                leaving.append(row)
+            elif generation.stream:
+                self._notices.append(generation)
+        if not finite.all():
+            leaving = sorted({*leaving, *self._poisoned(finite)})
+        for row in reversed(leaving):
+            generation = slots.owners[row]
+            if not generation.ended:
+                self._end(generation, self._reason(generation))
+            self._leave(row)
+        self.counters.tokens_sampled += len(ids)
+        self.counters.steps += 1
+
+    def _poisoned(self, finite: np.ndarray) -> list[int]:
+        """Rows whose logits are not finite: their requests fail, the others go on."""
+        rows: list[int] = np.flatnonzero(~finite).tolist()
+        for row in rows:
+            generation = self._slots.owners[row]
+            generation.output_ids.pop()
+            generation.logprobs.pop()
+            self.model.clean(row)
+            self._end(generation, None, "the model's logits are not finite for this request")
+        return rows
+
+    def _reason(self, generation: Generation) -> dict[str, Any]:
+        token = generation.output_ids[-1]
+        if token in generation.params.stop_ids:
+            return {"type": "stop", "matched": token}
+        if generation.params.stop and (text := self._finds_stop(generation)) is not None:
+            return {"type": "stop", "matched": text}
+        return {"type": "length", "length": len(generation.output_ids)}
+
+    def _end(self, generation: Generation, reason: dict[str, Any] | None, error: str | None = None) -> None:
+        generation.close_span(self.version)
+        generation.error = error
+        generation.finish_reason = reason
+        self._live.pop(generation.rid, None)
+        self._notices.append(generation)
+
+    def _leave(self, row: int) -> None:
+        moved = self._slots.leave(row)
+        if moved != row:
+            self.model.move(moved, row, int(self._slots.lengths[row]))
+
+    def _hand_over(self) -> None:
+        if self._notices:
+            notices, self._notices = self._notices, []
+            self._deliver(notices)
+
+    # -- the end
+
+    def _fail_all(self, error: BaseException) -> None:
+        self.death = error
+        for generation in list(self._live.values()):
+            self._end(generation, None, f"the engine ended: {error}")
+        self._slots.clear()
+        self._waiting.clear()
+        self._fail_inbox()
+        self._hand_over()
+
+    def _fail_inbox(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Call):
+                item.result.set_exception(EngineError(f"the engine ended: {self.death}", retryable=True))
+            else:
+                item.error = f"the engine ended: {self.death}"
+                self._deliver([item])
+
+
+def _length(generation: Generation) -> int:
+    return len(generation.prompt_ids) + len(generation.output_ids)
+
+
+def _do(call: _Call) -> None:
+    if not call.result.set_running_or_notify_cancel():
+        return
+    try:
+        call.result.set_result(call.action())
+    except Exception as error:  # noqa: BLE001 - it is the caller's to hear of
+        call.result.set_exception(error)

@@ -1,0 +1,117 @@
+"""Replacing the live weights: everything is read and checked before anything is touched."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tidegate.errors import TidegateError
+
+INDEX_FILE = "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class WeightsError(TidegateError):
+    """Weights that cannot be loaded into the live model; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWeights:
+    """Pairs (live tensor, new values) that cover the whole model."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+
+def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
+    """Read a directory of safetensors and check names, shapes and types against the live model.
+
+    Raises WeightsError, which names the file or the tensor.
+    """
+    names_of = _live_tensors(hf_model)
+    targets = {name: tensor for names, tensor in names_of for name in names}
+    found: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for path in _files(directory):
+            for name, tensor in _tensors(path, stack):
+                if name in found:
+                    raise WeightsError(f"{path}: the tensor {name!r} is in another file too")
+                if name in targets:
+                    _check(path, name, tensor, targets[name])
+                    found[name] = tensor
+                elif not _ignored(hf_model, name):
+                    raise WeightsError(f"{path}: the model has no tensor {name!r}")
+    pairs = []
+    for names, tensor in names_of:
+        values = [found[name] for name in names if name in found]
+        if not values:
+            raise WeightsError(f"{directory}: the tensor {names[0]!r} is missing")
+        if any(not torch.equal(values[0], other) for other in values[1:]):
+            raise WeightsError(f"{directory}: {names} are tied in the model, but differ here")
+        pairs.append((tensor, values[0]))
+    return CheckedWeights(pairs)
+
+
+@torch.no_grad()
+def copy_weights(weights: CheckedWeights) -> None:
+    """Make them live, in place."""
+    for live, new in weights.pairs:
+        live.copy_(new)
+
+
+def _live_tensors(hf_model: Any) -> list[tuple[list[str], Tensor]]:
+    """Every tensor of the model with its names: tied tensors have several."""
+    by_storage: dict[tuple[int, tuple[int, ...]], tuple[list[str], Tensor]] = {}
+    for name, tensor in hf_model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        by_storage.setdefault(key, ([], tensor))[0].append(name)
+    return list(by_storage.values())
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise WeightsError(f"{directory}: there is no such directory")
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{index}: not a safetensors index: {error!r}") from None
+        paths = [directory / name for name in names]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise WeightsError(f"{directory} has no *.safetensors file")
+    for path in paths:
+        if not path.is_file():
+            raise WeightsError(f"{path}: named by {INDEX_FILE}, but not there")
+    return paths
+
+
+def _tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Tensor]]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: not a whole safetensors file: {error}") from None
+
+
+def _check(path: Path, name: str, new: Tensor, live: Tensor) -> None:
+    if new.shape != live.shape:
+        raise WeightsError(f"{path}: {name!r} has shape {list(new.shape)}, the model {list(live.shape)}")
+    if new.dtype != live.dtype and not (new.dtype in FLOATS and live.dtype in FLOATS):
+        raise WeightsError(f"{path}: {name!r} has type {new.dtype}, the model {live.dtype}")
+
+
+def _ignored(hf_model: Any, name: str) -> bool:
+    patterns = getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(pattern, name) for pattern in patterns)

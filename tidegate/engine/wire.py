@@ -1,0 +1,35 @@
+"""Replies in the shape of SGLang's `/generate`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from tidegate.engine.requests import Generation
+
+
+def reply(generation: Generation, count: int, text: str, version: str) -> dict[str, Any]:
+    """The first `count` output tokens of a request; `version` is the live weights' label.
+
+    `weight_versions` covers the output exactly; it comes once the request has ended, as in SGLang.
+    `kv_version` is there only where keys and values of older weights were kept.
+    """
+    meta: dict[str, Any] = {
+        "id": generation.rid,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt_ids),
+        "completion_tokens": count,
+        "cached_tokens": 0,
+        "weight_version": version,
+    }
+    if generation.return_logprob:
+        pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
+        meta["output_token_logprobs"] = list(pairs)
+    if generation.ended:
+        meta["weight_version"] = generation.spans[-1][0] if generation.spans else version
+        meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in generation.spans]
+        meta["e2e_latency"] = time.monotonic() - generation.started
+    if generation.kv_version is not None:
+        meta["kv_version"] = generation.kv_version
+    return {"text": text, "output_ids": generation.output_ids[:count], "meta_info": meta}
