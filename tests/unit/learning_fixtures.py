@@ -1,0 +1,124 @@
+"""What the tests of the learning side share: a tiny random model, rows, and random trees of turns."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tidegate.trainer.batch import Row
+from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+
+VOCABULARY = 48
+
+
+def make_model(path: Path, seed: int = 0) -> Path:
+    """A random Qwen3 with a tokenizer and a chat template, in Hugging Face format."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        # Large enough that the random model has opinions: near-uniform logits would hide mistakes.
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def make_row(rng: np.random.Generator, *, shortest: int = 4, longest: int = 40, group: str = "g") -> Row:
+    """A row with several trained stretches, versions 2 to 4, and temperatures that differ by token."""
+    length = int(rng.integers(shortest, longest + 1))
+    mask = rng.random(length) < 0.5
+    mask[0] = False
+    mask[-1] = True
+    return Row(
+        ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        mask=mask,
+        logprobs=np.where(mask, -rng.exponential(3.0, length), 0).astype(np.float32),
+        versions=np.where(mask, rng.integers(2, 5, length), -1),
+        temperature=np.where(mask, rng.choice([0.7, 1.0, 1.3], length), 1.0).astype(np.float32),
+        advantage=float(rng.normal()),
+        group_id=group,
+        session_id=f"{group}-s",
+    )
+
+
+def make_rows(number: int, seed: int = 0, **shape: int) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    return [make_row(rng, group=f"g{index % 3}", **shape) for index in range(number)]
+
+
+def make_trajectory(turns: list[Turn]) -> Trajectory:
+    return Trajectory(
+        "s1", "t1", "test", "train", Outcome.COMPLETED, turns, group_id="g1", slot=0, reward=1.0
+    )
+
+
+def make_turn(
+    index: int,
+    parent: int | None,
+    delta: list[int],
+    output: list[int],
+    *,
+    version: int = 0,
+    temperature: float = 1.0,
+    delivered: bool = True,
+    forced: tuple[int, ...] = (),
+) -> Turn:
+    """A turn whose token with id i was recorded with logprob −i ÷ 1000; `forced` are offsets."""
+    mask = np.ones(len(output), dtype=np.uint8)
+    mask[list(forced)] = 0
+    return Turn(
+        index=index,
+        parent=parent,
+        delta_ids=np.array(delta, dtype=np.int32),
+        output_ids=np.array(output, dtype=np.int32),
+        logprobs=np.array(output, dtype=np.float32) / -1000,
+        version_spans=(VersionSpan(version, 0, len(output)),) if output else (),
+        finish_reason="stop",
+        temperature=temperature,
+        delivered=delivered,
+        output_mask=mask if forced else None,
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Random trees of turns in which every token has an id of its own, so that each can be traced."""
+    ids = count()
+    turns: list[Turn] = []
+    for index in range(draw(st.integers(1, 9))):
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        delta = draw(st.integers(1 if parent is None else 0, 4))
+        output = draw(st.integers(0, 4))
+        forced = draw(st.sets(st.integers(0, output - 1))) if output and draw(st.booleans()) else ()
+        turns.append(
+            make_turn(
+                index,
+                parent,
+                [next(ids) for _ in range(delta)],
+                [next(ids) for _ in range(output)],
+                version=draw(st.integers(0, 5)),
+                temperature=draw(st.sampled_from([0.5, 1.0, 2.0])),
+                delivered=draw(st.integers(0, 3)) > 0,
+                forced=tuple(forced),
+            )
+        )
+    return make_trajectory(turns)

@@ -1,0 +1,166 @@
+"""Checkpoints: everything a run needs to go on, made valid by one marker that is written last.
+
+`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser and generators) and
+the marker `COMMITTED`, a JSON object with whatever else the run must remember. All files are on disk
+before the marker is, and the marker appears by a rename, so that it is there in full or not at all. A
+directory without one is what a killed process left: it is ignored, and removed by the next `prune`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidegate.errors import CheckpointError
+
+MARKER = "COMMITTED"
+TRAINER_STATE = "trainer.pt"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class Restorable(Protocol):
+    """What is checkpointed: `trainer.policy.Policy`."""
+
+    def save_weights(self, directory: Path) -> Path: ...
+    def save_state(self, path: Path) -> None: ...
+    def load_weights(self, directory: Path) -> None: ...
+    def load_state_from(self, path: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: where it is, after which step, and what the run put into its marker."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) -> Path:
+    """Write `checkpoints/step_N/` and commit it; returns its path.
+
+    A step that is committed already keeps its files, for they hold the same policy, and gets the new
+    `state`.
+
+    Raises CheckpointError where it cannot be written, a full disk above all: what was written of it is
+    removed and older checkpoints stay.
+    """
+    path = _directory(run_dir) / f"step_{step}"
+    marker = json.dumps({"step": step, "state": state}, allow_nan=False)
+    committed = (path / MARKER).exists()
+    try:
+        if not committed:
+            policy.save_weights(path)
+            policy.save_state(path / TRAINER_STATE)
+            sync_tree(path)
+            sync(path.parent)
+        _commit(path / MARKER, marker)
+    except OSError as error:
+        if not committed:
+            shutil.rmtree(path, ignore_errors=True)
+        raise CheckpointError(_advice(path, error)) from error
+    return path
+
+
+def latest(run_dir: Path) -> Checkpoint | None:
+    """The committed checkpoint of the highest step, None if there is none.
+
+    Raises CheckpointError where its marker cannot be read.
+    """
+    steps = _committed(run_dir)
+    return _read(steps[max(steps)]) if steps else None
+
+
+def load(checkpoint: Checkpoint, policy: Restorable) -> None:
+    """Put the policy back to where it was; the next step is then the same, bit for bit, on one thread.
+
+    Raises CheckpointError where files are missing or belong to another model.
+    """
+    policy.load_weights(checkpoint.path)
+    policy.load_state_from(checkpoint.path / TRAINER_STATE)
+
+
+def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints and those of the steps in `protect`.
+
+    The marker goes first, so that a checkpoint half removed is not taken for one. Directories without a
+    marker are removed too. Returns what was removed.
+    """
+    committed = _committed(run_dir)
+    kept = {*sorted(committed, reverse=True)[:keep], *protect}
+    doomed = [path for step, path in sorted(committed.items()) if step not in kept]
+    for path in doomed:
+        (path / MARKER).unlink()
+        sync(path)
+    unmarked = [path for path in _directory(run_dir).glob("*step_*") if not (path / MARKER).exists()]
+    for path in unmarked:
+        shutil.rmtree(path, ignore_errors=True)
+    return unmarked
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """Wait until a directory and everything in it is on disk."""
+    for path in [*directory.rglob("*"), directory]:
+        sync(path)
+
+
+def _commit(marker: Path, text: str) -> None:
+    partial = marker.with_name(f".{MARKER}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(marker)
+        sync(marker.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _directory(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _committed(run_dir: Path) -> dict[int, Path]:
+    """The committed checkpoints by step."""
+    found = {}
+    for path in _directory(run_dir).glob("step_*"):
+        match = _STEP.fullmatch(path.name)
+        if match and (path / MARKER).exists():
+            found[int(match[1])] = path
+    return found
+
+
+def _read(path: Path) -> Checkpoint:
+    marker = path / MARKER
+    try:
+        content = json.loads(marker.read_text(encoding="utf-8"))
+        return Checkpoint(path, int(content["step"]), dict(content["state"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{marker} cannot be read ({error}); remove {path} to resume from the checkpoint before it"
+        ) from error
+
+
+def _advice(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{path}: the disk is full; older checkpoints are untouched. Free space, or lower "
+            "trainer.keep_checkpoints, and go on with --resume"
+        )
+    return f"{path} cannot be written: {error}; older checkpoints are untouched"

@@ -1,0 +1,300 @@
+"""The policy that is trained: a causal language model, its optimiser, and one step on a batch of rows."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from errno import EIO
+from fnmatch import fnmatch
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from tidegate.config import TrainerSettings
+from tidegate.errors import CheckpointError, StartError, TrainingError
+from tidegate.trainer.batch import Microbatch, Row, microbatches, padding_ratio
+from tidegate.trainer.checkpoint import sync_tree
+from tidegate.trainer.loss import LOSSES, Diagnostics, token_logprobs
+
+LOGITS_AT_ONCE = 2**26
+"""Logits kept for the backward pass; more than these are computed in pieces, and again on the way back
+(a vocabulary of 150,000 would take 5 GB for 8,192 tokens)."""
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+)
+"""What a base model's directory holds besides weights and configs that an engine needs."""
+
+
+class Policy:
+    """A Hugging Face causal LM with AdamW. It blocks: call it from a thread of its own.
+
+    The model stays in evaluation mode, gradients on: dropout would make π differ from what is sampled.
+    `non_finite` names the groups of the last update that was skipped; it is empty after one that stepped.
+    """
+
+    def __init__(self, model: Any, base: Path, settings: TrainerSettings) -> None:
+        self.model = model
+        self.base = base
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.steps = 0
+        self.non_finite: list[str] = []
+        self._loss = LOSSES["truncated"](settings)
+        self._optimizer = _optimizer(model, settings)
+        self._backbone, self._head = _split(model, self.device)
+
+    @classmethod
+    def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Policy:
+        """Load a model in float32 and make its optimiser.
+
+        Sets torch's thread count and its global generator and turns transformers' progress bars off: all
+        three belong to the whole process.
+
+        Raises StartError where the directory holds no causal LM that can be loaded.
+        """
+        torch.set_num_threads(settings.threads)
+        torch.manual_seed(seed)
+        transformers_logging.disable_progress_bar()
+        model = _read_model(path).to(torch.device(settings.device))
+        model.eval()
+        return cls(model, path, settings)
+
+    def update(self, rows: Sequence[Row], version: int) -> dict[str, float]:
+        """One optimiser step on the rows of a batch; `version` is that of the weights it starts from.
+
+        Returns the step's metrics, measured before the weights change. If the loss or a gradient is not
+        finite nothing changes, `skipped` is 1 and `non_finite` names the groups.
+
+        Raises TrainingError where no row has a trained token.
+        """
+        started = time.perf_counter()
+        batches = microbatches(rows, self.settings.microbatch_tokens)
+        if not batches:
+            raise TrainingError(f"a batch of {len(rows)} rows holds no token that can be trained")
+        denominator = self._loss.aggregation(rows)
+        diagnostics = Diagnostics(version, self.settings.importance_cap)
+        self._optimizer.zero_grad(set_to_none=True)
+        losses = [self._accumulate(batch, denominator, diagnostics) for batch in batches]
+        loss = float(torch.stack(losses).sum())
+        grad_norm = float(
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        )
+        self.non_finite = self._suspects(rows, batches, losses, grad_norm)
+        learning_rate = self._learning_rate()
+        if not self.non_finite:
+            self._step(learning_rate)
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "skipped": float(bool(self.non_finite)),
+            **diagnostics.metrics(),
+            "tokens/trained": float(sum(len(batch.at_n) for batch in batches)),
+            "tokens/computed": float(sum(batch.tokens for batch in batches)),
+            "padding_ratio": padding_ratio(batches),
+            "seconds": time.perf_counter() - started,
+        }
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> list[npt.NDArray[np.float32]]:
+        """log π of every trained token under the present weights; float32 [t] a row, 0 elsewhere."""
+        found = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
+        for batch in microbatches(rows, self.settings.microbatch_tokens):
+            logprobs_n, _ = self._forward(batch.to(self.device))
+            for at, index in enumerate(batch.rows):
+                found[index][rows[index].mask] = logprobs_n[batch.row_n == at].cpu().numpy()
+        return found
+
+    def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
+        """Write the model in Hugging Face format, with the base's tokenizer and chat template.
+
+        It is written beside its place and renamed when complete; what was there before is replaced.
+        `durable` also waits until the files are on disk. Raises OSError.
+        """
+        partial = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            self._write_model(partial)
+            _copy_tokenizer(self.base, partial)
+            if durable:
+                sync_tree(partial)
+            if directory.exists():
+                shutil.rmtree(directory)
+            partial.rename(directory)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return directory
+
+    def load_weights(self, directory: Path) -> None:
+        """Replace the weights by those of a directory that `save_weights` wrote.
+
+        Raises CheckpointError where it holds another model.
+        """
+        try:
+            self.model.load_state_dict(_read_model(directory).state_dict())
+        except (StartError, RuntimeError) as error:
+            raise CheckpointError(f"{directory} does not hold this run's model: {error}") from error
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights: optimiser, steps so far, random generators."""
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "steps": self.steps,
+            "rng": torch.get_rng_state(),
+            "rng_cuda": cuda,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up a state that `state` gave; the weights are `load_weights`' business."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["rng"].cpu())
+        if state["rng_cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
+
+    def save_state(self, path: Path) -> None:
+        """Write `state` to a file. Raises OSError."""
+        try:
+            with path.open("wb") as file:
+                torch.save(self.state(), file)
+        except RuntimeError as error:
+            # torch reports a failed write in words of its own; the reason lies beneath.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    def load_state_from(self, path: Path) -> None:
+        """Take up a state that `save_state` wrote. Raises CheckpointError."""
+        try:
+            self.load_state(torch.load(path, map_location=self.device, weights_only=True))
+        except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+            raise CheckpointError(f"{path}: not a trainer's state of this model: {error}") from error
+
+    def _write_model(self, directory: Path) -> None:
+        try:
+            self.model.save_pretrained(directory)
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else EIO, str(error), str(directory)) from error
+
+    def _accumulate(self, batch: Microbatch, denominator: float, diagnostics: Diagnostics) -> Tensor:
+        batch = batch.to(self.device)
+        logprobs_n, entropy_n = self._forward(batch)
+        loss = self._loss(logprobs_n, batch, denominator)
+        loss.backward()
+        diagnostics.add(logprobs_n, entropy_n, batch)
+        return loss.detach()
+
+    def _forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """log π of the trained tokens and the entropy of their distributions, both [n].
+
+        No attention mask: with padding on the right, causal attention of a real token never reaches it.
+        """
+        inputs = {"input_ids": batch.ids_bt, "position_ids": batch.positions_bt, "use_cache": False}
+        if self._head is None:
+            logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
+            return token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+        hidden_btd = self._backbone(**inputs).last_hidden_state
+        hidden_nd = hidden_btd.flatten(0, 1).index_select(0, batch.at_n)
+        return self._through_head(hidden_nd, batch)
+
+    def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        def piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+            return token_logprobs(self._head(hidden), targets, temperatures)
+
+        size = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
+        if len(hidden_nd) <= size:
+            return piece(hidden_nd, batch.targets_n, batch.temperatures_n)
+        split = (one.split(size) for one in (hidden_nd, batch.targets_n, batch.temperatures_n))
+        pieces = [checkpoint(piece, *each, use_reentrant=False) for each in zip(*split, strict=True)]
+        return torch.cat([one for one, _ in pieces]), torch.cat([one for _, one in pieces])
+
+    def _learning_rate(self) -> float:
+        """Constant after a linear warm-up over `warmup_steps`."""
+        warmup = self.settings.warmup_steps
+        return self.settings.learning_rate * min(1.0, (self.steps + 1) / (warmup + 1))
+
+    def _step(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self.steps += 1
+
+    def _suspects(
+        self, rows: Sequence[Row], batches: Sequence[Microbatch], losses: Sequence[Tensor], grad_norm: float
+    ) -> list[str]:
+        """The groups in microbatches of non-finite loss; all of them if only the gradient is non-finite."""
+        if all(math.isfinite(float(loss)) for loss in losses) and math.isfinite(grad_norm):
+            return []
+        bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(float(loss))]
+        found = {rows[index].group_id for batch in bad or batches for index in batch.rows}
+        return sorted(found)
+
+
+def _read_model(path: Path) -> Any:
+    if not (path / "config.json").is_file():
+        raise StartError(f"{path}: no model there (no config.json); model.path is a Hugging Face directory")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StartError(f"{path}: cannot load a causal language model: {error}") from error
+
+
+def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, as usual."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    groups = [
+        {"params": [one for one in parameters if one.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
+    )
+
+
+@torch.no_grad()
+def _split(model: Any, device: torch.device) -> tuple[Any, Any]:
+    """The model as (backbone, head), so that logits are computed only where a token is trained.
+
+    (None, None) where head(backbone(ids)) is not what the model gives: some scale or cap their logits.
+    """
+    backbone, head = model.base_model, model.get_output_embeddings()
+    if backbone is model or head is None:
+        return None, None
+    ids_bt = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
+    whole = model(input_ids=ids_bt, use_cache=False).logits
+    parts = head(backbone(input_ids=ids_bt, use_cache=False).last_hidden_state)
+    return (backbone, head) if torch.allclose(whole, parts, atol=1e-5, rtol=1e-4) else (None, None)
+
+
+def _copy_tokenizer(base: Path, directory: Path) -> None:
+    for source in base.iterdir():
+        if not any(fnmatch(source.name, pattern) for pattern in TOKENIZER_FILES):
+            continue
+        if source.is_dir():
+            shutil.copytree(source, directory / source.name)
+        else:
+            shutil.copyfile(source, directory / source.name)
