@@ -1,0 +1,89 @@
+"""A calculator for tools: numbers, `+ - * /` and parentheses; exact, and safe with any input."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_LENGTH = 200
+"""Characters of an expression; it bounds the work, the recursion and the size of the result."""
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(\S))")
+
+
+def calculate(expression: str) -> str:
+    """The value as text: `(12 + 3) / 4` gives `3.75`; what is no finite decimal has four places.
+
+    Raises ValueError in words that are fit for a model to read.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"the expression is longer than {MAX_LENGTH} characters")
+    parser = _Parser(_TOKEN.findall(expression.replace("×", "*").replace("÷", "/").replace("−", "-")))
+    value = parser.sum()
+    if parser.next is not None:
+        raise ValueError(f"unexpected {parser.next!r} in {expression!r}")
+    return _as_text(value)
+
+
+class _Parser:
+    """Recursive descent: a sum is products, a product is factors, a factor is a number or a sum."""
+
+    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+        self._tokens = [number or sign for number, sign in tokens]
+        self._at = 0
+
+    @property
+    def next(self) -> str | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    def take(self, signs: str) -> str | None:
+        sign = self.next
+        if sign is None or sign not in signs:
+            return None
+        self._at += 1
+        return sign
+
+    def sum(self) -> Fraction:
+        value = self.product()
+        while sign := self.take("+-"):
+            value = value + self.product() if sign == "+" else value - self.product()
+        return value
+
+    def product(self) -> Fraction:
+        value = self.factor()
+        while sign := self.take("*/"):
+            factor = self.factor()
+            if sign == "/" and factor == 0:
+                raise ValueError("division by zero")
+            value = value * factor if sign == "*" else value / factor
+        return value
+
+    def factor(self) -> Fraction:
+        if sign := self.take("+-"):
+            return self.factor() if sign == "+" else -self.factor()
+        if self.take("("):
+            value = self.sum()
+            if not self.take(")"):
+                raise ValueError("a parenthesis is not closed")
+            return value
+        number = self.next
+        if number is None:
+            raise ValueError("the expression ends too early")
+        if not number[0].isdecimal() and not number[1:].isdecimal():
+            raise ValueError(f"unexpected {number!r}; only numbers, + - * / and parentheses are understood")
+        self._at += 1
+        return Fraction(number)
+
+
+def _as_text(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    odd = value.denominator
+    for prime in (2, 5):
+        while odd % prime == 0:
+            odd //= prime
+    places = len(str(value.denominator)) * 4 if odd == 1 else 4
+    whole = round(abs(value) * 10**places)
+    digits = str(whole).rjust(places + 1, "0")
+    text = f"{digits[:-places]}.{digits[-places:]}".rstrip("0").rstrip(".")
+    return f"-{text}" if value < 0 and text != "0" else text

@@ -1,0 +1,80 @@
+"""What an environment is: tasks, held-out tasks, and the rewards of an episode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from tidegate.envs.rewards import Reward
+from tidegate.errors import ConfigError
+from tidegate.loading import construct, load_object
+from tidegate.types import Message, Scored, Task, Trajectory
+
+BUILT_IN = {"arithmetic": "tidegate.envs.arithmetic:Arithmetic"}
+
+
+class Environment(ABC):
+    """Tasks to train on, tasks held out, and what an episode is worth.
+
+    An environment without rewards leaves them to the agent (`Result.reward`).
+    """
+
+    name: ClassVar[str]
+    rewards: Sequence[Reward] = ()
+
+    @abstractmethod
+    def train_task(self, index: int) -> Task:
+        """The training task at `index` ≥ 0. The split has no end, and an index always gives the same
+        task: so one integer is the whole data cursor, and a resumed run goes on exactly."""
+
+    @abstractmethod
+    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
+        """The held-out sets in the order they are reported; the key "" is the main one."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the reward's parts; empty where the agent's own reward counts."""
+        return [reward.name for reward in self.rewards]
+
+    def score(
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+    ) -> Scored:
+        """The weighted sum of the rewards, with its parts; `messages` is the whole conversation.
+
+        Raises RewardError where a reward raises or gives no finite number.
+        """
+        given = {
+            "output": output,
+            "answer": task.answer,
+            "info": task.info,
+            "task": task,
+            "messages": messages,
+            "trajectory": trajectory,
+        }
+        parts = {reward.name: reward(given) for reward in self.rewards}
+        return Scored(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+
+
+def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
+    """The environment that the settings name: a built-in name, `file.py:Name`, or `module:Name`.
+
+    A class is constructed with `options`; an instance is used as it is. Raises ConfigError.
+    """
+    found = load_object(use, BUILT_IN, "environment")
+    if isinstance(found, type) and issubclass(found, Environment):
+        environment = construct(found, options, f"environment {use!r}")
+    elif options:
+        raise ConfigError(f"{use} is no environment class, so env.options cannot be passed to it")
+    else:
+        environment = found
+    if not isinstance(environment, Environment):
+        raise ConfigError(f"{use} is no Environment, but {type(environment).__name__}")
+    names = [reward.name for reward in environment.rewards]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{use}: two rewards have the same name: {', '.join(names)}")
+    return environment

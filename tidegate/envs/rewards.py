@@ -1,0 +1,79 @@
+"""Reward functions, and how they ask for what they need: by the names of their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from tidegate.errors import ConfigError, RewardError
+
+ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory")
+"""What a reward function may ask for; it gets those it names, and nothing else."""
+
+_NUMBER = r"-?\s*\$?\s*(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+# What follows must not make it another number: 1/2, 1e5 and 1.2.3 are none of ours.
+_FINAL = re.compile(rf"####\s*({_NUMBER})(?![0-9]|[,./][0-9]|[eE][+-]?[0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One named part of a reward: `weight` × `fn(…)`.
+
+    `fn` is pure and returns a finite number (or a bool). Raises ConfigError where it asks for an
+    argument that is not among ARGUMENTS.
+    """
+
+    name: str
+    fn: Callable[..., float]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in _asked(self.fn) if name not in ARGUMENTS]
+        if unknown:
+            raise ConfigError(
+                f"the reward {self.name!r} asks for {', '.join(map(repr, unknown))}; "
+                f"a reward function may ask for {', '.join(ARGUMENTS)}"
+            )
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"the reward {self.name!r} has the weight {self.weight}; it must be finite")
+
+    def __call__(self, given: Mapping[str, Any]) -> float:
+        """The unweighted value; raises RewardError where the function raises or gives no finite number."""
+        try:
+            value = self.fn(**{name: given[name] for name in _asked(self.fn)})
+        except Exception as error:
+            raise RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+            raise RewardError(f"the reward {self.name!r} returned {value!r}, not a finite number")
+        return float(value)
+
+
+def _asked(fn: Callable[..., float]) -> list[str]:
+    """The arguments that a function must be given; those with a default of their own only if known."""
+    asked = []
+    for name, parameter in inspect.signature(fn).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in ARGUMENTS or parameter.default is parameter.empty:
+            asked.append(name)
+    return asked
+
+
+def final_number(text: str | None) -> Decimal | None:
+    """The number of the last `#### number` in a text, GSM8K's way to state an answer; None without one.
+
+    Exact: no floats. Commas, `$` and `%` are tolerated: `#### $1,234.50` is 1234.5.
+    """
+    found = _FINAL.findall(text or "")
+    return Decimal(re.sub(r"[\s$,]", "", found[-1])) if found else None
+
+
+def exact_answer(output: str | None, answer: str) -> float:
+    """1 where the last `#### number` of the output equals the answer's, compared as decimals; else 0."""
+    said = final_number(output)
+    return float(said is not None and said == final_number(answer))
