@@ -6,7 +6,7 @@ Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may 
 - `reward/mean`, `reward/std`; after an evaluation `eval/reward`, `eval/reward_greedy`,
   `eval/reward_unseen_templates`
 - `staleness/mean`, `staleness/max` (policy versions), `weight_version/mixed_turn_ratio`
-- `tokens/sampled`, `tokens/trained`: of this step
+- `tokens/sampled`, `tokens/trained`: of this step's batch; `tokens/sampled_total`: by rollouts so far
 - `time/step` and its parts `time/wait_for_batch` (the trainer waits for data), `time/update`,
   `time/publish`; `time/wait_for_policy` (data was ready before the trainer was); all in seconds
 - `groups/<state>`: counts since the start of the run
@@ -38,7 +38,8 @@ class RunView(Protocol):
         """`what` has come to `done` of `total`; it has ended where they are equal."""
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        """What is going on now: `groups/<stage or ending>`, `version`, `tokens_per_s`, `attempts/live`."""
+        """What is going on now: `groups/<stage or ending>`, `version`, `attempts/live`, and
+        `tokens_per_s` or `tokens/sampled_total`."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """The metrics of a step that was taken, or of an evaluation (step 0: before the first step)."""

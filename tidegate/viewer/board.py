@@ -12,6 +12,28 @@ KEPT = 2_000
 """Steps whose numbers are kept for trends."""
 
 
+class Rate:
+    """What a growing total comes to a second, over the last `window` seconds."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def add(self, clock: float, total: float) -> None:
+        if self._seen and total < self._seen[-1][1]:
+            self._seen.clear()  # counted anew, as after a restart
+        self._seen.append((clock, total))
+        while len(self._seen) > 2 and clock - self._seen[1][0] >= self._window:
+            self._seen.popleft()
+
+    def per_second(self) -> float | None:
+        """None until two totals at different times are known."""
+        if not self._seen or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        (then, few), (now, many) = self._seen[0], self._seen[-1]
+        return (many - few) / (now - then)
+
+
 @dataclass(slots=True)
 class Progress:
     what: str
@@ -35,12 +57,24 @@ class Board:
     last_eval: dict[str, float] = field(default_factory=dict)
     eval_step: int | None = None
     progress: Progress | None = None
+    sampled: Rate = field(default_factory=lambda: Rate(10.0))
     ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
 
     @property
     def at(self) -> int:
         """The newest step that was taken."""
         return int(self.last.get("step", 0))
+
+    def add_state(self, snapshot: Mapping[str, float], clock: float) -> None:
+        self.now.update(snapshot)
+        total = known(snapshot.get("tokens/sampled_total"))
+        if total is not None:
+            self.sampled.add(clock, total)
+
+    def tokens_per_s(self) -> float | None:
+        """As it was told, else from the total of sampled tokens."""
+        told = known(self.now.get("tokens_per_s"))
+        return self.sampled.per_second() if told is None else told
 
     def add_step(self, metrics: Mapping[str, float], clock: float) -> None:
         numbers = {

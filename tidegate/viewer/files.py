@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,37 @@ class RunFiles:
     def last(self, key: str) -> float | None:
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
-    def seconds(self) -> float | None:
-        """From the first to the last row, without the time in which a resumed run stood still."""
-        times = [row["time"] for row in self.rows if "time" in row]
-        if len(times) < 2:
+    def seconds(self, starts: Sequence[float] = ()) -> float | None:
+        """From the first row to the last. Between rows in which the run was started again, at one of
+        `starts` (or where `redone` says so), the step's own time counts, not the time it stood still."""
+        rows = [row for row in self.rows if "time" in row]
+        if len(rows) < 2:
             return None
-        if not self.redone:
-            return times[-1] - times[0]
-        return sum(row.get("time/step", 0.0) for row in self.rows)
+        total = 0.0
+        for before, after in pairwise(rows):
+            again = after["step"] in self.redone
+            again = again or any(before["time"] < start < after["time"] for start in starts)
+            total += after.get("time/step", 0.0) if again else after["time"] - before["time"]
+        return total
+
+    def sampling_rate(self) -> list[tuple[float, float]]:
+        """(step, tokens a second sampled since the row before), by the running total."""
+        rows = [row for row in self.rows if "tokens/sampled_total" in row and "time" in row]
+        rates = []
+        for before, after in pairwise(rows):
+            tokens = after["tokens/sampled_total"] - before["tokens/sampled_total"]
+            seconds = after["time"] - before["time"]
+            if tokens >= 0 and seconds > 0:  # a resumed run counts anew
+                rates.append((after["step"], tokens / seconds))
+        return rates
+
+    def sampled_tokens(self) -> float:
+        """By rollouts over the whole run; a resumed one counts anew."""
+        total = last = 0.0
+        for _, value in self.series("tokens/sampled_total"):
+            total += value - last if value >= last else value
+            last = value
+        return total
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -66,8 +90,15 @@ def read_run(run_dir: Path) -> RunFiles:
             run.remarks.append(f"config.toml is not valid TOML: {error}")
     if metrics.exists():
         run.rows, run.redone = lineage(objects(metrics, run.remarks))
-    run.evaluations = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
+    run.evaluations = evaluations(run_dir, run.last("step"))
     return run
+
+
+def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:
+    """The files of evaluations in order of steps, up to step `until`: later ones were abandoned."""
+    found = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
+    steps = ((path, path.stem.removeprefix("eval_")) for path in found)
+    return [path for path, step in steps if step.isdigit() and (until is None or int(step) <= until)]
 
 
 def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:

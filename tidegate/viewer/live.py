@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES
+from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES, RunView
 from tidegate.viewer.board import Board, Progress
 from tidegate.viewer.out import Out
+from tidegate.viewer.plain import PlainView
 from tidegate.viewer.summary import ACCENT, summary
 from tidegate.viewer.text import duration, known, number, printable, smoothed, sparkline
 
 REFRESHES_PER_S = 2.0
 NEWS_LINES = 5
-BAR = 28
+BAR = 20
+
+
+def make_view(live: bool, total_steps: int, bound: int | None, console: Console | None = None) -> RunView:
+    """The live view where it is wanted and the console can show it, else plain lines.
+
+    `bound` is `max_staleness`, None where there is none. The live view needs a terminal that can move
+    its cursor and print UTF-8.
+    """
+    console = console or Console()
+    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    view = LiveView if live and able else PlainView
+    return view(Out(console), total_steps, bound)
 
 
 class LiveView:
@@ -63,7 +76,7 @@ class LiveView:
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         with self._lock:
-            self.board.now.update(snapshot)
+            self.board.add_state(snapshot, self._clock())
 
     def step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -87,9 +100,9 @@ class LiveView:
 
 def screen(board: Board, clock: float, width: int) -> RenderableType:
     """The whole view for a terminal so wide, at that reading of the clock."""
-    spark = max(8, min(60, width - 58))
+    spark = max(8, min(50, width - 60))
     table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(width=10, style="dim")
+    table.add_column(width=9, style="dim")
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rows = {
         "reward": _reward(board, spark),
@@ -97,7 +110,8 @@ def screen(board: Board, clock: float, width: int) -> RenderableType:
         "staleness": _staleness(board, spark),
         "sampling": _sampling(board, spark),
         "waiting": _waiting(board),
-        "groups": _groups(board),
+        "groups": _groups(board, GROUP_STAGES),
+        "": _groups(board, GROUP_ENDINGS),
     }
     for name, row in rows.items():
         table.add_row(name, row)
@@ -109,7 +123,7 @@ def screen(board: Board, clock: float, width: int) -> RenderableType:
         Group(*body),
         title=title,
         title_align="left",
-        border_style="dim",
+        border_style="bright_black",
         padding=(0, 1),
         width=min(width, 120),
     )
@@ -143,10 +157,10 @@ def _reward(board: Board, spark: int) -> Text:
     change = smooth[-1] - then
     arrow = "↗" if change > 0.005 else "↘" if change < -0.005 else "→"
     return Text.assemble(
-        (f"{number(values[-1]):>6}", "bold"),
+        (f"{number(values[-1])}", "bold"),
         ("  ", ""),
         (f"{sparkline(values, spark, *_unit_range(values)):<{spark}}", ACCENT),
-        (f"  smoothed {number(smooth[-1])} {arrow} {change:+.2f} in {min(10, len(smooth) - 1)} steps", "dim"),
+        (f"  smoothed {number(smooth[-1])} {arrow} {change:+.2f}", "dim"),
     )
 
 
@@ -155,24 +169,26 @@ def _unit_range(values: list[float]) -> tuple[float, float]:
     return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
 
 
+EVAL_NAMES = {
+    "eval/reward": "sampled",
+    "eval/reward_greedy": "greedy",
+    "eval/reward_unseen_templates": "unseen",
+}
+
+
 def _held_out(board: Board) -> Text:
     if not board.first_eval:
         return Text("not evaluated yet", "dim")
-    names = {
-        "eval/reward": "sampled",
-        "eval/reward_greedy": "greedy",
-        "eval/reward_unseen_templates": "unseen templates",
-    }
     line = Text()
-    for key, name in names.items():
+    for key, name in EVAL_NAMES.items():
         first, last = board.first_eval.get(key), board.last_eval.get(key)
         if last is None:
             continue
-        line.append("   " if line.plain else "")
+        line.append("  " if line.plain else "")
         line.append(f"{name} ", "dim")
         line.append(f"{number(first)} → ")
         line.append(number(last), f"bold {ACCENT}")
-    line.append(f"   after step {board.eval_step}", "dim")
+    line.append(f"  at step {board.eval_step}", "dim")
     return line
 
 
@@ -182,28 +198,28 @@ def _staleness(board: Board, spark: int) -> Text:
     values = board.trend("staleness/mean")
     top = float(board.bound) if board.bound else max([1.0, *values])
     line = Text.assemble(
-        (f"{number(mean):>6}", "bold"),
+        (f"{number(mean)}", "bold"),
         ("  ", ""),
         (f"{sparkline(values, spark, 0.0, top):<{spark}}", ACCENT),
-        (f"  mean; max {number(most, 0)}, bound {bound}", "dim"),
+        (f"  max {number(most, 0)}, bound {bound}", "dim"),
     )
     mixed = board.recent("weight_version/mixed_turn_ratio", 10)
     if mixed:
-        line.append(f"; {mixed:.0%} of turns straddle a publish", "dim")
+        line.append(f"; {mixed:.0%} of turns mixed", "dim")
     return line
 
 
 def _sampling(board: Board, spark: int) -> Text:
-    line = Text.assemble((f"{number(board.now.get('tokens_per_s'), 0):>6}", "bold"), (" tokens/s", ""))
+    line = Text.assemble((f"{number(board.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
     version = board.now.get("version", board.last.get("version"))
-    line.append(f"   version {number(version, 0)}", "dim")
+    line.append(f"  version {number(version, 0)}", "dim")
     shape = {"turns/mean": "turns", "tool_calls/mean": "tool calls", "length/mean": "tokens"}
     cells = [
         f"{number(board.last[key], 0 if key == 'length/mean' else 1)} {name}"
         for key, name in shape.items()
         if key in board.last
     ]
-    line.append(f"   an episode: {', '.join(cells)}" if cells else "", "dim")
+    line.append(f"   {', '.join(cells)}" if cells else "", "dim")
     return line
 
 
@@ -222,26 +238,24 @@ def _waiting(board: Board) -> RenderableType:
         seconds = board.recent(key)
         share = min(1.0, (seconds or 0.0) / whole)
         filled = round(share * BAR)
-        bar = Text("█" * filled, ACCENT).append("─" * (BAR - filled), "dim")
-        grid.add_row(name, bar, Text(f"{number(seconds, 1):>4} s of a step of {number(whole, 1)} s", "dim"))
+        bar = Text.assemble(("█" * filled, ACCENT), ("─" * (BAR - filled), "dim"))
+        grid.add_row(name, bar, Text(f"{number(seconds, 1)} of {number(whole, 1)} s a step", "dim"))
     return grid
 
 
 STATE_STYLES = {"trained": "green", "stale": "yellow", "failed": "red", "cancelled": "yellow"}
 
 
-def _groups(board: Board) -> Text:
-    counts = {key: value for key, value in {**board.last, **board.now}.items() if key.startswith("groups/")}
+def _groups(board: Board, names: Sequence[str]) -> Text:
+    counts = {**board.last, **board.now}
     line = Text()
-    for name in (*GROUP_STAGES, *GROUP_ENDINGS):
+    for name in names:
         value = known(counts.get(f"groups/{name}"))
         if value is None:
             continue
         line.append("  " if line.plain else "")
         line.append(f"{int(value):,}", f"bold {STATE_STYLES.get(name, '')}" if value else "dim")
         line.append(f" {name}", "dim")
-        if name == "leased":
-            line.append("  │", "dim")
     return line if line.plain else Text("none yet", "dim")
 
 
@@ -259,5 +273,6 @@ def _news(board: Board) -> list[Text]:
         )
     for when, text in list(board.news)[-(NEWS_LINES - len(lines)) :]:
         stamp = f"{duration(when - board.started_at):>7}  "
-        lines.append(Text(stamp, "dim", no_wrap=True, overflow="ellipsis").append(printable(text), "none"))
+        line = Text(no_wrap=True, overflow="ellipsis")
+        lines.append(line.append(stamp, "dim").append(printable(text)))
     return lines

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tidegate.viewer.base import GROUP_STAGES
+from tidegate.viewer.board import Rate
 from tidegate.viewer.out import Out
 from tidegate.viewer.summary import SCORES, summary
 from tidegate.viewer.text import duration, known, number, printable
@@ -34,6 +35,7 @@ class PlainView:
         self._started = self._spoke = clock()
         self._run_dir: Path | None = None
         self._progress: tuple[str, float] | None = None
+        self._sampled = Rate(10.0)
 
     def started(self, info: Mapping[str, object]) -> None:
         self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
@@ -57,15 +59,17 @@ class PlainView:
             self._progress = None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
+        self._count(snapshot)
         if self._clock() - self._spoke < QUIET_S:
             return
         stages = ", ".join(f"{number(snapshot.get(f'groups/{one}', 0), 0)} {one}" for one in GROUP_STAGES)
-        rate = number(snapshot.get("tokens_per_s"), 0)
+        rate = number(self._sampled.per_second(), 0)
         self._say(f"waiting: groups {stages}; {rate} tokens/s")
 
     def step(self, metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics:
-            self._say(step_line(metrics, self.total_steps))
+            self._count(metrics)
+            self._say(step_line(metrics, self.total_steps, self._sampled.per_second()))
         scores = [
             f"{name} {number(metrics[key], 3)}"
             for key, name in SCORES.items()
@@ -73,6 +77,11 @@ class PlainView:
         ]
         if scores:
             self._say(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
+
+    def _count(self, numbers: Mapping[str, float]) -> None:
+        total = known(numbers.get("tokens/sampled_total"))
+        if total is not None:
+            self._sampled.add(self._clock(), total)
 
     def finished(self, result: Mapping[str, object]) -> None:
         self.out.show(summary(result, self._run_dir))
@@ -99,11 +108,9 @@ def opening(info: Mapping[str, object]) -> str:
     return ", ".join(words)
 
 
-def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
+def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: float | None) -> str:
     """One step in fixed columns, so that lines can be read downwards."""
     wide = len(str(total_steps))
-    seconds, sampled = known(metrics.get("time/step")), known(metrics.get("tokens/sampled"))
-    rate = sampled / seconds if sampled is not None and seconds else None
 
     def cell(key: str, digits: int, width: int) -> str:
         return f"{number(metrics.get(key), digits):>{width}}"
@@ -112,8 +119,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
         f"step {cell('step', 0, wide)}/{total_steps}",
         f"reward {cell('reward/mean', 3, 6)}",
         f"staleness {cell('staleness/mean', 1, 4)} max {cell('staleness/max', 0, 2)}",
-        f"{number(rate, 0):>7} tokens/s",
-        f"{number(seconds, 1):>5} s",
+        f"{number(tokens_per_s, 0):>7} tokens/s",
+        f"{cell('time/step', 1, 5)} s",
         f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/wait_for_policy', 1, 4)} s",
     ]
     lost = [

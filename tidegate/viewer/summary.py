@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tidegate.viewer.episodes import as_text, choose
+from tidegate.viewer.files import evaluations
 from tidegate.viewer.text import known, number, printable
 
-ACCENT = "bright_cyan"
+ACCENT = "cyan"
 
 SCORES = {
     "eval/reward": "held out, sampled as in training",
@@ -69,7 +70,7 @@ def _scores(result: Mapping[str, object]) -> RenderableType:
 
 
 def _episodes(run_dir: Path) -> list[RenderableType]:
-    chosen = choose(sorted((run_dir / "trajectories").glob("eval_*.jsonl")))
+    chosen = choose(evaluations(run_dir))
     parts: list[RenderableType] = [Text("Episodes", f"bold {ACCENT}"), Text(chosen.how, "dim"), Text("")]
     for pair in chosen.pairs:
         parts += [as_text(pair), Text("")]

@@ -1,0 +1,212 @@
+"""Line and area charts as SVG that takes its colours from the page, so that it suits light and dark.
+
+Nothing here draws text that came from a model or an agent; what is passed is escaped all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from markupsafe import Markup, escape
+
+Point = tuple[float, float]
+Tone = Literal["accent", "ink", "muted", "sand", "warn"]
+Form = Literal["line", "thin", "dash", "dots", "dashdots", "area"]
+
+MOST_POINTS = 300
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """`peak`: where points are drawn together, their maximum is shown, not their mean."""
+
+    name: str
+    points: Sequence[Point]
+    tone: Tone = "accent"
+    form: Form = "line"
+    peak: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of the report: the drawing, its legend as (name, tone, form), and what a pointer reads."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: tuple[tuple[str, str, str], ...]
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where data lies in a drawing of `width` × `height` units."""
+
+    width: int
+    height: int
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def at(self, point: Point) -> str:
+        return f"{self.across(point[0]):.1f},{self.up(point[1]):.1f}"
+
+    def across(self, value: float) -> float:
+        low, high = self.x
+        return LEFT + (value - low) / (high - low) * (self.width - LEFT - RIGHT)
+
+    def up(self, value: float) -> float:
+        low, high = self.y
+        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+
+
+def lines(
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    y_range: tuple[float | None, float | None] = (None, None),
+    size: tuple[int, int] = (540, 220),
+) -> Chart | None:
+    """A chart of series over one x axis; None where no series has two points, or dots to show."""
+    shown = [thinned(one) for one in series if one.points]
+    if not any(len(one.points) > 1 or "dots" in one.form for one in shown):
+        return None
+    frame = _frame(shown, y_range, size)
+    body = [_axes(frame), *(_drawn(one, frame) for one in shown)]
+    return _chart(title, note, frame, body, shown)
+
+
+def stacked(
+    title: str, series: Sequence[Series], *, note: str = "", size: tuple[int, int] = (540, 220)
+) -> Chart | None:
+    """Areas on top of each other, the first at the bottom; all series have the same x values."""
+    shown = [thinned(one) for one in series if any(y for _, y in one.points)]
+    if not shown or len(shown[0].points) < 2:
+        return None
+    floor = [0.0] * len(shown[0].points)
+    areas: list[tuple[Series, list[Point], list[Point]]] = []
+    for one in shown:
+        top = [low + y for low, (_, y) in zip(floor, one.points, strict=True)]
+        xs = [x for x, _ in one.points]
+        areas.append((one, list(zip(xs, floor, strict=True)), list(zip(xs, top, strict=True))))
+        floor = top
+    total = [Series("", areas[-1][2])]
+    frame = _frame(total, (0.0, None), size)
+    body = [_axes(frame)]
+    for one, low, high in areas:
+        path = " ".join(frame.at(point) for point in [*high, *low[::-1]])
+        body.append(Markup('<polygon class="area {}" points="{}"/>').format(one.tone, path))
+    return _chart(title, note, frame, body, [replace(one, form="area") for one in shown])
+
+
+def thinned(series: Series) -> Series:
+    """At most MOST_POINTS points: neighbours become their mean (or maximum), at their last x."""
+    points = series.points
+    if len(points) <= MOST_POINTS:
+        return series
+    edges = [index * len(points) // MOST_POINTS for index in range(MOST_POINTS + 1)]
+    fewer = []
+    for start, end in pairwise(edges):
+        values = [y for _, y in points[start:end]]
+        value = max(values) if series.peak else sum(values) / len(values)
+        fewer.append((points[end - 1][0], value))
+    return replace(series, points=fewer)
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from the interval, some `about` of them: steps of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(one * power for one in (1, 2, 5, 10) if one * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _frame(
+    series: Sequence[Series], y_range: tuple[float | None, float | None], size: tuple[int, int]
+) -> Frame:
+    xs = [x for one in series for x, _ in one.points]
+    ys = [y for one in series for _, y in one.points]
+    low = min(ys) if y_range[0] is None else min(y_range[0], *ys)
+    high = max(ys) if y_range[1] is None else max(y_range[1], *ys)
+    if high - low < 1e-12:
+        low, high = low - (abs(low) * 0.5 or 0.5), high + (abs(high) * 0.5 or 0.5)
+    margin = (high - low) * 0.06
+    high += margin if y_range[1] is None or high > y_range[1] else (high - low) * 0.02
+    low -= margin if y_range[0] is None or low < y_range[0] else 0.0
+    left, right = min(xs), max(xs)
+    return Frame(*size, (left, right if right > left else left + 1.0), (low, high))
+
+
+def _axes(frame: Frame) -> Markup:
+    parts = []
+    for value in ticks(*frame.y, about=5 if frame.height > 200 else 3):
+        y = f"{frame.up(value):.1f}"
+        parts.append(
+            Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+                LEFT, frame.width - RIGHT, y, y
+            )
+        )
+        parts.append(
+            Markup('<text class="tick end" x="{}" y="{}" dy="4">{}</text>').format(LEFT - 7, y, label(value))
+        )
+    for value in ticks(*frame.x, about=max(3, frame.width // 100)):
+        x = f"{frame.across(value):.1f}"
+        parts.append(
+            Markup('<text class="tick mid" x="{}" y="{}">{}</text>').format(x, frame.height - 8, label(value))
+        )
+    return Markup("").join(parts)
+
+
+def label(value: float) -> str:
+    """A tick's text: `0.25`, `1,500`, `2e-6`, `3.2M`."""
+    size = abs(value)
+    if size < 1e-12:
+        return "0"
+    if size >= 1e6:
+        return f"{value / 1e6:g}M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _drawn(series: Series, frame: Frame) -> Markup:
+    path = " ".join(frame.at(point) for point in series.points)
+    out = Markup('<polyline class="{} {}" points="{}"/>').format(series.form, series.tone, path)
+    if "dots" in series.form:
+        for point in series.points:
+            x, y = frame.at(point).split(",")
+            out += Markup('<circle class="dot {}" cx="{}" cy="{}" r="4"/>').format(series.tone, x, y)
+    return out
+
+
+def _chart(title: str, note: str, frame: Frame, body: Sequence[Markup], series: Sequence[Series]) -> Chart:
+    svg = Markup(
+        '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{title}">{body}'
+        '<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg>'
+    ).format(
+        w=frame.width,
+        h=frame.height,
+        title=escape(title),
+        body=Markup("").join(body),
+        top=TOP,
+        bottom=frame.height - BOTTOM,
+    )
+    data = {
+        "x": frame.x,
+        "box": (LEFT, frame.width - RIGHT, frame.width),
+        "series": [
+            {"name": one.name, "points": [(x, float(f"{y:.4g}")) for x, y in one.points]} for one in series
+        ],
+    }
+    legend = tuple((one.name, one.tone, one.form) for one in series)
+    return Chart(title, note, svg, legend if len(legend) > 1 else (), json.dumps(data, separators=(",", ":")))

@@ -1,0 +1,195 @@
+"""Which numbers of a run are drawn, and how: the report's charts and `reward.png`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES
+from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
+from tidegate.viewer.files import RunFiles
+from tidegate.viewer.text import smoothed
+
+WIDE = (1100, 320)
+SMALL = (350, 150)
+
+
+def reward_chart(run: RunFiles) -> Chart | None:
+    raw = run.series("reward/mean")
+    smooth = _smooth(raw)
+    series = [
+        Series("each batch", raw, "accent", "thin"),
+        Series("training, smoothed", smooth, "accent"),
+        Series("held out, sampled", run.series("eval/reward"), "ink", "dots"),
+        Series("held out, greedy", run.series("eval/reward_greedy"), "muted", "dashdots"),
+        Series("unseen templates", run.series("eval/reward_unseen_templates"), "sand", "dots"),
+    ]
+    return lines("Reward", series, note="Mean reward by optimiser step.", y_range=_unit(series), size=WIDE)
+
+
+def _unit(series: Sequence[Series]) -> tuple[float | None, float | None]:
+    """0 to 1 where all values lie there: most rewards do, and then a curve's height means something."""
+    inside = all(0.0 <= y <= 1.0 for one in series for _, y in one.points)
+    return (0.0, 1.0) if inside else (None, None)
+
+
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    values = smoothed([y for _, y in points])
+    return [(x, value) for (x, _), value in zip(points, values, strict=True)]
+
+
+def main_charts(run: RunFiles, bound: int | None) -> list[Chart]:
+    """Staleness, waiting, throughput, groups; those for which the run has numbers."""
+    charts = [_staleness(run, bound), _waiting(run), _throughput(run), _groups(run)]
+    return [chart for chart in charts if chart is not None]
+
+
+def _staleness(run: RunFiles, bound: int | None) -> Chart | None:
+    most = run.series("staleness/max")
+    series = [
+        Series("mean", run.series("staleness/mean"), "accent"),
+        Series("max", most, "muted", "thin", peak=True),
+    ]
+    if bound is not None and most:
+        series.append(Series("bound", [(most[0][0], bound), (most[-1][0], bound)], "warn", "dash"))
+    note = "Policy versions between a group's oldest token and the step that trained on it."
+    return lines("Staleness", series, note=note, y_range=(0.0, None))
+
+
+def _waiting(run: RunFiles) -> Chart | None:
+    series = [
+        Series("trainer waits for data", run.series("time/wait_for_batch"), "accent"),
+        Series("data waits for the trainer", run.series("time/wait_for_policy"), "sand"),
+        Series("whole step", run.series("time/step"), "muted", "thin"),
+    ]
+    return lines("Who waits for whom", series, note="Seconds a step.", y_range=(0.0, None))
+
+
+def _throughput(run: RunFiles) -> Chart | None:
+    rows = [row for row in run.rows if "tokens/trained" in row and row.get("time/step", 0.0) > 0]
+    series = [
+        Series("sampled", run.sampling_rate(), "accent"),
+        Series(
+            "trained on", [(row["step"], row["tokens/trained"] / row["time/step"]) for row in rows], "sand"
+        ),
+    ]
+    return lines("Tokens per second", series, y_range=(0.0, None))
+
+
+def _groups(run: RunFiles) -> Chart | None:
+    """Every group that was issued lies in exactly one area, as the ledger has it."""
+    rows = [row for row in run.rows if any(f"groups/{one}" in row for one in GROUP_ENDINGS)]
+
+    def count(name: str, *keys: str, tone: Tone) -> Series:
+        points = [(row["step"], sum(row.get(f"groups/{key}", 0.0) for key in keys)) for row in rows]
+        return Series(name, points, tone)
+
+    series = [
+        count("trained", "trained", "stepped", tone="accent"),
+        count("filtered (no variance)", "filtered", tone="muted"),
+        count("stale", "stale", tone="sand"),
+        count("failed, cancelled", "failed", "cancelled", tone="warn"),
+        count("in flight", *GROUP_STAGES, tone="ink"),
+    ]
+    return stacked("Where the groups went", series, note="Groups since the start of the run, by state.")
+
+
+HEALTH = {
+    "entropy": ("Entropy", "nats a token"),
+    "mismatch_kl": ("Mismatch KL", "engine against trainer, same version"),
+    "lag_kl": ("Lag KL", "sampling policy against the current one"),
+    "loss": ("Loss", ""),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "clip_fraction": ("Capped importance ratios", "share of tokens"),
+    "ess": ("Effective sample size", "share of the batch"),
+    "weight_version/mixed_turn_ratio": ("Turns across a publish", "share of turns"),
+    "reward/std": ("Reward spread", "standard deviation"),
+    "length/mean": ("Episode length", "sampled tokens"),
+    "turns/mean": ("Turns", "an episode"),
+    "tool_calls/mean": ("Tool calls", "an episode"),
+}
+
+
+def health_charts(run: RunFiles) -> list[Chart]:
+    """Small charts of single metrics, those that the run has."""
+    found = [
+        lines(title, [Series(title, run.series(key))], note=note, size=SMALL)
+        for key, (title, note) in HEALTH.items()
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def write_reward_png(run: RunFiles, path: Path) -> bool:
+    """Draw reward and held-out reward by step; False where matplotlib is not installed.
+
+    matplotlib is imported here because it costs a second that most commands must not pay.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    figure = Figure(figsize=(9, 5), dpi=160, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_reward(axes, run)
+    figure.savefig(path)
+    return True
+
+
+ACCENT, INK, SAND, GREY = "#0b7285", "#1f2933", "#c2803a", "#8a94a0"
+
+
+def _draw_reward(axes: object, run: RunFiles) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    raw = run.series("reward/mean")
+    if raw:
+        axes.plot(
+            *zip(*raw, strict=True), color=ACCENT, alpha=0.28, linewidth=1, label="training, each batch"
+        )
+        axes.plot(*zip(*_smooth(raw), strict=True), color=ACCENT, linewidth=2.2, label="training, smoothed")
+    for key, name, color, marker, style in (
+        ("eval/reward", "held out, sampled", INK, "o", "-"),
+        ("eval/reward_greedy", "held out, greedy", GREY, "s", "--"),
+        ("eval/reward_unseen_templates", "templates never trained on", SAND, "^", "-"),
+    ):
+        points = run.series(key)
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                color=color,
+                marker=marker,
+                linestyle=style,
+                linewidth=1.3,
+                label=name,
+            )
+    held = run.series("eval/reward")
+    for at, offset in ((held[:1], (8, -14)), (held[-1:] if len(held) > 1 else [], (-4, -16))):
+        for x, y in at:
+            axes.annotate(
+                f"{y:.2f}", (x, y), xytext=offset, textcoords="offset points", color=INK, weight="bold"
+            )
+    everything = [
+        y for key in ("reward/mean", "eval/reward", "eval/reward_greedy") for _, y in run.series(key)
+    ]
+    if everything and all(0 <= y <= 1 for y in everything):
+        axes.set_ylim(0, 1.02)
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("mean reward")
+    axes.set_title(_title(run), loc="left", fontsize=12, weight="bold", color=INK)
+    axes.grid(axis="y", color="#e5e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if axes.has_data():
+        axes.legend(frameon=False, loc="lower right", fontsize=9)
+
+
+def _title(run: RunFiles) -> str:
+    name = str(run.settings.get("run", {}).get("name", run.dir.name))
+    held = run.series("eval/reward")
+    # A dollar sign would be read as the start of a formula.
+    text = f"{name}: held-out reward {held[0][1]:.2f} → {held[-1][1]:.2f}" if len(held) > 1 else name
+    return text.replace("$", r"\$")

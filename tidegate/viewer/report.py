@@ -1,0 +1,211 @@
+"""The report of a run: one HTML file that needs nothing else, and `reward.png` beside it.
+
+All text that came from models, agents or settings is escaped; besides, the page's content security
+policy allows its own script and style by their hashes alone, and no connection at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from tidegate.viewer.books import STATES, Books, newest_checkpoint, read_books
+from tidegate.viewer.episodes import choose
+from tidegate.viewer.files import RunFiles, read_run
+from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
+from tidegate.viewer.summary import SCORES, ways_on
+from tidegate.viewer.text import duration, number, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    name: str
+    value: str
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    name: str
+    before: float | None
+    after: float
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` and `reward.png` into the run's directory; returns the report's path.
+
+    A run that is going on or was cut off gets a report of what there is, which says so. Without
+    matplotlib there is no `reward.png`.
+
+    Raises ConfigError where the directory holds no run.
+    """
+    run = read_run(run_dir)
+    books = read_books(run_dir, run.remarks)
+    page = render(run, books)
+    write_reward_png(run, run_dir / "reward.png")
+    path = run_dir / "report.html"
+    # A reader who has the page open never gets half of one.
+    scratch = path.with_name(f".report.{os.getpid()}.html")
+    scratch.write_text(page, encoding="utf-8", errors="replace")
+    scratch.replace(path)
+    return path
+
+
+def render(run: RunFiles, books: Books | None) -> str:
+    """The page; reads the run's evaluations for the episodes."""
+    import jinja2
+
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("tidegate.viewer", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["number"] = number
+    style, script = _asset("report.css"), _asset("report.js")
+    trainer = run.settings.get("trainer", {})
+    return pages.get_template("report.html").render(
+        name=_name(run),
+        opening=_opening(run),
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        scores=scores(run),
+        banners=[printable(text) for text in _banners(run, books)],
+        tiles=list(_tiles(run, books)),
+        reward=reward_chart(run),
+        charts=main_charts(run, _bound(trainer)),
+        health=health_charts(run),
+        chosen=choose(run.evaluations),
+        books=books,
+        states=STATES,
+        meter=meter,
+        ways=[(purpose, printable(command)) for purpose, command in _ways(run)],
+        settings=list(_settings(run.settings)),
+        footer=f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from {printable(run.dir)}",
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("tidegate.viewer").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """The source expression by which the page's policy allows exactly this text."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _name(run: RunFiles) -> str:
+    return printable(run.settings.get("run", {}).get("name") or run.dir.resolve().name)
+
+
+def _bound(trainer: dict[str, Any]) -> int | None:
+    bound = trainer.get("max_staleness")
+    return bound if isinstance(bound, int) else None
+
+
+def _opening(run: RunFiles) -> str:
+    def at(section: str, key: str) -> str:
+        return printable(run.settings.get(section, {}).get(key, "?"))
+
+    return f"Agent {at('agent', 'use')} on {at('env', 'use')}, starting from {at('model', 'path')}."
+
+
+def scores(run: RunFiles) -> list[Score]:
+    """The first and the last value of each evaluation score; `before` is None where there is only one."""
+    found = []
+    for key, name in SCORES.items():
+        values = [value for _, value in run.series(key)]
+        if values:
+            found.append(Score(name, values[0] if len(values) > 1 else None, values[-1]))
+    return found
+
+
+def _banners(run: RunFiles, books: Books | None) -> Iterator[str]:
+    planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
+    if not run.rows:
+        yield "This run has written no step yet."
+    elif planned and done is not None and done < planned:
+        yield (
+            f"This run has taken {int(done)} of {planned} steps: it is going on, or it was cut off. "
+            "What follows is what there is so far."
+        )
+    again = max(len(run.redone), len(books.starts) - 1 if books is not None else 0)
+    if again:
+        times = "once" if again == 1 else f"{again} times"
+        yield f"The run was resumed {times}. The curves show the steps that stand, not those taken back."
+    for remark in run.remarks:
+        yield f"{remark[:1].upper()}{remark[1:]}."
+
+
+def _tiles(run: RunFiles, books: Books | None) -> Iterator[Tile]:
+    for score in scores(run)[1:]:
+        before = "" if score.before is None else f"{number(score.before)} → "
+        yield Tile(score.name.capitalize(), f"{before}{number(score.after)}")
+    planned = run.settings.get("trainer", {}).get("steps")
+    yield Tile("Optimiser steps", number(run.last("step") or 0, 0), f"of {planned}" if planned else "")
+    seconds = run.seconds(books.starts if books is not None else ())
+    if seconds is not None:
+        yield Tile("Training time", duration(seconds))
+    version = run.last("version")
+    if version is not None:
+        yield Tile("Policy version", number(version, 0), "published last")
+    sampled = run.sampled_tokens()
+    trained = sum(value for _, value in run.series("tokens/trained"))
+    if sampled:
+        yield Tile("Tokens sampled", number(sampled, 0), f"{number(trained, 0)} trained on")
+    if books is not None:
+        used = books.groups["trained"] + books.groups["stepped"]
+        yield Tile("Groups trained on", number(used, 0), f"of {number(books.groups.total(), 0)} issued")
+    most = max((value for _, value in run.series("staleness/max")), default=None)
+    if most is not None:
+        bound = run.settings.get("trainer", {}).get("max_staleness")
+        yield Tile("Largest staleness", number(most, 0), f"bound {bound}" if bound is not None else "")
+
+
+def meter(share: float) -> Markup:
+    """A bar of so large a part."""
+    return Markup(
+        '<svg class="meter" viewBox="0 0 160 9" aria-hidden="true">'
+        '<rect class="track" width="160" height="9" rx="3"/>'
+        '<rect class="value" width="{:.1f}" height="9" rx="3"/></svg>'
+    ).format(160 * min(1.0, max(0.0, share)))
+
+
+def _ways(run: RunFiles) -> list[tuple[str, str]]:
+    result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir)}
+    if result["checkpoint"] is not None:
+        planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
+        over = isinstance(planned, int) and done is not None and done >= planned
+        more = f" --trainer.steps {2 * planned}" if over else ""
+        result["resume"] = f"tidegate train {shlex.quote(str(run.dir / 'config.toml'))} --resume{more}"
+    return ways_on(result, run.dir)
+
+
+SECRET = ("key", "token", "secret", "password")
+
+
+def _settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Sections with their settings as texts; a report is passed on, so it holds no key."""
+    for section, values in settings.items():
+        rows = values.items() if isinstance(values, dict) else [("", values)]
+        yield printable(section), [(printable(key), _shown(key, value)) for key, value in rows]
+
+
+def _shown(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{printable(one)} = {_shown(one, part)}" for one, part in value.items()) or "{}"
+    hidden = isinstance(value, str) and key.rpartition("_")[2] in SECRET
+    return "(hidden)" if hidden else printable(value)
