@@ -169,6 +169,6 @@ def test_rows_without_trained_tokens_are_left_out():
 def test_a_row_longer_than_a_microbatch_goes_alone():
     rng = np.random.default_rng(0)
     rows = [make_row(rng, shortest=90, longest=90), *(make_row(rng, shortest=8, longest=8) for _ in range(4))]
-    layout = sorted((sorted(batch.rows) for batch in microbatches(rows, 64)))
+    layout = sorted(sorted(batch.rows) for batch in microbatches(rows, 64))
     assert layout[0] == [0]
     assert layout[1] == [1, 2, 3, 4]

@@ -13,16 +13,18 @@ from tidegate.trainer.metrics import MetricsLog, read_metrics
 def test_a_step_is_one_flat_line(tmp_path):
     before = time.time()
     with MetricsLog(tmp_path / "run") as log:
-        log.write(1, 4, {"reward/mean": np.float32(0.5), "loss": torch.tensor(2.0), "note": "x", "ok": True})
+        log.append(
+            {"step": 1, "version": 4, "reward/mean": np.float32(0.5), "loss": torch.tensor(2.0), "ok": True}
+        )
         # Readable at once, while the log stays open.
         (line,) = read_metrics(tmp_path / "run")
     assert before <= line.pop("time") <= time.time()
-    assert line == {"step": 1, "version": 4, "reward/mean": 0.5, "loss": 2.0, "note": "x", "ok": True}
+    assert line == {"step": 1, "version": 4, "reward/mean": 0.5, "loss": 2.0, "ok": True}
 
 
 def test_what_json_cannot_say_is_null(tmp_path):
     with MetricsLog(tmp_path) as log:
-        log.write(1, 0, {"nan": math.nan, "inf": -math.inf, "numpy": np.float64("nan")})
+        log.append({"step": 1, "version": 0, "nan": math.nan, "inf": -math.inf, "numpy": np.float64("nan")})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (line["nan"], line["inf"], line["numpy"]) == (None, None, None)
 
@@ -30,14 +32,23 @@ def test_what_json_cannot_say_is_null(tmp_path):
 @pytest.mark.parametrize("value", [[1, 2], {"a": 1}, object()])
 def test_a_nested_metric_is_refused_by_name(tmp_path, value):
     with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="'bad/one'"):
-        log.write(1, 0, {"bad/one": value})
+        log.append({"step": 1, "version": 0, "bad/one": value})
     assert read_metrics(tmp_path) == []
+
+
+def test_a_line_says_which_step_and_version(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.append({"step": 1, "version": 2, "time": 3.5})
+        for line in ({"version": 1}, {"step": 1}):
+            with pytest.raises(KeyError):
+                log.append(line)
+    assert read_metrics(tmp_path) == [{"step": 1, "version": 2, "time": 3.5}]
 
 
 def test_a_torn_last_line_is_left_out_and_removed_on_opening(tmp_path):
     with MetricsLog(tmp_path) as log:
-        log.write(1, 0, {})
-        log.write(2, 1, {})
+        log.append({"step": 1, "version": 0})
+        log.append({"step": 2, "version": 1})
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     for cut in range(1, len(whole)):
@@ -45,7 +56,7 @@ def test_a_torn_last_line_is_left_out_and_removed_on_opening(tmp_path):
         steps = [line["step"] for line in read_metrics(tmp_path)]
         assert steps == [1, 2][: whole[:-cut].count(b"\n")]
         with MetricsLog(tmp_path) as log:
-            log.write(9, 1, {})
+            log.append({"step": 9, "version": 1})
         assert [line["step"] for line in read_metrics(tmp_path)] == [*steps, 9]
 
 
@@ -65,10 +76,10 @@ def test_no_file_is_no_lines(tmp_path):
 def test_abandoned_steps_are_dropped_on_resume(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 8):
-            log.write(step, step, {"loss": step / 3, "lost": math.nan})
+            log.append({"step": step, "version": step, "loss": step / 3, "lost": math.nan})
     with MetricsLog(tmp_path) as log:
         assert log.truncate_after(5) == 2
-        log.write(6, 8, {"loss": 0.5})
+        log.append({"step": 6, "version": 8, "loss": 0.5})
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 5, 8]

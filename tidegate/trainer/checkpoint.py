@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on, made valid by one marker that is written last.
 
 `checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser and generators) and
-the marker `COMMITTED`, a JSON object with whatever else the run must remember. All files are on disk
-before the marker is, and the marker appears by a rename, so that it is there in full or not at all. A
+the marker `COMMITTED`, a flat JSON object: `step` and whatever else the run must remember (the ledger's
+position, the version, the data cursor). All files are on disk before the marker is, and the marker appears by a rename, so that it is there in full or not at all. A
 directory without one is what a killed process left: it is ignored, and removed by the next `prune`.
 """
 
@@ -36,7 +36,7 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: where it is, after which step, and what the run put into its marker."""
+    """A committed checkpoint: where it is, after which step, and what its marker says."""
 
     path: Path
     step: int
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) -> Path:
-    """Write `checkpoints/step_N/` and commit it; returns its path.
+    """Write `checkpoints/step_N/` and commit it with `state` in its marker; returns its path.
 
     A step that is committed already keeps its files, for they hold the same policy, and gets the new
     `state`.
@@ -53,7 +53,7 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
     removed and older checkpoints stay.
     """
     path = _directory(run_dir) / f"step_{step}"
-    marker = json.dumps({"step": step, "state": state}, allow_nan=False)
+    marker = json.dumps({**state, "step": step}, allow_nan=False)
     committed = (path / MARKER).exists()
     try:
         if not committed:
@@ -149,8 +149,8 @@ def _committed(run_dir: Path) -> dict[int, Path]:
 def _read(path: Path) -> Checkpoint:
     marker = path / MARKER
     try:
-        content = json.loads(marker.read_text(encoding="utf-8"))
-        return Checkpoint(path, int(content["step"]), dict(content["state"]))
+        state = json.loads(marker.read_text(encoding="utf-8"))
+        return Checkpoint(path, int(state["step"]), state)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{marker} cannot be read ({error}); remove {path} to resume from the checkpoint before it"

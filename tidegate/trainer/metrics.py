@@ -29,20 +29,20 @@ class MetricsLog:
         _drop_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, step: int, version: int, metrics: Mapping[str, Any]) -> dict[str, Value]:
-        """Append `step`, `version`, `time` (Unix seconds) and the metrics; returns what was written.
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append the line of one step: `step`, `version`, `time` (Unix seconds; now, if absent), metrics.
 
         Numbers of numpy and torch become plain ones; NaN and infinities become null, since JSON has
-        none. Raises TypeError for a value that is not flat, TidegateError where it cannot be written.
+        none. Raises KeyError for a line without step or version, TypeError for a value that is not flat,
+        TidegateError where it cannot be written.
         """
-        line: dict[str, Value] = {"step": step, "version": version, "time": time.time()}
-        line |= {name: _plain(name, value) for name, value in metrics.items()}
+        head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
+        plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
         try:
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise TidegateError(f"{self.path}: cannot be written: {error}") from error
-        return line
+            raise TidegateError(f"{self.path} cannot be written: {error}") from error
 
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, which a resumed run is about to make again; returns how many."""

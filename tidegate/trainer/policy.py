@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from errno import EIO
-from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -54,11 +53,11 @@ class Policy:
 
     def __init__(self, model: Any, base: Path, settings: TrainerSettings) -> None:
         self.model = model
-        self.base = base
         self.settings = settings
         self.device = torch.device(settings.device)
         self.steps = 0
         self.non_finite: list[str] = []
+        self._tokenizer = _tokenizer_files(base)
         self._loss = LOSSES["truncated"](settings)
         self._optimizer = _optimizer(model, settings)
         self._backbone, self._head = _split(model, self.device)
@@ -136,7 +135,9 @@ class Policy:
         partial.mkdir(parents=True)
         try:
             self._write_model(partial)
-            _copy_tokenizer(self.base, partial)
+            for name, content in self._tokenizer.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).write_bytes(content)
             if durable:
                 sync_tree(partial)
             if directory.exists():
@@ -290,11 +291,9 @@ def _split(model: Any, device: torch.device) -> tuple[Any, Any]:
     return (backbone, head) if torch.allclose(whole, parts, atol=1e-5, rtol=1e-4) else (None, None)
 
 
-def _copy_tokenizer(base: Path, directory: Path) -> None:
-    for source in base.iterdir():
-        if not any(fnmatch(source.name, pattern) for pattern in TOKENIZER_FILES):
-            continue
-        if source.is_dir():
-            shutil.copytree(source, directory / source.name)
-        else:
-            shutil.copyfile(source, directory / source.name)
+def _tokenizer_files(base: Path) -> dict[str, bytes]:
+    """The base model's tokenizer files by relative path. Held in memory (some MB at most), because a
+    resumed run starts from a checkpoint that is removed while it goes on."""
+    found = [path for pattern in TOKENIZER_FILES for path in base.glob(pattern)]
+    files = [one for path in found for one in ([path] if path.is_file() else path.rglob("*"))]
+    return {str(path.relative_to(base)): path.read_bytes() for path in files if path.is_file()}
