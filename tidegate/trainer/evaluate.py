@@ -8,9 +8,10 @@ are no part of a mean.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,7 +45,8 @@ class Evaluator:
     sets: dict[str, list[Task]]
     observer: Observer
     keep: Callable[[int, list[Episode]], None]
-    _done: int = field(default=0)
+    last_progress: float = 0.0
+    _done: int = 0
 
     async def full(self, step: int) -> Evaluation:
         """Every held-out set sampled, the main one greedily too."""
@@ -67,8 +69,11 @@ class Evaluator:
 
         async def one(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
-                found = await self._episode(f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons)
+                found = await self._episode(
+                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons
+                )
             self._done += 1
+            self.last_progress = time.monotonic()
             self.observer.progress("evaluation", self._done, len(wanted))
             return None if found is None else (name, mode, found)
 

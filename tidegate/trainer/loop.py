@@ -109,4 +109,6 @@ async def whole(indivisible: Awaitable[T]) -> T:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        if (error := task.exception()) is not None:
+            raise error from None
         raise

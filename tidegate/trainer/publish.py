@@ -72,7 +72,7 @@ class EngineControl:
             await self.call(
                 "/update_weights_from_disk",
                 {
-                    "model_path": str(weights.resolve()),
+                    "model_path": str(weights),
                     "weight_version": str(version),
                     "flush_cache": True,
                     "abort_all_requests": False,
@@ -89,6 +89,7 @@ class EngineControl:
 class Publisher:
     """Publishes to all engines at once.
 
+    `directory` is absolute, as engines have working directories of their own.
     `save(directory)` writes the weights; `engines()` names the engines' URLs at this moment;
     `cancel_doomed(version)` ends what the new version makes inadmissible; `quarantine(url, why)` takes an
     engine out of service that could not be brought to the version while others could.

@@ -45,7 +45,10 @@ class Recorder:
             "time/wait_for_batch": batch.waited_s,
             "time/wait_for_policy": batch.ready_s,
             **_spread("staleness", batch.cut.staleness, ("mean", "max")),
-            **_spread("reward", [one.reward for one in trained if one.reward is not None], ("mean", "std")),
+            # Groups that were filtered because all their rewards are alike still count for the trend.
+            **_spread(
+                "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
+            ),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),

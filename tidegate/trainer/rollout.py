@@ -233,7 +233,9 @@ class Rollout:
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for group_id in [name for name, group in self.admission.groups.items() if group.phase != "unpublished"]:
+        for group_id in [
+            name for name, group in self.admission.groups.items() if group.phase != "unpublished"
+        ]:
             self.admission.cancel_group(group_id)
 
 

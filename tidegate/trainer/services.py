@@ -27,7 +27,9 @@ class Service:
     `arguments` is asked anew at each start, so that a restarted engine comes up at the current weights.
     """
 
-    def __init__(self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, name: str = "") -> None:
+    def __init__(
+        self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, name: str = ""
+    ) -> None:
         self.name = name or verb
         self.verb = verb
         self.restarts = 0
@@ -49,7 +51,7 @@ class Service:
             sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
             "--announce", str(self._announce), "--owned",
         ]  # fmt: skip
-        with open(self.log, "ab") as log:
+        with await asyncio.to_thread(self.log.open, "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,

@@ -1,0 +1,214 @@
+"""The admission core: gate, bound, failures, replacement. Every rule has a case that breaks without it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tidegate.errors import LedgerError
+from tidegate.trainer.admission import Admission, Progress, Rules, Ticket, Verdict
+from tidegate.trainer.entries import Entry
+from tidegate.types import Outcome
+
+
+def rules(**changes: object) -> Rules:
+    plain: dict[str, object] = {
+        "groups_per_batch": 2, "group_size": 2, "min_group_size": 2, "max_staleness": 1, "max_attempts": 2,
+    }  # fmt: skip
+    return Rules(**(plain | changes))  # type: ignore[arg-type]
+
+
+class Driver:
+    """Admission with the smallest hands: groups whose slots all end at once."""
+
+    def __init__(self, **changes: object) -> None:
+        self.book: list[Entry] = []
+        self.core = Admission(rules(**changes), self.book.append)
+
+    def start(self) -> str:
+        ticket = self.core.next_ticket()
+        group = self.core.start_group(ticket, f"task{ticket.index}")
+        assert group is not None
+        return group.id
+
+    def finish(self, group: str, outcome: Outcome = Outcome.COMPLETED) -> Verdict:
+        verdict = Verdict.LATE
+        for slot in range(self.core.rules.group_size):
+            verdict = self.core.end_attempt(self.core.start_attempt(group, slot), outcome)
+            if verdict is Verdict.FAILED:
+                break
+        return verdict
+
+    def ready(self, oldest: int) -> str:
+        group = self.start()
+        assert self.finish(group) is Verdict.READY
+        self.core.lease(group, oldest)
+        return group
+
+    def publish(self, step: int) -> None:
+        self.core.publish(self.core.publishing(step))
+
+    def ends(self, kind: str = "group") -> Counter[str]:
+        return Counter(one["state"] for one in self.book if one["kind"] == kind and one["event"] == "ended")
+
+
+def test_gate_holds_at_the_formula_and_opens_at_the_publish() -> None:
+    driver = Driver(max_staleness=1, publish_interval=2)
+    assert driver.core.rules.capacity == (1 + 1) * 2 * 2
+    groups = [driver.ready(0) for _ in range(8)]
+    assert driver.core.blocked_by() is not None
+    with pytest.raises(LedgerError, match="against the gate"):
+        driver.start()
+    cut = driver.core.cut()
+    assert cut is not None
+    assert cut.groups == groups[:2]
+    driver.core.step(cut, 1)
+    assert driver.core.blocked_by() is not None, "a step alone makes no room: its version is not live"
+    driver.publish(1)
+    assert driver.core.blocked_by() is None
+
+
+def test_on_policy_is_exactly_synchronous() -> None:
+    driver = Driver(max_staleness=0)
+    driver.ready(0), driver.ready(0)
+    cut = driver.core.cut()
+    assert cut is not None
+    assert driver.core.blocked_by() is not None
+    driver.core.step(cut, 1)
+    assert driver.core.blocked_by() is not None
+    driver.publish(1)
+    assert driver.core.blocked_by() is None
+
+
+@pytest.mark.parametrize(("oldest", "fresh"), [(4, False), (5, True), (6, True), (None, False), (9, False)])
+def test_bound_is_hard_and_unknown_or_future_versions_are_never_fresh(
+    oldest: int | None, fresh: bool
+) -> None:
+    driver = Driver(max_staleness=1)
+    driver.core.version = driver.core._announced = 6
+    assert driver.core.admissible(oldest) is fresh
+
+
+def test_without_a_bound_everything_known_is_admissible() -> None:
+    driver = Driver(max_staleness=None)
+    driver.core.version = 1000
+    assert driver.core.admissible(0)
+    assert not driver.core.admissible(None)
+
+
+def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
+    driver = Driver(max_staleness=0, max_stale_retries=1)
+    first, second = driver.ready(0), driver.ready(0)
+    driver.core.version = driver.core._announced = 1
+    assert driver.core.cut() is None
+    assert driver.ends() == {"stale": 2}
+    again = driver.core.next_ticket()
+    assert again == Ticket(0, first, 1)
+    assert driver.core.next_ticket() == Ticket(1, second, 1)
+    group = driver.core.start_group(again, "task0")
+    assert group is not None
+    assert driver.book[-1]["replaces"] == first
+    driver.core.end_stale(group.id)
+    assert driver.core.next_ticket() == Ticket(2), "its budget is spent: another task takes the place"
+
+
+def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
+    driver = Driver(max_staleness=3)
+    slow = driver.start()
+    done = [driver.ready(0) for _ in range(3)]
+    cut = driver.core.cut()
+    assert cut is not None
+    assert cut.groups == done[:2], "an unfinished group never blocks a finished one"
+    assert driver.core.cut() is None
+    assert driver.finish(slow) is Verdict.READY
+
+
+def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
+    driver = Driver(max_attempts=3)
+    group = driver.start()
+    verdicts = []
+    for _ in range(3):
+        verdicts.append(
+            driver.core.end_attempt(driver.core.start_attempt(group, 0), Outcome.AGENT_ERROR, "boom")
+        )
+    assert verdicts == [Verdict.RETRY, Verdict.RETRY, Verdict.FAILED]
+    assert driver.core.quarantined == {"task0"}
+    assert driver.core.start_group(Ticket(0), "task0") is None
+    assert driver.ends("attempt") == {"failed": 3}
+    assert driver.ends() == {"failed": 1}
+
+
+def test_partial_group_is_ready_when_enough_slots_stand() -> None:
+    driver = Driver(group_size=3, max_attempts=1, min_group_size=2)
+    group = driver.start()
+    core = driver.core
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is Verdict.WAIT
+    assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is Verdict.WAIT
+    assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is Verdict.READY
+    assert len(core.groups[group].standing()) == 2
+
+
+def test_all_failed_group_is_never_ready_and_its_running_attempts_end() -> None:
+    driver = Driver(max_attempts=1)
+    group = driver.start()
+    core = driver.core
+    running = core.start_attempt(group, 1)
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.REWARD_ERROR) is Verdict.FAILED
+    assert driver.ends("attempt") == {"failed": 1, "cancelled": 1}
+    assert core.end_attempt(running, Outcome.COMPLETED) is Verdict.LATE, "a late end never resurrects a group"
+    assert group not in core.groups
+
+
+def test_cancelled_attempts_do_not_count_against_the_slot() -> None:
+    driver = Driver(max_attempts=1)
+    group = driver.start()
+    for _ in range(5):
+        attempt = driver.core.start_attempt(group, 0)
+        assert driver.core.end_attempt(attempt, Outcome.CANCELLED) is Verdict.RETRY
+    assert driver.finish(group) is Verdict.READY
+
+
+def test_only_what_can_never_be_admitted_is_doomed() -> None:
+    driver = Driver(max_staleness=1)
+    old, new, fresh = driver.start(), driver.start(), driver.start()
+    assert driver.core.doomed(3, {old: 1, new: 2, fresh: None, "unknown": 0}) == [old]
+
+
+def test_hopeless_only_after_a_run_of_failures() -> None:
+    driver = Driver(max_attempts=1)
+    for _ in range(7):
+        driver.finish(driver.start(), Outcome.AGENT_ERROR)
+    assert not driver.core.hopeless()
+    driver.finish(driver.start(), Outcome.AGENT_ERROR)
+    assert driver.core.hopeless()
+    driver.finish(driver.start())
+    assert not driver.core.hopeless()
+
+
+def test_versions_only_rise_and_are_announced_first() -> None:
+    driver = Driver()
+    with pytest.raises(LedgerError):
+        driver.core.publish(1)
+    version = driver.core.publishing(1)
+    driver.core.publish(version)
+    with pytest.raises(LedgerError):
+        driver.core.publish(version)
+    assert [one["version"] for one in driver.book if one["event"] == "publishing"] == [1]
+
+
+def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
+    driver = Driver(max_staleness=5)
+    driver.start(), driver.start()
+    progress = driver.core.progress()
+    assert progress == Progress(2, [Ticket(0), Ticket(1)], [])
+    resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
+    resumed.restore(progress, [range(7, 9)])
+    assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
+    assert resumed.admissible(6)
+    assert not resumed.admissible(7)
+    assert not resumed.admissible(8)
+    assert resumed.admissible(9)
+    group = resumed.start_group(Ticket(0), "task0")
+    assert group is not None
+    assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"

@@ -1,0 +1,52 @@
+"""The seeded driver over many worlds: no event order breaks the book or the bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.admission_driver import World
+from tidegate.trainer.admission import Rules
+
+WORLDS = st.builds(
+    Rules,
+    groups_per_batch=st.integers(1, 4),
+    group_size=st.integers(2, 4),
+    min_group_size=st.just(2),
+    max_staleness=st.sampled_from([0, 1, 2, 4, None]),
+    publish_interval=st.integers(1, 4),
+    max_attempts=st.integers(1, 3),
+    max_stale_retries=st.integers(0, 2),
+    max_running=st.sampled_from([2, 1000]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    WORLDS, st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.9), st.sampled_from([0.0, 0.005, 0.05])
+)
+def test_any_world(rules: Rules, seed: int, failure: float, reject: float, crash: float) -> None:
+    World(rules, random.Random(seed), failure, reject, crash).run(400)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_world_learns_something(seed: int) -> None:
+    rules = Rules(4, 4, 3, 2, publish_interval=1 + seed % 2)
+    world = World(rules, random.Random(seed), crash_rate=0.001)
+    world.run(8_000)
+    assert world.step > 20
+    assert world.crashes > 0
+    assert "stale" in world.states.values()
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_events() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        rules = Rules(
+            rng.randint(1, 6), rng.randint(2, 6), 2, rng.choice([0, 1, 2, 4, None]), rng.randint(1, 4)
+        )
+        World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002])).run(10_000)

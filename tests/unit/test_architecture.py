@@ -1,0 +1,128 @@
+"""The arrows of the house: who may import whom, and where the heavy libraries live."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "tidegate"
+CORE = {"types", "errors", "config", "serve", "loading", "observer", "__init__"}
+ALLOWED = {
+    "gateway": set(),
+    "engine": set(),
+    "agents": set(),
+    "viewer": set(),
+    "envs": {"rag.client"},
+    "trainer": {"envs.base", "agents.base", "gateway.client"},
+}
+TORCH = {
+    "trainer/policy",
+    "trainer/loss",
+    "trainer/batch",
+    "trainer/publish",
+    "trainer/checkpoint",
+    "engine/",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE).with_suffix(""))
+
+
+def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    """The modules that a file imports; with `top_level` only what runs when it is imported."""
+    tree = ast.parse(path.read_text())
+    nodes = _top_level(tree.body) if top_level else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module or ""
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_arrows(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for imported in imports(path):
+        if not imported.startswith("tidegate."):
+            continue
+        target = imported.removeprefix("tidegate.")
+        if target.split(".")[0] in CORE or target.split(".")[0] == room:
+            continue
+        if room in ("cli", "launch", "__main__"):
+            continue
+        assert room in ALLOWED, f"{name_of(path)} is core and imports {imported}"
+        allowed = any(target == one or target.startswith(one + ".") for one in ALLOWED[room])
+        assert allowed, f"{name_of(path)} may not import {imported}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_torch_and_ray_stay_where_they_belong(path: Path) -> None:
+    name = name_of(path)
+    heavy = {imported.split(".")[0] for imported in imports(path)}
+    if "torch" in heavy:
+        assert any(name == one or (one.endswith("/") and name.startswith(one)) for one in TORCH), (
+            f"{name} imports torch"
+        )
+    assert "ray" not in heavy or name == "trainer/cluster"
+
+
+def test_no_circles() -> None:
+    graph = {}
+    for path in modules():
+        name = "tidegate." + name_of(path).replace("/", ".").removesuffix(".__init__")
+        graph[name] = {one for one in imports(path, top_level=True) if one.startswith("tidegate")}
+    seen: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " → ".join([*trail[trail.index(name) :], name])
+        if name in seen:
+            return
+        for one in graph.get(name, ()):
+            visit(one, (*trail, name))
+        seen.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_gateway_agents_and_environments_work_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import tidegate.gateway.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, tidegate.cli\n"
+        "try: tidegate.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
+        times.append(time.monotonic() - began)
+    assert min(times) < 1.0

@@ -1,0 +1,223 @@
+"""The book on disk, and the audit that proves it: every tampering is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.config import check_settings, dump_settings
+from tidegate.errors import LedgerError
+from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.audit import audit_run, table
+from tidegate.trainer.entries import entry
+from tidegate.trainer.ledger import Ledger, read_ledger
+from tidegate.types import Outcome
+
+RAW = {
+    "model": {"path": "model"},
+    "trainer": {"groups_per_batch": 2, "group_size": 2, "max_staleness": 1, "max_attempts": 2, "steps": 3},
+}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A small run's files, written by the real admission core and ledger: three steps, one checkpoint."""
+    (tmp_path / "config.toml").write_text(dump_settings(check_settings(RAW, "test")))
+    (tmp_path / "trajectories").mkdir()
+    with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
+        core = Admission(Rules(2, 2, 2, 1, max_attempts=2), ledger.book)
+        ledger.book(entry("run", "started", epoch=1, step=0, version=0, position=None))
+        metrics.write('{"step": 0}\n')
+        for step in range(1, 4):
+            _step(tmp_path, core, step)
+            metrics.write(json.dumps({"step": step}) + "\n")
+            if step == 2:
+                marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
+                marker.parent.mkdir(parents=True)
+                marker.write_text(json.dumps({"ledger": ledger.position}))
+        ledger.book(entry("run", "ended", step=3, version=core.version))
+    return tmp_path
+
+
+def _step(run_dir: Path, core: Admission, step: int) -> None:
+    found = []
+    for number in range(2):
+        ticket = core.next_ticket()
+        group = core.start_group(ticket, f"task{ticket.index}")
+        assert group is not None
+        if number == 0:
+            core.end_attempt(core.start_attempt(group.id, 0), Outcome.TIMEOUT, "slow")
+        for slot in range(2):
+            core.end_attempt(core.start_attempt(group.id, slot), Outcome.COMPLETED)
+            turns = [{"delivered": True, "version_spans": [[core.version, 0, 3]], "output_ids": [1, 2, 3]}]
+            found.append({"state": "stepped", "group_id": group.id, "turns": turns})
+        core.lease(group.id, core.version)
+    cut = core.cut()
+    assert cut is not None
+    (run_dir / "trajectories" / f"step_{step:06d}.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in found)
+    )
+    core.step(cut, step)
+    core.publish(core.publishing(step))
+
+
+def test_an_honest_run_holds(run_dir: Path) -> None:
+    audit = audit_run(run_dir)
+    assert audit.holds, table(audit)
+    assert dict(audit.groups) == {"trained": 4, "stepped": 2}, "what lies behind the marker is not trained"
+    assert dict(audit.attempts) == {"trained": 8, "stepped": 4, "failed": 3}
+    assert (audit.steps, audit.versions, audit.trained_tokens) == (3, 3, 36)
+    assert table(audit).endswith("the book holds")
+
+
+def _index(book: list[dict[str, Any]], **wanted: Any) -> int:
+    return next(
+        n for n, one in enumerate(book) if all(one.get(key) == value for key, value in wanted.items())
+    )
+
+
+def _drop_line(book: list[dict[str, Any]]) -> None:
+    del book[5]
+
+
+def _end_twice(book: list[dict[str, Any]]) -> None:
+    book.append({**book[_index(book, kind="group", event="ended")], "seq": len(book)})
+
+
+def _issue_twice(book: list[dict[str, Any]]) -> None:
+    book.insert(0, {**book[_index(book, kind="group", event="issued")]})
+    _renumber(book)
+
+
+def _never_issued(book: list[dict[str, Any]]) -> None:
+    del book[_index(book, kind="attempt", event="issued")]
+    _renumber(book)
+
+
+def _too_stale(book: list[dict[str, Any]]) -> None:
+    one = book[_index(book, kind="group", state="stepped", step=3)]
+    one["oldest"], one["staleness"] = 0, 2
+
+
+def _lying_staleness(book: list[dict[str, Any]]) -> None:
+    book[_index(book, kind="group", state="stepped", step=3)]["staleness"] = 1
+
+
+def _version_again(book: list[dict[str, Any]]) -> None:
+    found = [one for one in book if one["event"] == "publishing"]
+    found[-1]["version"] = found[-2]["version"]
+
+
+def _half_a_batch(book: list[dict[str, Any]]) -> None:
+    book[_index(book, kind="group", state="stepped", step=3)]["step"] = 2
+
+
+def _live_at_the_end(book: list[dict[str, Any]]) -> None:
+    del book[_index(book, kind="group", state="stepped", step=3)]
+    _renumber(book)
+
+
+def _too_many_attempts(book: list[dict[str, Any]]) -> None:
+    for one in book:
+        if one["kind"] == "attempt" and one["event"] == "ended":
+            one["state"], one["outcome"] = "failed", "timeout"
+    group = book[_index(book, kind="group", event="issued")]["id"]
+    for one in book:
+        if one["kind"] == "attempt" and one["event"] == "issued" and one["group"] == group:
+            one["slot"] = 0
+
+
+def _replaces_a_trained_one(book: list[dict[str, Any]]) -> None:
+    first = book[_index(book, kind="group", event="issued")]["id"]
+    book[_index(book, kind="group", event="issued", index=5)]["replaces"] = first
+
+
+def _renumber(book: list[dict[str, Any]]) -> None:
+    for number, one in enumerate(book):
+        one["seq"] = number
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (_drop_line, "is missing"),
+        (_end_twice, "ended twice"),
+        (_issue_twice, "issued twice"),
+        (_never_issued, "never issued"),
+        (_too_stale, "over the bound"),
+        (_lying_staleness, "is not"),
+        (_version_again, "was published after"),
+        (_half_a_batch, "took 3 groups"),
+        (_live_at_the_end, "still live"),
+        (_too_many_attempts, "max_attempts is 2"),
+        (_replaces_a_trained_one, "did not end stale"),
+    ],
+)
+def test_every_tampering_is_found(
+    run_dir: Path, tamper: Callable[[list[dict[str, Any]]], None], words: str
+) -> None:
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    tamper(book)
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    audit = audit_run(run_dir)
+    assert any(words in finding for finding in audit.findings), audit.findings
+
+
+def test_tokens_that_belie_the_ledger_are_found(run_dir: Path) -> None:
+    path = run_dir / "trajectories" / "step_000003.jsonl"
+    path.write_text(path.read_text().replace("[[2, 0, 3]]", "[[1, 0, 3]]", 1))
+    assert any("has tokens of version 1" in finding for finding in audit_run(run_dir).findings)
+
+
+def test_metrics_of_a_step_that_never_was_are_found(run_dir: Path) -> None:
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9}\n')
+    assert any("step 9" in finding for finding in audit_run(run_dir).findings)
+
+
+def test_a_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.book(entry("group", "issued", id="a"))
+    with open(path, "ab") as file:
+        file.write(b'{"seq": 1, "kind": "gro')
+    with Ledger(path) as ledger:
+        assert ledger.position == 1
+        ledger.book(entry("group", "issued", id="b"))
+    assert [(one["seq"], one["id"]) for one in read_ledger(path)] == [(0, "a"), (1, "b")]
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"seq": 0}\n{broken\n{"seq": 2}\n')
+    with pytest.raises(LedgerError, match="line 2"):
+        list(read_ledger(path))
+    with pytest.raises(LedgerError, match="no ledger"):
+        list(read_ledger(tmp_path / "nothing.jsonl"))
+
+
+class _FullDisk:
+    def write(self, _: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_that_names_the_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        real = ledger._file
+        monkeypatch.setattr(ledger, "_file", _FullDisk())
+        with pytest.raises(LedgerError, match="cannot enter g1: No space left"):
+            ledger.book(entry("group", "issued", id="g1"))
+        assert ledger.position == 0
+        monkeypatch.setattr(ledger, "_file", real)
