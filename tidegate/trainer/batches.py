@@ -31,10 +31,6 @@ class Batch:
     ready_s: float
     """How long its groups waited for the trainer, on average (`time/wait_for_policy`)."""
 
-    def advantages(self, normalize: bool) -> list[list[float]]:
-        """Per group, per trajectory."""
-        return [group_advantages(group.rewards(), normalize=normalize).tolist() for group in self.groups]
-
     def rows(self, advantages: list[list[float]]) -> list[Row]:
         """The token sequences to train on."""
         return [
@@ -43,6 +39,19 @@ class Batch:
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
             for row in rows_of(trajectory, advantage)
         ]
+
+
+Credit = Callable[[Batch], list[list[float]]]
+"""Batch → the advantage of every trajectory, by group."""
+
+
+def group_credit(normalize: bool) -> Credit:
+    """Advantages against the group's own mean (GRPO); `normalize` divides by its standard deviation."""
+
+    def credit(batch: Batch) -> list[list[float]]:
+        return [group_advantages(group.rewards(), normalize=normalize).tolist() for group in batch.groups]
+
+    return credit
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 `checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser and generators) and
 the marker `COMMITTED`, a flat JSON object: `step` and whatever else the run must remember (the ledger's
-position, the version, the data cursor). All files are on disk before the marker is, and the marker appears by a rename, so that it is there in full or not at all. A
-directory without one is what a killed process left: it is ignored, and removed by the next `prune`.
+position, the version, the data cursor). All files are on disk before the marker is, and the marker
+appears by a rename, so that it is there in full or not at all. A directory without one is what a killed
+process left: it is ignored, and removed by the next `prune`.
 """
 
 from __future__ import annotations

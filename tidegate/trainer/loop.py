@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batch, Batches
+from tidegate.trainer.batches import Batch, Batches, Credit
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
@@ -34,6 +34,7 @@ class Loop:
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
+    credit: Credit
     step: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
@@ -58,7 +59,7 @@ class Loop:
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """One optimiser step, entered in the ledger as soon as it is done."""
-        advantages = batch.advantages(self.settings.normalize_advantage)
+        advantages = self.credit(batch)
         fresh = self.step % self.settings.publish_interval == 0
         version = self.admission.version if fresh else CHANGED
         metrics = await asyncio.to_thread(self.policy.update, batch.rows(advantages), version)

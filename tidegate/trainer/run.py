@@ -17,7 +17,7 @@ from tidegate.errors import ConfigError, GatewayError, HopelessError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission, Progress, Rules, Ticket
-from tidegate.trainer.batches import Batches
+from tidegate.trainer.batches import Batches, Credit, group_credit
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
@@ -87,14 +87,21 @@ class Result:
 
 
 class Run:
-    """A run, put together. `train()` is called once."""
+    """A run, put together. `train()` is called once. `credit` replaces the settings' advantages."""
 
     def __init__(
-        self, settings: Settings, environment: Environment, observer: Observer, *, resume: bool = False
+        self,
+        settings: Settings,
+        environment: Environment,
+        observer: Observer,
+        *,
+        resume: bool = False,
+        credit: Credit | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
         self.observer = observer
+        self.credit = credit or group_credit(settings.trainer.normalize_advantage)
         self.dir = settings.run_dir.absolute()
         self.start = Start.of(settings, resume)
         self.before: dict[str, float] = {}
@@ -187,7 +194,7 @@ class Run:
         )  # fmt: skip
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, self.start.step, self.stop,
+            self._checkpoint, self._evaluate, self.credit, self.start.step, self.stop,
         )  # fmt: skip
         self._guard.watch(
             watchdog(settings.trainer.watchdog_s, self._last_progress, self._describe), "watchdog"

@@ -44,7 +44,8 @@ class TrajectoryFiles:
     def failure(self, trajectory: Trajectory, attempt: str) -> None:
         with open(self.directory / "failed.jsonl", "ab") as file:
             file.write(
-                orjson.dumps({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)}) + b"\n"
+                orjson.dumps({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)})
+                + b"\n"
             )
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:

@@ -1,0 +1,99 @@
+"""Is it learning, and nothing else?
+
+Four short runs of the demo: as it is with another seed, with learning rate 0, with the rewards shuffled
+within each batch; and the recorded logprobs computed again by the plain model.
+
+    python benchmarks/controls.py [--json] [--steps 80] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Check, report
+
+from tidegate.config import Settings, load_settings
+from tidegate.envs.base import load_environment
+from tidegate.trainer.audit import audit_run
+from tidegate.trainer.batches import Batch, Credit, group_credit
+from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.run import Run
+from tidegate.viewer.live import make_view
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo" / "config.toml"
+
+
+def shuffled(seed: int) -> Credit:
+    """The batch's advantages, dealt out at random among its trajectories."""
+    rng = random.Random(seed)
+    plain = group_credit(normalize=True)
+
+    def credit(batch: Batch) -> list[list[float]]:
+        advantages = plain(batch)
+        deck = [one for group in advantages for one in group]
+        rng.shuffle(deck)
+        return [[deck.pop() for _ in group] for group in advantages]
+
+    return credit
+
+
+def train(settings: Settings, credit: Credit | None = None) -> dict[str, Any]:
+    """Run, and say what became of the held-out reward."""
+    began = time.monotonic()
+    view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
+    environment = load_environment(settings.env.use, settings.env.options)
+    result = asyncio.run(Run(settings, environment, view, credit=credit).train())
+    metrics = read_metrics(settings.run_dir)
+    errors = [line["logprob_max_error"] for line in metrics if line.get("logprob_max_error") is not None]
+    return {
+        "run": settings.run.name,
+        "before": result.before["eval/reward"],
+        "after": result.after["eval/reward"],
+        "unseen_templates": result.after.get("eval/reward_unseen_templates"),
+        "logprob_max_error": max(errors, default=None),
+        "audit": audit_run(settings.run_dir).holds,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--steps", type=int, default=None, help="steps of the seeded run (the demo's)")
+    parser.add_argument("--control-steps", type=int, default=25, help="steps of the two controls")
+    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    arguments = parser.parse_args()
+    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-controls-"))
+
+    def settings(name: str, *overrides: str) -> Settings:
+        return load_settings(DEMO, [f"--run.dir={directory}", f"--run.name={name}", *overrides])
+
+    control = f"--trainer.steps={arguments.control_steps}"
+    steps = [f"--trainer.steps={arguments.steps}"] if arguments.steps else []
+    try:
+        frozen = train(settings("learning_rate_0", control, "--trainer.learning_rate=0"))
+        dealt = train(settings("shuffled_rewards", control), shuffled(0))
+        seeded = train(settings("another_seed", "--run.seed=1", *steps))
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    checks = [
+        Check("learning_rate_0_change", abs(frozen["after"] - frozen["before"]), "<=", 0.05),
+        Check("shuffled_rewards_rise", dealt["after"] - dealt["before"], "<=", 0.05),
+        Check("another_seed_after", seeded["after"], ">=", 0.90),
+        Check("logprob_max_error", seeded["logprob_max_error"], "<=", 1e-3),
+        Check("audits_hold", float(all(one["audit"] for one in (frozen, dealt, seeded))), "==", 1.0),
+    ]
+    return report([frozen, dealt, seeded], checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
