@@ -6,12 +6,13 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
+from tests.tiny import make_tiny_model
 from tidegate.trainer.batch import Row
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
@@ -20,23 +21,11 @@ VOCABULARY = 48
 
 def make_model(path: Path, seed: int = 0) -> Path:
     """A random Qwen3 with a tokenizer and a chat template, in Hugging Face format."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        # Large enough that the random model has opinions: near-uniform logits would hide mistakes.
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    make_tiny_model(path, VOCABULARY, hidden=32, seed=seed)
     words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+    words_tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    words_tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_tokenizer)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(path)
     return path

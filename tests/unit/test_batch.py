@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learning_fixtures import make_row, make_rows, make_trajectory, make_turn, trees
 
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch import _cuts, microbatches, padding_ratio, rows_of
 from tidegate.types import Trajectory
+
+from .learning_fixtures import make_row, make_rows, make_trajectory, make_turn, trees
 
 
 def trainable_tokens(trajectory: Trajectory) -> dict[int, tuple[int, float]]:

@@ -259,9 +259,15 @@ def _read_model(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise StartError(f"{path}: no model there (no config.json); model.path is a Hugging Face directory")
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise StartError(f"{path}: cannot load a causal language model: {error}") from error
+    if info["missing_keys"]:
+        # transformers makes random ones and says so in passing.
+        raise StartError(f"{path}: these weights are missing: {', '.join(sorted(info['missing_keys']))}")
+    return model
 
 
 def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
