@@ -72,6 +72,7 @@ def lines(
     note: str = "",
     y_range: tuple[float | None, float | None] = (None, None),
     size: tuple[int, int] = (540, 220),
+    legend: bool = True,
 ) -> Chart | None:
     """A chart of series over one x axis; None where no series has two points, or dots to show."""
     shown = [thinned(one) for one in series if one.points]
@@ -79,7 +80,7 @@ def lines(
         return None
     frame = _frame(shown, y_range, size)
     body = [_axes(frame), *(_drawn(one, frame) for one in shown)]
-    return _chart(title, note, frame, body, shown)
+    return _chart(title, note, frame, body, shown, legend)
 
 
 def stacked(
@@ -189,7 +190,9 @@ def _drawn(series: Series, frame: Frame) -> Markup:
     return out
 
 
-def _chart(title: str, note: str, frame: Frame, body: Sequence[Markup], series: Sequence[Series]) -> Chart:
+def _chart(
+    title: str, note: str, frame: Frame, body: Sequence[Markup], series: Sequence[Series], legend: bool = True
+) -> Chart:
     svg = Markup(
         '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{title}">{body}'
         '<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg>'
@@ -208,5 +211,5 @@ def _chart(title: str, note: str, frame: Frame, body: Sequence[Markup], series: 
             {"name": one.name, "points": [(x, float(f"{y:.4g}")) for x, y in one.points]} for one in series
         ],
     }
-    legend = tuple((one.name, one.tone, one.form) for one in series)
-    return Chart(title, note, svg, legend if len(legend) > 1 else (), json.dumps(data, separators=(",", ":")))
+    names = tuple((one.name, one.tone, one.form) for one in series) if legend and len(series) > 1 else ()
+    return Chart(title, note, svg, names, json.dumps(data, separators=(",", ":")))

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES, RunView
 from tidegate.viewer.board import Board, Progress
-from tidegate.viewer.out import Out
+from tidegate.viewer.out import Out, Terminal
 from tidegate.viewer.plain import PlainView
-from tidegate.viewer.summary import ACCENT, summary
+from tidegate.viewer.summary import ACCENT, farewell
 from tidegate.viewer.text import duration, known, number, printable, smoothed, sparkline
 
 REFRESHES_PER_S = 2.0
@@ -32,7 +32,7 @@ def make_view(live: bool, total_steps: int, bound: int | None, console: Console 
     `bound` is `max_staleness`, None where there is none. The live view needs a terminal that can move
     its cursor and print UTF-8.
     """
-    console = console or Console()
+    console = console or Terminal()
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     view = LiveView if live and able else PlainView
     return view(Out(console), total_steps, bound)
@@ -85,7 +85,7 @@ class LiveView:
     def finished(self, result: Mapping[str, object]) -> None:
         self.close()
         run_dir = self.board.info.get("dir")
-        self.out.show(summary(result, Path(str(run_dir)) if run_dir else None))
+        farewell(self.out, result, Path(str(run_dir)) if run_dir else None)
 
     def close(self) -> None:
         try:
@@ -186,7 +186,7 @@ def _held_out(board: Board) -> Text:
             continue
         line.append("  " if line.plain else "")
         line.append(f"{name} ", "dim")
-        line.append(f"{number(first)} → ")
+        line.append(f"{number(first)} → " if len(board.trend(key)) > 1 else "")
         line.append(number(last), f"bold {ACCENT}")
     line.append(f"  at step {board.eval_step}", "dim")
     return line
@@ -256,7 +256,10 @@ def _groups(board: Board, names: Sequence[str]) -> Text:
         line.append("  " if line.plain else "")
         line.append(f"{int(value):,}", f"bold {STATE_STYLES.get(name, '')}" if value else "dim")
         line.append(f" {name}", "dim")
-    return line if line.plain else Text("none yet", "dim")
+    quarantined = known(counts.get("groups/quarantined_tasks")) if names is GROUP_ENDINGS else None
+    if quarantined:
+        line.append(f"  {int(quarantined):,} tasks quarantined", "red")
+    return line
 
 
 def _news(board: Board) -> list[Text]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 from rich.console import Console, RenderableType
+
+
+class Terminal(Console):
+    """Standard output. rich ends the program where the reader is gone; this falls silent."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class Out:
@@ -21,10 +31,14 @@ class Out:
         """One line as it is, without markup or wrapping."""
         self._write(f"{text}\n")
 
-    def show(self, renderable: RenderableType) -> None:
-        with self.console.capture() as captured:
-            self.console.print(renderable, markup=False, highlight=False)
-        self._write(captured.get())
+    def show(self, renderable: RenderableType, wrap: bool = True) -> None:
+        """`wrap` False leaves long lines to the terminal, so that they can be copied whole."""
+        drawn = io.StringIO()
+        terminal = self.console.is_terminal
+        kind: Any = self.console.color_system
+        page = Console(file=drawn, width=self.console.width, force_terminal=terminal, color_system=kind)
+        page.print(renderable, markup=False, highlight=False, soft_wrap=not wrap)
+        self._write(drawn.getvalue())
 
     def _write(self, text: str) -> None:
         if self.lost is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tidegate.viewer.base import GROUP_STAGES
 from tidegate.viewer.board import Rate
 from tidegate.viewer.out import Out
-from tidegate.viewer.summary import SCORES, summary
+from tidegate.viewer.summary import SCORES, farewell
 from tidegate.viewer.text import duration, known, number, printable
 
 QUIET_S = 30.0
@@ -84,7 +84,7 @@ class PlainView:
             self._sampled.add(self._clock(), total)
 
     def finished(self, result: Mapping[str, object]) -> None:
-        self.out.show(summary(result, self._run_dir))
+        farewell(self.out, result, self._run_dir)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,7 +10,7 @@ from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
 from tidegate.viewer.files import RunFiles
 from tidegate.viewer.text import smoothed
 
-WIDE = (1100, 320)
+WIDE = (960, 300)
 SMALL = (350, 150)
 
 
@@ -112,10 +112,11 @@ HEALTH = {
 
 def health_charts(run: RunFiles) -> list[Chart]:
     """Small charts of single metrics, those that the run has."""
-    found = [
-        lines(title, [Series(title, run.series(key))], note=note, size=SMALL)
-        for key, (title, note) in HEALTH.items()
-    ]
+    found = []
+    for key, (title, note) in HEALTH.items():
+        raw = run.series(key)
+        series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
+        found.append(lines(title, series, note=note, size=SMALL, legend=False))
     return [chart for chart in found if chart is not None]
 
 
@@ -164,12 +165,6 @@ def _draw_reward(axes: object, run: RunFiles) -> None:
                 linestyle=style,
                 linewidth=1.3,
                 label=name,
-            )
-    held = run.series("eval/reward")
-    for at, offset in ((held[:1], (8, -14)), (held[-1:] if len(held) > 1 else [], (-4, -16))):
-        for x, y in at:
-            axes.annotate(
-                f"{y:.2f}", (x, y), xytext=offset, textcoords="offset points", color=INK, weight="bold"
             )
     everything = [
         y for key in ("reward/mean", "eval/reward", "eval/reward_greedy") for _, y in run.series(key)

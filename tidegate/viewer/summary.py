@@ -12,6 +12,7 @@ from rich.text import Text
 
 from tidegate.viewer.episodes import as_text, choose
 from tidegate.viewer.files import evaluations
+from tidegate.viewer.out import Out
 from tidegate.viewer.text import known, number, printable
 
 ACCENT = "cyan"
@@ -34,13 +35,15 @@ def score(metrics: object, key: str) -> float | None:
     return known(metrics.get(key.removeprefix("eval/"))) if found is None else found
 
 
-def summary(result: Mapping[str, object], run_dir: Path | None) -> RenderableType:
-    """The end of a run for the terminal; reads the run's evaluations for the episodes."""
+def farewell(out: Out, result: Mapping[str, object], run_dir: Path | None) -> None:
+    """Say how a run ended; reads the run's evaluations for the episodes."""
     parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
     if run_dir is not None:
         parts += _episodes(run_dir)
-    parts += [Text("How to go on", f"bold {ACCENT}"), _next(result, run_dir)]
-    return Group(*parts)
+    out.show(Group(*parts))
+    out.show(Text("How to go on", f"bold {ACCENT}"))
+    for purpose, command in ways_on(result, run_dir):
+        out.show(Text.assemble((f"  {purpose}:\n", "dim"), f"    {printable(command)}"), wrap=False)
 
 
 def _headline(result: Mapping[str, object]) -> Text:
@@ -93,12 +96,3 @@ def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[st
         ways.append(("train your own agent", mine))
         ways.append(("check the books", f"tidegate audit {shlex.quote(str(run_dir))}"))
     return ways
-
-
-def _next(result: Mapping[str, object], run_dir: Path | None) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for purpose, command in ways_on(result, run_dir):
-        table.add_row(Text(purpose), Text(printable(command), "bold"))
-    return table
