@@ -1,0 +1,236 @@
+"""The gateway's HTTP surface: the control plane here, the data plane beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgpack
+import orjson
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidegate.errors import GatewayError
+from tidegate.gateway import bodies
+from tidegate.gateway.dataplane import ChatEndpoint, ClientGone, ModelsEndpoint, read_body, respond
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.refusal import Refusal
+from tidegate.types import Group, Trajectory
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The ASGI app of one gateway; its lifespan starts and closes the gateway."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(title="Tidegate gateway", lifespan=lifespan)
+    chat, models = ChatEndpoint(gateway), ModelsEndpoint(gateway)
+    for base in ("/s/{session_id}/v1", "/v1"):
+        app.router.routes.append(Route(base + "/chat/completions", chat, methods=["POST"]))
+        app.router.routes.append(Route(base + "/models", models, methods=["GET"]))
+    app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
+    _add_errors(app)
+    admin = [Depends(_Admin(gateway))]
+    _add_sessions(app, gateway, admin)
+    _add_groups(app, gateway, admin)
+    _add_engines(app, gateway, admin)
+    _add_health(app, gateway, admin)
+    return app
+
+
+class _Admin:
+    """Lets a call pass that carries the admin key, or any call where there is none."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._key = gateway.options.admin_key
+
+    def __call__(self, request: Request) -> None:
+        self.check(request.headers.get("authorization", ""))
+
+    def check(self, authorization: str) -> None:
+        if self._key is None:
+            return
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+            raise GatewayError("this needs the gateway's admin key", status=401)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def answer(message: str, status: int) -> Response:
+        body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
+        headers = {} if status >= 500 else {"x-should-retry": "false"}
+        return Response(body, status, headers, "application/json")
+
+    @app.exception_handler(GatewayError)
+    async def refused(_: Request, error: GatewayError) -> Response:
+        return answer(str(error), error.status or 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return answer(bodies.explain(list(error.errors())), 400)
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        return answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+
+def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
+    @app.post("/sessions", dependencies=admin)
+    async def open_session(request: Request, body: bodies.OpenSession) -> dict[str, str]:
+        session, key = gateway.open_session(**body.arguments())
+        base_url = f"{str(request.base_url).rstrip('/')}/s/{session.id}/v1"
+        return {"session_id": session.id, "base_url": base_url, "api_key": key}
+
+    @app.get("/sessions/{session_id}", dependencies=admin)
+    async def show_session(session_id: str) -> dict[str, Any]:
+        return bodies.session_row(gateway.session(session_id))
+
+    @app.delete("/sessions/{session_id}", dependencies=admin)
+    async def delete_session(session_id: str) -> dict[str, str]:
+        gateway.forget(session_id)
+        return {}
+
+    @app.post("/sessions/{session_id}/reward", dependencies=admin)
+    async def post_reward(session_id: str, body: bodies.PostReward) -> dict[str, str]:
+        gateway.post_reward(session_id, body.name, body.value)
+        return {}
+
+    @app.post("/sessions/{session_id}/finish", dependencies=admin)
+    async def finish(session_id: str, body: bodies.Finish) -> Response:
+        trajectory = await gateway.finish(session_id, **body.arguments())
+        return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
+
+    @app.get("/sessions/{session_id}/trajectory", dependencies=admin)
+    async def trajectory(session_id: str) -> Response:
+        found = gateway.session(session_id).trajectory
+        if found is None:
+            raise GatewayError(f"session {session_id} is not finished", status=400)
+        return Response(msgpack.packb(found.to_wire()), media_type="application/msgpack")
+
+
+def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
+    @app.get("/groups", dependencies=admin)
+    async def list_groups() -> dict[str, Any]:
+        return {"groups": gateway.list_groups()}
+
+    @app.post("/groups/ack", dependencies=admin)
+    async def ack(body: bodies.Ack) -> dict[str, str]:
+        await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome)
+        return {}
+
+    @app.post("/groups/{group_id:path}/seal", dependencies=admin)
+    async def seal(group_id: str, body: bodies.Seal) -> dict[str, str]:
+        await gateway.seal(group_id, body.task_id, body.sessions)
+        return {}
+
+    @app.delete("/groups/{group_id:path}", dependencies=admin)
+    async def drop(group_id: str) -> dict[str, str]:
+        gateway.drop(group_id)
+        return {}
+
+
+def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
+    @app.get("/engines", dependencies=admin)
+    async def list_engines() -> dict[str, Any]:
+        return {"engines": [engine.to_wire() for engine in gateway.pool.engines()]}
+
+    @app.post("/engines", dependencies=admin)
+    async def add_engine(body: bodies.EngineUrl) -> dict[str, str]:
+        await gateway.pool.add(body.url)
+        return {}
+
+    @app.delete("/engines", dependencies=admin)
+    async def remove_engine(body: bodies.EngineUrl) -> dict[str, str]:
+        await gateway.pool.remove(body.url)
+        return {}
+
+
+def _add_health(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
+    @app.get("/health")
+    async def health(response: Response) -> dict[str, str]:
+        if gateway.failed is None:
+            return {"instance": gateway.instance, "status": "ok"}
+        response.status_code = 503
+        return {"instance": gateway.instance, "status": "failed", "reason": gateway.failed}
+
+    @app.get("/ready")
+    async def ready(response: Response) -> dict[str, bool]:
+        able = any(engine.healthy for engine in gateway.pool.engines())
+        if not able:
+            response.status_code = 503
+        return {"ready": able}
+
+    @app.get("/metrics", dependencies=admin)
+    async def metrics() -> Response:
+        return Response(gateway.prometheus(), media_type="text/plain; version=0.0.4")
+
+
+class LeaseEndpoint:
+    """`POST /groups/lease`: a long poll. Raw, because groups that reach nobody must not stay leased."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._admin = _Admin(gateway)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
+        try:
+            body = bodies.Lease.model_validate_json(await read_body(receive))
+        except ClientGone:
+            return
+        except Refusal as refusal:
+            raise GatewayError(str(refusal), status=refusal.status) from None
+        except ValidationError as error:
+            raise GatewayError(bodies.explain(list(error.errors())), status=400) from None
+        groups = self._gateway.groups
+        lease = asyncio.create_task(groups.lease(body.trainer_epoch, body.max, body.wait_s))
+        gone = asyncio.ensure_future(receive())
+        sent = False
+        try:
+            await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                leased = await lease
+                sent = True
+                await self._send(send, leased)
+        finally:
+            gone.cancel()
+            if not sent:
+                # Whoever asked has left: what was leased meanwhile is for the next one who asks.
+                lease.cancel()
+                given = (await asyncio.gather(lease, return_exceptions=True))[0]
+                if isinstance(given, list):
+                    await groups.give_back(given)
+
+    async def _send(self, send: Send, groups: list[Group]) -> None:
+        body = msgpack.packb({"groups": [group.to_wire() for group in groups]})
+        await respond(send, 200, body, content_type=b"application/msgpack")
+
+
+def summary_row(trajectory: Trajectory) -> dict[str, Any]:
+    """What `finish` answers."""
+    return {
+        "session_id": trajectory.session_id,
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "agent_reward": trajectory.agent_reward,
+        "turns": len(trajectory.turns),
+        "sampled_tokens": trajectory.sampled_tokens(),
+        "oldest_version": trajectory.oldest_version(),
+        "error": trajectory.error,
+        "seconds": trajectory.seconds,
+    }

@@ -1,0 +1,117 @@
+"""Bodies of the control plane."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidegate.gateway.sessions import Session
+from tidegate.types import Outcome, Sampling, Split, Task
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TaskBody(Body):
+    id: str
+    env: str
+    messages: list[dict[str, Any]]
+    answer: Any = None
+    info: dict[str, Any] = {}
+
+
+class SamplingBody(Body):
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+
+
+class OpenSession(Body):
+    task: TaskBody | None = None
+    env: str | None = None
+    group_id: str | None = None
+    slot: int | None = None
+    split: Split = "train"
+    sampling: SamplingBody = SamplingBody()
+    deadline_s: Seconds | None = None
+    metadata: dict[str, Any] = {}
+    seed: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        task = None if self.task is None else Task(**dict(self.task))
+        return {**dict(self), "task": task, "sampling": Sampling(**dict(self.sampling))}
+
+
+class PostReward(Body):
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    name: str = "reward"
+    message: str | None = None
+
+
+class Finish(Body):
+    output: str | None = None
+    outcome: Outcome | None = None
+    reward: Any = None
+    """Checked later: what is no finite number ends the session as `reward_error`."""
+    metrics: dict[str, Any] = {}
+    error: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        metrics = {
+            name: float(value)
+            for name, value in self.metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        return {**dict(self), "metrics": metrics}
+
+
+class Seal(Body):
+    task_id: str
+    sessions: list[str]
+
+
+class Lease(Body):
+    trainer_epoch: Annotated[int, Field(ge=0)]
+    max: Annotated[int, Field(ge=1)] = 1
+    wait_s: Annotated[float, Field(ge=0, le=600)] = 0.0
+
+
+class Ack(Body):
+    trainer_epoch: Annotated[int, Field(ge=0)]
+    lease_id: str
+    outcome: str
+    step: int | None = None
+
+
+class EngineUrl(Body):
+    url: Annotated[str, Field(pattern="^https?://")]
+
+
+def session_row(session: Session) -> dict[str, Any]:
+    """A session as the control plane shows it: no key, no answer."""
+    return {
+        "session_id": session.id,
+        "state": session.state,
+        "task_id": session.task.id if session.task is not None else None,
+        "env": session.env,
+        "split": session.split,
+        "group_id": session.group_id,
+        "slot": session.slot,
+        "turns": len(session.tree.nodes),
+        "calls": len(session.calls.live),
+        "oldest_version": session.oldest_version(),
+        "metadata": session.metadata,
+    }
+
+
+def explain(errors: list[Any]) -> str:
+    """Pydantic's findings as one sentence each."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in one['loc']) or 'body'}: {one['msg']}" for one in errors
+    )

@@ -1,0 +1,269 @@
+"""The control plane's client: what a trainer calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgpack
+
+from tidegate.errors import GatewayError
+from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
+
+CALL_S = 30.0
+FINISH_S = 120.0  # the reward is in it
+_TRIES = 5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAccess:
+    """What an agent is handed: where to call, and its secret."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished session in brief; `oldest_version` None: unknown for some token, or no turn."""
+
+    session_id: str
+    outcome: Outcome
+    reward: float | None
+    reward_parts: dict[str, float]
+    agent_reward: float | None
+    turns: int
+    sampled_tokens: int
+    oldest_version: int | None
+    error: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group in a listing; `state` is `live`, `ready` or `leased`."""
+
+    id: str
+    state: str
+    oldest_version: int | None
+    sessions: list[str]
+
+
+class GatewayClient:
+    """Calls one gateway. Every call has a deadline; those that may be repeated are, with back-off.
+
+    Made within a running event loop or before it; `close` (or `async with`) frees its connections.
+    """
+
+    def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
+        self._call_s = call_s
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> GatewayClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    async def open_session(
+        self,
+        *,
+        task: Task | None = None,
+        env: str | None = None,
+        group_id: str | None = None,
+        slot: int | None = None,
+        split: Split = "train",
+        sampling: Sampling | None = None,
+        deadline_s: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> SessionAccess:
+        """Open a session. Not repeated when its answer is lost: an orphan expires by itself."""
+        body = {
+            "task": None if task is None else task.to_wire(),
+            "env": env,
+            "group_id": group_id,
+            "slot": slot,
+            "split": split,
+            "sampling": (sampling or Sampling()).to_wire(),
+            "deadline_s": deadline_s,
+            "metadata": dict(metadata or {}),
+            "seed": seed,
+        }
+        return SessionAccess(**await self._json("POST", "/sessions", body, connect_only=True))
+
+    async def finish(
+        self,
+        session_id: str,
+        *,
+        output: str | None = None,
+        outcome: Outcome | str | None = None,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        error: str | None = None,
+        timeout_s: float = FINISH_S,
+    ) -> Summary:
+        """End a session and have it rewarded. Raises GatewayError (404: it is not there any more)."""
+        body = {
+            "output": output,
+            "outcome": None if outcome is None else str(outcome),
+            "reward": reward,
+            "metrics": dict(metrics or {}),
+            "error": error,
+        }
+        row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s=timeout_s)
+        return Summary(**{**row, "outcome": Outcome(row["outcome"])})
+
+    async def post_reward(self, session_id: str, value: float, name: str = "reward") -> None:
+        await self._json("POST", f"/sessions/{_quote(session_id)}/reward", {"value": value, "name": name})
+
+    async def trajectory(self, session_id: str) -> Trajectory:
+        """A finished session's trajectory."""
+        data = await self._call("GET", f"/sessions/{_quote(session_id)}/trajectory")
+        return Trajectory.from_wire(msgpack.unpackb(data))
+
+    async def delete_session(self, session_id: str) -> None:
+        """Abort and forget a session. Idempotent."""
+        await self._call("DELETE", f"/sessions/{_quote(session_id)}")
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    async def seal_group(self, group_id: str, task_id: str, sessions: Sequence[str]) -> None:
+        """Make a group of finished sessions ready to be leased. Idempotent."""
+        body = {"task_id": task_id, "sessions": list(sessions)}
+        await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
+
+    async def drop_group(self, group_id: str) -> None:
+        """End a group with all of its sessions, live ones too. Idempotent."""
+        await self._call("DELETE", f"/groups/{_quote(group_id)}")
+
+    async def list_groups(self) -> list[GroupRow]:
+        return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
+
+    async def lease(self, epoch: int, max: int, wait_s: float = 0.0) -> list[Group]:
+        """Up to `max` ready groups, waiting up to `wait_s` for the first one.
+
+        Raises GatewayError with status 410 where a newer trainer holds the groups.
+        """
+        body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s}
+        data = await self._call(
+            "POST", "/groups/lease", body, connect_only=True, timeout_s=self._call_s + wait_s
+        )
+        return [Group.from_wire(wire) for wire in msgpack.unpackb(data)["groups"]]
+
+    async def ack(self, epoch: int, lease_id: str, outcome: str, step: int | None = None) -> None:
+        """End a lease: the gateway frees the group. Idempotent."""
+        body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome), "step": step}
+        await self._json("POST", "/groups/ack", body)
+
+    # -- engines, health -------------------------------------------------------------------------
+
+    async def add_engine(self, url: str) -> None:
+        await self._json("POST", "/engines", {"url": url})
+
+    async def remove_engine(self, url: str) -> None:
+        await self._json("DELETE", "/engines", {"url": url})
+
+    async def list_engines(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = (await self._json("GET", "/engines"))["engines"]
+        return rows
+
+    async def health(self) -> dict[str, str]:
+        """`instance` and `status`; raises GatewayError where the gateway says that it is not well."""
+        row: dict[str, str] = await self._json("GET", "/health")
+        return row
+
+    async def metrics(self) -> str:
+        """The Prometheus text."""
+        return (await self._call("GET", "/metrics")).decode()
+
+    # -- HTTP ------------------------------------------------------------------------------------
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        connect_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        return json.loads(
+            await self._call(method, path, body, connect_only=connect_only, timeout_s=timeout_s)
+        )
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        connect_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """One call, repeated where that is safe: with `connect_only` only if it never got there."""
+        again = (aiohttp.ClientConnectorError,) if connect_only else (aiohttp.ClientError, ConnectionError)
+        wait = _FIRST_WAIT_S
+        seconds = timeout_s if timeout_s is not None else self._call_s
+        try:
+            async with asyncio.timeout(seconds):
+                for left in range(_TRIES - 1, -1, -1):
+                    try:
+                        return await self._once(method, path, body)
+                    except again:
+                        if left == 0:
+                            raise
+                    await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+                    wait = min(wait * 2, _LONGEST_WAIT_S)
+        except TimeoutError:
+            raise GatewayError(
+                f"the gateway at {self.url} did not answer {method} {path} within {seconds:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise GatewayError(f"the gateway at {self.url} cannot be reached: {error}") from error
+        raise AssertionError("unreachable")
+
+    async def _once(self, method: str, path: str, body: Any) -> bytes:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        # Python's json, not orjson: a reward that is NaN must arrive as such, to be refused as such.
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        async with self._http.request(method, self.url + path, data=data, headers=headers) as response:
+            answer = await response.read()
+            if response.status >= 400:
+                raise GatewayError(_message(answer, response.status), status=response.status)
+            return answer
+
+
+def _quote(part: str) -> str:
+    return quote(part, safe="")
+
+
+def _message(answer: bytes, status: int) -> str:
+    try:
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {status}: {answer[:200].decode(errors='replace')}"

@@ -1,0 +1,140 @@
+"""The engine's wire protocol (SGLang's `/generate`), read strictly.
+
+What an engine does not attest is not made up: a token without a logprob is an error, a version that is
+not a number is no version.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tidegate.errors import EngineError
+from tidegate.types import Ids, VersionSpan
+
+
+@dataclass(slots=True)
+class Order:
+    """What is to be sampled: a prompt (shape [prompt]), how, and at most how much."""
+
+    prompt: Ids
+    params: dict[str, Any]
+    max_new_tokens: int
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What was sampled so far; several engine calls may have gone into it."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish: str = ""
+    cached_tokens: int = 0
+
+    def extend(self, piece: Sampled) -> None:
+        """Add what one more engine call gave; neighbouring spans of one version become one."""
+        offset = len(self.ids)
+        if not self.ids:
+            self.cached_tokens = piece.cached_tokens
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.finish = piece.finish
+        for version, start, end in piece.spans:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.version == version and last.end == start + offset:
+                self.spans[-1] = VersionSpan(version, last.start, end + offset)
+            else:
+                self.spans.append(VersionSpan(version, start + offset, end + offset))
+
+
+def request_body(order: Order, sampled: Sampled, rid: str) -> bytes:
+    """The JSON of one `/generate` call; it continues after the tokens that were sampled already."""
+    prompt = order.prompt
+    if sampled.ids:
+        prompt = np.concatenate((prompt, np.asarray(sampled.ids, dtype=np.int32)))
+    params = {**order.params, "max_new_tokens": order.max_new_tokens - len(sampled.ids)}
+    body = {
+        "input_ids": np.ascontiguousarray(prompt),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": order.stream,
+        "rid": rid,
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
+    """One `/generate` reply, or (`partial`) one cumulative event of its stream.
+
+    `finish` is "" until the last event; until then a stream may leave logprobs out.
+    Raises EngineError where ids or logprobs are missing or don't fit each other, or where the engine
+    aborted the request because of the request itself.
+    """
+    meta = payload.get("meta_info") if isinstance(payload, dict) else None
+    if not isinstance(meta, dict):
+        raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
+    ids = payload.get("output_ids")
+    pairs = meta.get("output_token_logprobs")
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise EngineError("the engine returned no output_ids")
+    finish = _finish(meta.get("finish_reason"))
+    if not finish and not partial:
+        raise EngineError("the engine returned no finish_reason")
+    if not finish and not pairs:
+        return Sampled(ids)
+    if not isinstance(pairs, list) or (ids and not pairs):
+        raise EngineError("the engine returned no logprobs; it must honour return_logprob")
+    sampled = Sampled(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
+    cached = meta.get("cached_tokens")
+    sampled.cached_tokens = cached if type(cached) is int else 0
+    return sampled
+
+
+def _logprobs(pairs: list[Any], ids: list[int]) -> list[float]:
+    try:
+        values = [float(pair[0]) for pair in pairs]
+        told = [pair[1] for pair in pairs]
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise EngineError("the engine returned no logprobs for some tokens") from None
+    if told != ids:
+        raise EngineError(f"the engine returned logprobs of {len(told)} tokens that are not its output_ids")
+    if not all(map(math.isfinite, values)):
+        raise EngineError("the engine returned no logprobs for some tokens: not a finite number")
+    return values
+
+
+def _finish(reason: Any) -> str:
+    if reason is None:
+        return ""
+    if not isinstance(reason, dict) or reason.get("type") not in ("stop", "length", "abort"):
+        raise EngineError(f"the engine returned an unknown finish_reason: {str(reason)[:200]}")
+    status = reason.get("status_code")
+    if reason["type"] == "abort" and isinstance(status, int) and 400 <= status < 500:
+        raise EngineError(f"the engine refused the request: {reason.get('message')}")
+    kind: str = reason["type"]
+    return kind
+
+
+def _spans(wire: Any, length: int) -> list[VersionSpan]:
+    """The spans that are well formed; what is left uncovered has no known version."""
+    spans = []
+    for one in wire if isinstance(wire, list) else ():
+        version = read_version(one.get("version")) if isinstance(one, dict) else None
+        if version is None or type(one.get("start")) is not int or type(one.get("end")) is not int:
+            continue
+        if 0 <= one["start"] < one["end"] <= length:
+            spans.append(VersionSpan(version, one["start"], one["end"]))
+    return spans
+
+
+def read_version(value: Any) -> int | None:
+    """A policy version: a decimal integer, on the wire as text. Anything else is unknown."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        return int(value)
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,63 @@
+"""What the gateway refuses on the data plane; each dialect gives it the dialect's own shape."""
+
+from __future__ import annotations
+
+from tidegate.errors import TidegateError
+
+
+class Refusal(TidegateError):
+    """A call that is answered with an error and must not be retried.
+
+    `status` is never 408, 409, 429 or 5xx, which SDKs retry on their own.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.code = code
+        self.param = param
+
+
+def unsupported(param: str, why: str) -> Refusal:
+    """A parameter or content that cannot be honoured, refused by name."""
+    return Refusal(f"{param}: {why}", code="unsupported_parameter", param=param)
+
+
+def wrong_key() -> Refusal:
+    return Refusal(
+        "the API key does not open this session",
+        status=401,
+        type="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def session_over(why: str) -> Refusal:
+    return Refusal(
+        f"this session is over ({why}); its turns are no longer recorded",
+        status=403,
+        type="session_over",
+        code="session_over",
+    )
+
+
+def context_exceeded(prompt_tokens: int, max_context: int) -> Refusal:
+    return Refusal(
+        f"This model's maximum context length is {max_context} tokens, and the prompt alone has "
+        f"{prompt_tokens}. Shorten the messages; nothing is ever cut from them.",
+        code="context_length_exceeded",
+        param="messages",
+    )
+
+
+def engine_failure(message: str) -> Refusal:
+    return Refusal(message, status=424, type="engine_error", code="engine_error")

@@ -1,0 +1,132 @@
+"""From sampled ids to what the client reads: text, cut at stop strings, read for tool calls.
+
+One pipeline serves streamed and whole replies, so that what was streamed is what is recorded.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tidegate.gateway.toolcalls import Parser, Part
+from tidegate.types import Message
+
+Decode = Callable[[Sequence[int]], str]
+_UNFINISHED = "�"  # what decoding gives for bytes of a character whose rest is still to come
+_WINDOW = 6  # ids of context that make the next ids decode as they would within the whole
+
+
+class Detokenizer:
+    """Decodes ids as they come, without ever splitting a character."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # of the context
+        self._done = 0  # ids whose text was given
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids.extend(ids)
+        text = self._fresh()
+        if text.endswith(_UNFINISHED):
+            return ""
+        self._start = max(self._start, len(self._ids) - _WINDOW)
+        self._done = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """The rest, unfinished characters included."""
+        text = self._fresh()
+        self._done = len(self._ids)
+        return text
+
+    def _fresh(self) -> str:
+        if self._done == 0:
+            return self._decode(self._ids)
+        known = self._decode(self._ids[self._start : self._done])
+        return self._decode(self._ids[self._start :])[len(known) :]
+
+
+class StopCutter:
+    """Lets text through up to the first stop string; holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class ReplyReader:
+    """The pipeline of one reply; `parts` grows as ids arrive."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser) -> None:
+        self._text = Detokenizer(decode)
+        self._cut = StopCutter(stops)
+        self._parser = parser
+        self.parts: list[Part] = []
+        self.call_ids: list[str] = []
+        self.seen = 0
+
+    def push(self, ids: Sequence[int]) -> None:
+        """More of the reply's ids, those that come after the `seen` ones."""
+        self.seen += len(ids)
+        self._add(self._parser.feed(self._cut.feed(self._text.push(ids))))
+
+    def finish(self) -> None:
+        rest = self._cut.feed(self._text.finish()) + self._cut.finish()
+        self._add(self._parser.feed(rest))
+        self._add(self._parser.finish())
+
+    def _add(self, parts: list[Part]) -> None:
+        self.parts += parts
+        self.call_ids += [f"call_{uuid.uuid4().hex[:24]}" for part in parts if not isinstance(part, str)]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended it."""
+        return self._cut.stopped
+
+    @property
+    def status(self) -> str | None:
+        return self._parser.status
+
+    def message(self) -> Message:
+        """The reply as an OpenAI message."""
+        content = "".join(part for part in self.parts if isinstance(part, str))
+        calls = [part for part in self.parts if not isinstance(part, str)]
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                call_wire(key, call.name, call.arguments)
+                for key, call in zip(self.call_ids, calls, strict=True)
+            ]
+        return message
+
+
+def call_wire(key: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}

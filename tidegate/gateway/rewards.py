@@ -1,0 +1,156 @@
+"""Rewards of finished sessions, where an agent cannot reach them.
+
+A rewarder is the environment's own, synchronous, possibly slow code. It runs in a thread of its own
+under a deadline. A thread that hangs cannot be ended in Python: it is abandoned and counted, its place
+is given to others, and past `MAX_STUCK` of them nothing more is scored until some end (sessions then
+end as `reward_error`, which says so). A rewarder that holds the interpreter's lock stops everything;
+such code belongs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tidegate.errors import RewardError
+from tidegate.types import Message, Outcome, Scored, Task, Trajectory
+
+MAX_STUCK = 64
+_AT_ONCE = 16
+
+
+class Rewarder(Protocol):
+    """What an environment scores an episode with; pure, and called in a thread."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Its reward functions; empty: the environment has none, and the agent's reward counts."""
+
+    def score(
+        self, task: Task, trajectory: Trajectory, output: str | None, messages: list[Message]
+    ) -> Scored: ...
+
+
+class Scorer:
+    """Runs rewarders off the event loop; made within a running loop."""
+
+    def __init__(self, rewarders: Mapping[str, Rewarder], timeout_s: float) -> None:
+        self._rewarders = rewarders
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self.stuck = 0
+
+    def of(self, env: str | None) -> Rewarder | None:
+        """The environment's rewarder, None where it has no reward of its own."""
+        rewarder = self._rewarders.get(env or "")
+        return rewarder if rewarder is not None and rewarder.names else None
+
+    async def reward(
+        self,
+        trajectory: Trajectory,
+        task: Task | None,
+        posted: Mapping[str, float],
+        claimed: Any,
+        left_s: float,
+    ) -> None:
+        """Set a trajectory's reward; a reward that fails makes its outcome `reward_error`.
+
+        `posted` are the parts reported while it ran, `claimed` what the agent returned, `left_s` the
+        seconds left to the session. An outcome that is not trainable stays, and has no reward.
+        """
+        try:
+            if claimed is not None:
+                trajectory.agent_reward = number("the agent's reward", claimed)
+            elif posted:
+                trajectory.agent_reward = sum(posted.values())
+            if trajectory.outcome.trainable:
+                trajectory.reward_parts = dict(posted)
+                await self._reward(trajectory, task, left_s)
+        except RewardError as error:
+            if trajectory.outcome.trainable:
+                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
+
+    async def _reward(self, trajectory: Trajectory, task: Task | None, left_s: float) -> None:
+        rewarder = self.of(trajectory.env)
+        if rewarder is not None and task is not None:
+            scored = await self.score(rewarder, task, trajectory, left_s)
+            trajectory.reward = float(scored.reward)
+            trajectory.reward_parts |= {name: float(value) for name, value in scored.parts.items()}
+        elif rewarder is not None:
+            raise RewardError(f"environment {trajectory.env!r} cannot score a session that has no task")
+        elif trajectory.agent_reward is None:
+            raise RewardError("there is no reward: the environment has none, and the agent gave none")
+        else:
+            trajectory.reward = trajectory.agent_reward
+
+    async def score(self, rewarder: Rewarder, task: Task, trajectory: Trajectory, left_s: float) -> Scored:
+        """The checked reward of one episode, within the session's remaining seconds.
+
+        Raises RewardError: it raised, was late, or gave no finite number.
+        """
+        if self.stuck >= MAX_STUCK:
+            raise RewardError(f"{self.stuck} rewards hang; none is started until some of them end")
+        timeout = min(self._timeout_s, left_s)
+
+        def run() -> Scored:
+            return rewarder.score(task, trajectory, trajectory.output, trajectory.messages)
+
+        try:
+            async with asyncio.timeout(timeout), self._slots:
+                scored = await self._in_thread(run)
+        except TimeoutError:
+            raise RewardError(f"the reward was not there after {timeout:.1f} s") from None
+        return check(scored)
+
+    async def _in_thread(self, run: Callable[[], Scored]) -> Scored:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Scored] = loop.create_future()
+        late = False
+
+        def settle(result: Scored | None, error: BaseException | None) -> None:
+            if late:
+                self.stuck -= 1
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(RewardError(f"the reward raised {type(error).__name__}: {error}"))
+            else:
+                assert result is not None
+                done.set_result(result)
+
+        def work() -> None:
+            result, raised = None, None
+            try:
+                result = run()
+            except BaseException as error:  # noqa: BLE001 - whatever an environment raises is an outcome
+                raised = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, result, raised)
+
+        threading.Thread(target=work, daemon=True, name="reward").start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            late = True
+            self.stuck += 1
+            raise
+
+
+def check(scored: Scored) -> Scored:
+    """A score whose numbers are finite; raises RewardError that names the one that isn't."""
+    if not isinstance(scored, Scored):
+        raise RewardError(f"the reward gave a {type(scored).__name__}, not a Scored")
+    for name, value in [("reward", scored.reward), *scored.parts.items()]:
+        number(name, value)
+    return scored
+
+
+def number(name: str, value: object) -> float:
+    """A finite number; raises RewardError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RewardError(f"{name} is {value!r}, not a finite number")
+    return float(value)

@@ -1,0 +1,111 @@
+"""How a reply is sampled: the session's sampling, the agent's wishes, the engine's bounds.
+
+In split `train` the session's temperature, top-p and top-k override the agent's, and penalties are off:
+otherwise the recorded logprobs are not those of a distribution that the trainer can form. `eval` honours
+the agent's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from tidegate.gateway.refusal import context_exceeded, unsupported
+from tidegate.types import Sampling, Split
+
+log = logging.getLogger("tidegate.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the agent asked for; None where it did not say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """Those that are not at their neutral value."""
+
+
+class SamplingRules:
+    """Decides each call's sampling parameters, and says once in the log what it overrode."""
+
+    def __init__(self, stop_ids: Sequence[int]) -> None:
+        self._stop_ids = list(stop_ids)
+        self._said: set[tuple[str, ...]] = set()
+
+    def params(
+        self, wishes: Wishes, sampling: Sampling, env: str, split: Split, seed: int | None, turn: int
+    ) -> dict[str, Any]:
+        """The engine's sampling parameters, `max_new_tokens` apart. Raises Refusal by name."""
+        if split == "train":
+            self._say(wishes, sampling, env)
+            temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
+        else:
+            for name in wishes.penalties:
+                raise unsupported(name, "is not supported")
+            temperature = sampling.temperature if wishes.temperature is None else wishes.temperature
+            top_p = sampling.top_p if wishes.top_p is None else wishes.top_p
+            top_k = sampling.top_k if wishes.top_k is None else wishes.top_k
+        params: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "stop_token_ids": self._stop_ids,
+        }
+        if wishes.stop:
+            params["stop"] = list(wishes.stop)
+        if (one := turn_seed(seed, turn, wishes.seed)) is not None:
+            params["sampling_seed"] = one
+        return params
+
+    def _say(self, wishes: Wishes, sampling: Sampling, env: str) -> None:
+        asked = {
+            name: value
+            for name, value in (
+                ("temperature", wishes.temperature),
+                ("top_p", wishes.top_p),
+                ("top_k", wishes.top_k),
+                *wishes.penalties.items(),
+            )
+            if value is not None and value != getattr(sampling, name, None)
+        }
+        kind = (env, *sorted(asked))
+        if asked and kind not in self._said:
+            self._said.add(kind)
+            log.warning(
+                "training sessions of %s: the agent's %s give way to the session's (temperature %g, "
+                "top_p %g, top_k %d, no penalties), under which logprobs are recorded; said once",
+                env or "no environment",
+                ", ".join(f"{name} = {value!r}" for name, value in asked.items()),
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+            )
+
+
+def turn_seed(session: int | None, turn: int, agent: int | None) -> int | None:
+    """A seed of its own for every turn, the same in every run of a session with the same seed.
+
+    An agent's constant seed must not make the slots of a group alike, so the session's goes into it.
+    """
+    if session is None:
+        return None if agent is None else agent & 0x7FFFFFFF
+    digest = blake2b(f"{session}/{turn}/{agent}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def token_budget(prompt: int, wished: int | None, sampling: Sampling, max_context: int | None) -> int:
+    """How many tokens may be sampled after a prompt of so many; raises Refusal if there is no room."""
+    most = sampling.max_tokens if wished is None else min(wished, sampling.max_tokens)
+    if max_context is None:
+        return most
+    if prompt >= max_context:
+        raise context_exceeded(prompt, max_context)
+    return min(most, max_context - prompt)

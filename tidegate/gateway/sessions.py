@@ -1,0 +1,162 @@
+"""Sessions: who may call, under which sampling, until when, and what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from tidegate.gateway.calls import Calls
+from tidegate.gateway.engines import Seat
+from tidegate.gateway.refusal import Refusal, session_over, wrong_key
+from tidegate.gateway.tree import Tree
+from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
+
+
+def hash_key(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One run of one agent on one task. Times are the event loop's."""
+
+    id: str
+    key_hash: bytes
+    task: Task | None
+    env: str
+    split: Split
+    sampling: Sampling
+    opened: float
+    deadline: float
+    group_id: str | None = None
+    slot: int | None = None
+    seed: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tree: Tree = field(default_factory=Tree)
+    calls: Calls = field(default_factory=Calls)
+    seat: Seat = field(default_factory=Seat)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Posted while it ran, by name."""
+    gave_up: str | None = None
+    """Why the gateway gave up on the engines in its last call, if it did."""
+    closed: str | None = None
+    """Why it takes no more calls."""
+    finishing: asyncio.Task[Trajectory] | None = None
+    trajectory: Trajectory | None = None
+    forget_at: float | None = None
+
+    @property
+    def state(self) -> str:
+        if self.trajectory is not None:
+            return "finished"
+        return "open" if self.closed is None else "closing"
+
+    def check_open(self, now: float) -> None:
+        """Raises Refusal where it is over."""
+        if self.closed is not None:
+            raise session_over(self.closed)
+        if now >= self.deadline:
+            raise session_over("its deadline passed")
+
+    def close(self, why: str) -> None:
+        """Take no more calls, and end those under way."""
+        if self.closed is None:
+            self.closed = why
+        self.calls.cancel(session_over(self.closed))
+
+    def oldest_version(self) -> int | None:
+        """The oldest version attested so far among its delivered turns; None while there is none."""
+        if self.trajectory is not None:
+            return self.trajectory.oldest_version()
+        known = [node.turn.oldest_version() for node in self.tree.nodes if node.turn.delivered]
+        return min((one for one in known if one is not None), default=None)
+
+
+class Sessions:
+    """All sessions of this gateway, by id, by key and by group."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._by_group: dict[str, dict[str, Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Session]:
+        return list(self._by_id.values())
+
+    def add(self, session: Session) -> None:
+        self._by_id[session.id] = session
+        self._by_key[session.key_hash] = session
+        if session.group_id is not None:
+            self._by_group.setdefault(session.group_id, {})[session.id] = session
+
+    def get(self, session_id: str) -> Session | None:
+        return self._by_id.get(session_id)
+
+    def of_group(self, group_id: str) -> list[Session]:
+        return list(self._by_group.get(group_id, {}).values())
+
+    def groups(self) -> dict[str, list[Session]]:
+        return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
+
+    def authenticate(self, key: str | None, session_id: str | None) -> Session:
+        """The session that a key opens; raises Refusal, the same one whatever was wrong.
+
+        Only hashes are held, so a look-up by hash tells nothing of a key by its duration.
+        """
+        if not key:
+            raise wrong_key()
+        hashed = hash_key(key)
+        session = self._by_id.get(session_id) if session_id is not None else self._by_key.get(hashed)
+        if session is None or not hmac.compare_digest(session.key_hash, hashed):
+            raise wrong_key()
+        return session
+
+    def forget(self, session: Session) -> None:
+        session.close("it was deleted")
+        if session.finishing is not None:
+            session.finishing.cancel()
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.key_hash, None)
+        members = self._by_group.get(session.group_id or "")
+        if members is not None:
+            members.pop(session.id, None)
+            if not members:
+                del self._by_group[session.group_id or ""]
+
+
+def new_key() -> str:
+    return "tg-" + secrets.token_urlsafe(24)
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)
+
+
+def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
+    """How a session ended before its reward is known, and why if it went wrong."""
+    if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
+        if told is Outcome.AGENT_ERROR and session.gave_up is not None:
+            return Outcome.INFRA_ERROR, session.gave_up
+        return told, None
+    if now >= session.deadline:
+        return Outcome.TIMEOUT, "the session's deadline passed before it was finished"
+    if session.gave_up is not None:
+        return Outcome.INFRA_ERROR, session.gave_up
+    newest = session.tree.newest()
+    if newest is None:
+        return Outcome.AGENT_ERROR, (
+            "the agent never called the gateway (or never took a reply): "
+            "it must use the session's base_url and api_key"
+        )
+    return (Outcome.TRUNCATED if newest.turn.finish_reason == "length" else Outcome.COMPLETED), None
+
+
+def bad_session(message: str) -> Refusal:
+    return Refusal(message, status=400)

@@ -1,0 +1,173 @@
+"""The turns of one session as a tree: recorded ids, and which of them a new request extends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tidegate.gateway.messages import chain, root_key, template_form
+from tidegate.types import Ids, Message, Turn
+
+
+@dataclass(slots=True)
+class Node:
+    """A turn and the messages it stands for."""
+
+    turn: Turn
+    asked: bytes  # key of the history it answers
+    key: bytes  # key of that history with the reply
+    said: list[Message]  # what its request adds to the parent's history, as the client wrote it
+    reply: Message
+    length: int  # messages of its history, the reply included
+
+
+class Place(NamedTuple):
+    """Where a request belongs: it extends the history of turn `parent` by `messages[start:]`."""
+
+    parent: int | None
+    start: int
+    asked: bytes
+    why: str | None  # why it does not extend the newest turn
+
+
+class Tree:
+    """Matches histories by meaning, and holds each distinct token once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._by_key: dict[bytes, int] = {}  # key of a history that ends with a reply → the turn
+        # The newest request's messages, their forms' keys and its tools: what the next one starts with.
+        self._messages: list[Message] = []
+        self._keys: list[bytes] = []
+        self._tools: Any = None
+        self._options: Any = None
+        self._root = root_key(None, None)
+        # The newest turn's whole sequence, so that its follow-up need not gather it.
+        self._tip: tuple[int, Ids] | None = None
+
+    def place(self, messages: Sequence[Message], tools: Any, options: Any) -> Place:
+        """Find the longest recorded history that `messages` extends, by meaning.
+
+        Raises Refusal for messages that cannot be rendered.
+        """
+        before = _Seen(self._root, self._messages, self._keys)
+        self._note(messages, tools, options)
+        keys = self._keys
+        asked = keys[-1] if keys else self._root
+        for at in range(len(keys) - 1, -1, -1):
+            index = self._by_key.get(keys[at])
+            if index is not None and messages[at]["role"] == "assistant":
+                why = self._why(index, messages, asked, before)
+                return Place(index, at + 1, asked, why)
+        return Place(None, 0, asked, self._why(None, messages, asked, before))
+
+    def _note(self, messages: Sequence[Message], tools: Any, options: Any) -> None:
+        """Compute the request's keys, reusing those of the messages it shares with the last one."""
+        same_root = tools == self._tools and options == self._options
+        root = self._root if same_root else root_key(tools, options)
+        known = self._messages
+        shared = 0
+        if same_root:
+            if messages[: len(known)] == known:
+                shared = len(known)
+            else:
+                limit = min(len(messages), len(known))
+                while shared < limit and messages[shared] == known[shared]:
+                    shared += 1
+        keys = self._keys[:shared]
+        key = keys[-1] if keys else root
+        for index in range(shared, len(messages)):
+            key = chain(key, template_form(messages[index], index))
+            keys.append(key)
+        self._messages, self._keys = list(messages), keys
+        self._tools, self._options, self._root = tools, options, root
+
+    def _why(
+        self, parent: int | None, messages: Sequence[Message], asked: bytes, before: _Seen
+    ) -> str | None:
+        newest = len(self.nodes) - 1
+        if newest < 0 or parent == newest:
+            return None
+        same = next((i for i in range(newest, -1, -1) if self.nodes[i].asked == asked), None)
+        if same is not None:
+            return f"resampled: the messages of turn {same} again"
+        if before.root != self._root:
+            return f"tools: they differ from those of turn {newest}"
+        for index, (old, new) in enumerate(zip(before.keys, self._keys, strict=False)):
+            if old != new:
+                role = messages[index].get("role")
+                return f"edited: message {index} ({role}) differs from the last request's"
+        if len(self._keys) <= len(before.keys):
+            return f"rewound: {len(self._keys)} messages, the last request had {len(before.keys)}"
+        if parent is not None:
+            return f"older: turn {parent} is continued, the newest is turn {newest}"
+        index = len(before.keys)
+        return f"edited: message {index} ({messages[index].get('role')}) is not the recorded reply"
+
+    def prompt(self, parent: int | None, delta: Ids) -> Ids:
+        """The whole prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""
+        if parent is None:
+            return delta
+        return np.concatenate((self.sequence(parent), delta))
+
+    def sequence(self, index: int) -> Ids:
+        """Prompt and output of a turn; shape [prompt + output]."""
+        if self._tip is not None and self._tip[0] == index:
+            return self._tip[1]
+        pieces = []
+        at: int | None = index
+        while at is not None:
+            turn = self.nodes[at].turn
+            pieces += [turn.output_ids, turn.delta_ids]
+            at = turn.parent
+        return np.concatenate(pieces[::-1])
+
+    def append(self, turn: Turn, prompt: Ids, place: Place, said: list[Message], reply: Message) -> Node:
+        """Record a turn. `turn.index` and `turn.branch` are set here; `reply` is the OpenAI message."""
+        newest = len(self.nodes) - 1
+        turn.index = newest + 1
+        if turn.branch is None:
+            turn.branch = place.why
+        if turn.branch is None and newest >= 0 and turn.parent != newest:
+            turn.branch = f"parallel: turn {newest} was recorded meanwhile"
+        before = 0 if turn.parent is None else self.nodes[turn.parent].length
+        key = chain(place.asked, template_form(reply, before + len(said)))
+        node = Node(turn, place.asked, key, said, reply, before + len(said) + 1)
+        self.nodes.append(node)
+        self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
+        known = self._by_key.get(key)
+        if known is None or not self.nodes[known].turn.delivered:
+            self._by_key[key] = turn.index
+        return node
+
+    def delivered(self, index: int) -> None:
+        """The client has the reply. Of two turns that read alike it continues the one it saw last."""
+        node = self.nodes[index]
+        node.turn.delivered = True
+        self._by_key[node.key] = index
+
+    def history(self, index: int) -> list[Message]:
+        """A turn's messages from its root on, its reply included."""
+        pieces: list[list[Message]] = []
+        at: int | None = index
+        while at is not None:
+            node = self.nodes[at]
+            pieces.append([*node.said, node.reply])
+            at = node.turn.parent
+        return [message for piece in reversed(pieces) for message in piece]
+
+    def turns(self) -> list[Turn]:
+        return [node.turn for node in self.nodes]
+
+    def newest(self) -> Node | None:
+        """The newest turn that was delivered."""
+        return next((node for node in reversed(self.nodes) if node.turn.delivered), None)
+
+
+class _Seen(NamedTuple):
+    root: bytes
+    messages: list[Message]
+    keys: list[bytes]

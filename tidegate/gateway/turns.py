@@ -1,0 +1,198 @@
+"""Turns: from a request to a recorded reply, whatever dialect it came in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import EngineError
+from tidegate.gateway.calls import Call
+from tidegate.gateway.engines import EnginePool
+from tidegate.gateway.messages import template_form
+from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.refusal import engine_failure
+from tidegate.gateway.render import Renderer, Unrenderable
+from tidegate.gateway.reply import ReplyReader
+from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
+from tidegate.gateway.sessions import Session
+from tidegate.gateway.toolcalls import PARSERS, PlainParser, ToolParser
+from tidegate.gateway.tree import Place
+from tidegate.types import Ids, Message
+
+log = logging.getLogger("tidegate.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for a reply in the one internal form that every dialect is translated to."""
+
+    messages: list[Message]
+    digest: bytes
+    """Of the request's body."""
+    wishes: Wishes = field(default_factory=Wishes)
+    tools: list[Any] | None = None
+    parse_tools: bool = True
+    template_options: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    idempotency_key: str | None = None
+    retry: bool = False
+    """The client says that it sends this again."""
+
+
+def digest_of(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16).digest()
+
+
+class Turns:
+    """Makes turns: places a request in its session's tree, has it sampled, records what came."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        pool: EnginePool,
+        metrics: Metrics,
+        tool_parser: ToolParser,
+        model_context: int | None,
+    ) -> None:
+        self._renderer = renderer
+        self._pool = pool
+        self._metrics = metrics
+        self._tool_parser = tool_parser
+        self._model_context = model_context
+        self._sampling = SamplingRules(renderer.stop_ids)
+
+    def call(self, session: Session, ask: Ask) -> Call:
+        """The call that answers a request: a new one, or the one that it repeats. Raises Refusal."""
+        now = asyncio.get_running_loop().time()
+        session.check_open(now)
+        repeated = session.calls.retried(ask.digest, ask.idempotency_key, ask.retry)
+        if repeated is not None:
+            self._metrics.retries_joined += 1
+            return repeated
+        call = self._prepare(session, ask)
+        session.calls.add(call, ask.idempotency_key)
+        call.task = asyncio.create_task(self._generate(session, call), name=f"call {call.id}")
+        call.task.add_done_callback(lambda task: self._ended(session, call, task))
+        return call
+
+    def _prepare(self, session: Session, ask: Ask) -> Call:
+        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        place, delta, branch = self._delta(session, ask, place)
+        prompt = session.tree.prompt(place.parent, delta)
+        context = self._pool.max_context or self._model_context
+        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context)
+        params = self._sampling.params(
+            ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
+        )
+        parse = ask.parse_tools and bool(ask.tools)
+        parser = PARSERS[self._tool_parser]() if parse else PlainParser()
+        reader = ReplyReader(self._renderer.decode, ask.wishes.stop, parser)
+        order = Order(prompt, params, budget, ask.stream)
+        said = ask.messages[place.start :]
+        self._metrics.rendered_tokens += len(delta)
+        return Call(ask.digest, place, delta, said, order, reader, branch, prompt_tokens=len(prompt))
+
+    def _delta(self, session: Session, ask: Ask, place: Place) -> tuple[Place, Ids, str | None]:
+        """The ids that the request adds to its parent; a root where the template permits no other."""
+        options = ask.template_options
+        why = None
+        if place.parent is not None:
+            node = session.tree.nodes[place.parent]
+            output = node.turn.output_ids
+            new = [template_form(m, place.start + i) for i, m in enumerate(ask.messages[place.start :])]
+            try:
+                delta = self._renderer.follow_up(
+                    lambda: [template_form(m, i) for i, m in enumerate(ask.messages[: place.start - 1])],
+                    template_form(node.reply, place.start - 1),
+                    new,
+                    ask.tools,
+                    options,
+                    int(output[-1]) if len(output) else None,
+                )
+            except Unrenderable as error:
+                why = f"template: {error}"
+            else:
+                self._delivered(session, place.parent)  # who quotes a reply has it
+                return place, delta, None
+        forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
+        whole = Place(None, 0, place.asked, place.why)
+        return whole, self._renderer.root(forms, ask.tools, options), why
+
+    async def _generate(self, session: Session, call: Call) -> None:
+        on_ids = call.on_ids if call.order.stream else None
+        try:
+            sampled = await self._pool.sample(call.order, session.seat, session.deadline, on_ids)
+        except EngineError as error:
+            session.gave_up = str(error)
+            call.refusal = engine_failure(str(error))
+            return
+        call.on_ids(sampled.ids)
+        call.reader.finish()
+        self._record(session, call, sampled)
+
+    def _record(self, session: Session, call: Call, sampled: Sampled) -> None:
+        turn = call.turn(sampled)
+        reply = call.reader.message()
+        call.node = session.tree.append(turn, call.order.prompt, call.place, call.said, reply)
+        metrics = self._metrics
+        metrics.turns += 1
+        metrics.undelivered_turns += 1
+        metrics.prompt_tokens += call.prompt_tokens
+        metrics.output_tokens += len(sampled.ids)
+        metrics.cached_tokens += sampled.cached_tokens
+        metrics.unknown_version_turns += turn.oldest_version() is None
+        if turn.branch is not None:
+            metrics.branches[turn.branch.partition(":")[0]] += 1
+        if turn.parse is not None:
+            metrics.parses[turn.parse] += 1
+        log.debug(
+            "session %s turn %d: %d + %d tokens, %s, %.3f s",
+            session.id, turn.index, call.prompt_tokens, len(sampled.ids), sampled.finish, turn.seconds,
+        )  # fmt: skip
+
+    def _ended(self, session: Session, call: Call, task: asyncio.Task[None]) -> None:
+        """Whatever happened in a call, who listens learns of it."""
+        if task.cancelled():
+            call.refusal = call.refusal or engine_failure("the call was abandoned")
+        elif (error := task.exception()) is not None:
+            log.error("session %s: a call failed in the gateway", session.id, exc_info=error)
+            session.gave_up = f"the gateway failed: {error!r}"
+            call.refusal = engine_failure("the gateway failed on this call; its log says why")
+        session.calls.settle(call)
+        call.wake()
+
+    def abandon(self, session: Session, call: Call) -> None:
+        """A listener left without the reply; with the last one the generation is aborted."""
+        call.listeners -= 1
+        if call.listeners <= 0 and not call.done and call.task is not None:
+            self._metrics.abandoned_calls += 1
+            session.calls.abandoned(call)
+            call.task.cancel()
+
+    def deliver(self, session: Session, call: Call) -> None:
+        """The reply goes out to a client that is still there."""
+        call.listeners -= 1
+        session.calls.delivered(call)
+        assert call.node is not None, "only a reply that is there is delivered"
+        self._delivered(session, call.node.turn.index)
+        session.gave_up = None
+
+    def _delivered(self, session: Session, index: int) -> None:
+        if not session.tree.nodes[index].turn.delivered:
+            self._metrics.undelivered_turns -= 1
+            session.tree.delivered(index)
+
+
+def model_context(model: Path) -> int | None:
+    """The model's own longest context, for engines that don't tell theirs."""
+    path = model / "config.json"
+    if not path.is_file():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    return value if isinstance(value, int) else None
