@@ -58,7 +58,11 @@ def url_of(sock: socket.socket) -> str:
 
 def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> None:
     """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's end."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    # Idle connections are kept longer than clients keep them, so that it is never the server that closes
+    # one just as a client sends on it.
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75
+    )
     server = _Announcing(config, listen, url_of(sock))
     if listen.owned:
         threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()

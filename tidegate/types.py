@@ -128,6 +128,8 @@ class Turn:
     branch: str | None = None
     started: float = 0.0
     seconds: float = 0.0
+    parse: str | None = None
+    """How its tool calls were read: `ok`, `malformed` (some of it stayed content), None: there were none."""
 
     def oldest_version(self) -> int | None:
         """The smallest version among its sampled tokens and their KV; None where any is unknown."""
@@ -162,6 +164,7 @@ class Turn:
             "branch": self.branch,
             "started": self.started,
             "seconds": self.seconds,
+            "parse": self.parse,
         }
 
     @classmethod
@@ -183,6 +186,7 @@ class Turn:
             branch=wire["branch"],
             started=wire["started"],
             seconds=wire["seconds"],
+            parse=wire["parse"],
         )
 
 
