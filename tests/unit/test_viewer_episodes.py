@@ -56,7 +56,8 @@ def test_the_problems_that_gained_most_come_first(tmp_path: Path) -> None:
     assert [one.task_id for one in chosen.pairs] == ["p-2", "p-9", "p-10"]
     assert chosen.how == (
         "5 problems were scored before and after: 3 scored higher after, 1 the same, 1 lower. "
-        "These are the 3 with the largest gain (ties by task id): examples of what was learned, not a fair sample."
+        "These are the 3 with the largest gain (ties by task id): "
+        "examples of what was learned, not a fair sample."
     )
     assert all(one.before.reward == 0 and one.after and one.after.reward == 1 for one in chosen.pairs)
 
@@ -183,6 +184,13 @@ def test_what_both_begin_with_is_shown_once() -> None:
     assert text.index("before  reward 0.00") < text.index("12 + 4") < text.index("after  reward 1.00")
     assert text.index("after") < text.index("12 * 4")
     assert "####" in text
+
+
+def test_a_reply_is_never_part_of_the_problem() -> None:
+    """Also where both gave the same one, and nothing is known of how it came about."""
+    shown = pair(episode(tried("p", 1.0)), episode(tried("p", 1.0)))
+    assert [line.role for line in shown.problem] == ["user"]
+    assert [line.role for line in shown.before.lines] == ["assistant"]
 
 
 def test_no_text_of_a_model_drives_the_terminal() -> None:

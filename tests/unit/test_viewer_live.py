@@ -7,7 +7,9 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,29 +135,45 @@ def test_calls_do_not_draw() -> None:
         view.note("news")
         view.progress("evaluation", 3, 10)
     during = terminal.writes - before
+    assert view._live.refresh_per_second <= 2
     view.close()
     view.close()
     assert during <= 6
     assert "step 1999/100" in terminal.getvalue()
 
 
-def test_telling_while_it_draws() -> None:
-    """Drawing reads what another thread is adding to; nothing may be lost or raise."""
-    out = Out(Console(file=io.StringIO(), force_terminal=True, width=100))
-    view = LiveView(out, 100, 2)
-    view._live.refresh_per_second = 500.0
-    view.started(INFO)
-    failures = []
-    thread = view._live._refresh_thread
-    assert thread is not None
-    thread.refresh_per_second = 500.0
-    for step in range(3000):
-        view.step({"step": float(step), "reward/mean": 0.5, f"metric/{step}": 1.0})
-        view.note(f"news {step}")
-    if not thread.is_alive():
-        failures.append("the drawing thread died")
-    view.close()
-    assert not failures
+TOLD: list[Callable[[LiveView], None]] = [
+    lambda view: view.note("news"),
+    lambda view: view.step({"step": 1.0}),
+    lambda view: view.state({"version": 1.0}),
+    lambda view: view.progress("evaluation", 1, 2),
+]
+
+
+@pytest.mark.parametrize("call", TOLD)
+def test_telling_waits_while_it_draws(
+    call: Callable[[LiveView], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawing reads what is told from another thread: never half of it."""
+    told, told_while_drawing = threading.Event(), list[bool]()
+    view = LiveView(Out(Console(file=io.StringIO(), width=100)), 100, 2)
+    tellers: list[threading.Thread] = []
+
+    def tell() -> None:
+        call(view)
+        told.set()
+
+    def drawing(board: Board, clock: float, width: int) -> str:
+        tellers.append(threading.Thread(target=tell))
+        tellers[0].start()
+        told_while_drawing.append(told.wait(0.05))
+        return ""
+
+    monkeypatch.setattr("tidegate.viewer.live.screen", drawing)
+    view._draw()
+    assert told_while_drawing == [False]
+    assert told.wait(5.0)
+    tellers[0].join()
 
 
 @pytest.mark.parametrize(

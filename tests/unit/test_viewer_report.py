@@ -118,6 +118,8 @@ def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:
     assert max(y for _, y in staleness["max"]) == 2
     groups = {one["name"]: one["points"][-1][1] for one in charts["Where the groups went"]["series"]}
     assert groups["trained"] == 1600
+    midway = charts["Where the groups went"]["series"][0]["points"][39]
+    assert midway == [40, 640]  # 400 behind a checkpoint, 240 stepped on since
     assert groups["stale"] == rows[-1]["groups/stale"]
     for name in ("Who waits for whom", "Tokens per second", "Mismatch KL", "Lag KL", "Entropy"):
         assert name in charts

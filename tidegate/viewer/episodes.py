@@ -105,7 +105,7 @@ def pair(before: Episode, after: Episode | None) -> Pair:
     shared = 0
     for index, line in enumerate(before.lines):
         same = after is None or (index < len(after.lines) and after.lines[index] == line)
-        if line.sampled or line.role == "assistant" or not same:
+        if line.role == "assistant" or not same:
             break
         shared = index + 1
     rest = [None if one is None else replace(one, lines=one.lines[shared:]) for one in (before, after)]
