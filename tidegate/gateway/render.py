@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import orjson
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tidegate.errors import StartError
@@ -45,6 +45,8 @@ def load_tokenizer(model: Path) -> Any:
         if (model / "tokenizer.json").is_file():
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         else:
+            from transformers import AutoTokenizer  # imports torch, where it is installed
+
             tokenizer = AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError, KeyError) as error:
         raise StartError(f"{model}: its tokenizer cannot be read: {error}") from error
@@ -178,11 +180,13 @@ class Renderer:
         """The end-of-turn token as the template writes it after a reply; empty if it writes none."""
         history = [_user("."), _assistant(_STAND_IN), _user(".")]
         try:
-            tail = self._render(history, None, {}, prompt=False).rpartition(_STAND_IN)[2].lstrip()
+            _, found, tail = self._render(history, None, {}, prompt=False).rpartition(_STAND_IN)
         except (jinja2.TemplateError, TypeError) as error:
             raise StartError(f"the model's chat template fails on a plain conversation: {error}") from error
+        if not found:
+            return ""
         vocabulary = self._tokenizer.get_added_vocab()
-        return max((token for token in vocabulary if tail.startswith(token)), key=len, default="")
+        return max((token for token in vocabulary if tail.lstrip().startswith(token)), key=len, default="")
 
     def _is_local(self) -> bool:
         """Whether what follows a reply depends on the new messages alone, not on what was before it.

@@ -1,0 +1,246 @@
+"""A fake engine with fault injection, and a gateway in this process to stand before it.
+
+The fake speaks the engine protocol. What it answers is scripted (`say`) or derived from the prompt, the
+same for the same prompt; faults are taken one a request, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+from aiohttp import web
+
+from tidegate.gateway.app import create_app
+from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong with one request.
+
+    `kind`: `status` (answers `value`), `hang` (until aborted or closed), `drop` (closes the connection),
+    `break` (breaks a stream off after `value` tokens), `abort` (ends with finish_reason abort after
+    `value` tokens), `no_logprobs`, `no_versions`, `version` (every span says `value`), `garbage`
+    (no JSON), `hold` (waits for `FakeEngine.release`, then answers well).
+    """
+
+    kind: str
+    value: Any = None
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """One fake engine; `start` and `stop` may alternate, on the same port."""
+
+    decode: Callable[[Sequence[int]], str]
+    vocabulary: int = 256
+    stop_id: int | None = None
+    version: Any = "0"
+    max_context: int = 4096
+    replies: deque[list[int]] = field(default_factory=deque)
+    faults: deque[Fault] = field(default_factory=deque)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    info_hangs: bool = False
+    stream_delay: asyncio.Event | None = None
+    port: int = 0
+    _runner: web.AppRunner | None = None
+    _release: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def release(self) -> None:
+        """Let go what is on hold."""
+        self._release.set()
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/model_info", self._info)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def until(self, wanted: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Until something is true of what came in."""
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(wanted)
+
+    def output_for(self, prompt: Sequence[int], limit: int) -> list[int]:
+        """The scripted reply, or ids that depend on the prompt alone."""
+        if self.replies:
+            return self.replies.popleft()[:limit]
+        digest = blake2b(orjson.dumps(list(prompt)), digest_size=32).digest()
+        ids = [32 + byte % (self.vocabulary - 32) for byte in digest[: 3 + digest[0] % 8]]
+        return ([*ids, self.stop_id] if self.stop_id is not None else ids)[:limit]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        fault = self.faults.popleft() if self.faults else Fault("none")
+        self.requests.append(body)
+        await self._tell()
+        if fault.kind == "status":
+            return web.json_response({"error": {"message": "as asked"}}, status=fault.value)
+        if fault.kind == "garbage":
+            return web.Response(text="<html>")
+        if fault.kind == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault.kind == "hang":
+            await asyncio.Event().wait()
+        if fault.kind == "hold":
+            await self._release.wait()
+        output = self.output_for(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        if body["stream"]:
+            return await self._stream(request, body, output, fault)
+        return web.json_response(self._reply(body, output, fault, last=True), dumps=_dumps)
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], output: list[int], fault: Fault
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        end = fault.value if fault.kind == "abort" else len(output)
+        for size in range(1, end + 1):
+            if fault.kind == "break" and size > fault.value:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if self.stream_delay is not None and size > 1:
+                await self.stream_delay.wait()
+            payload = self._reply(body, output[:size], fault, last=size == end)
+            await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _reply(self, body: dict[str, Any], output: list[int], fault: Fault, last: bool) -> dict[str, Any]:
+        aborted = fault.kind == "abort"
+        if aborted:
+            output = output[: fault.value]
+        full = len(output) >= body["sampling_params"]["max_new_tokens"]
+        ended = bool(output) and output[-1] == self.stop_id
+        kind = "abort" if aborted else "length" if full and not ended else "stop"
+        version = fault.value if fault.kind == "version" else self.version
+        meta: dict[str, Any] = {
+            "id": body["rid"],
+            "finish_reason": {"type": kind} if last else None,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(output),
+            "cached_tokens": 0,
+            "output_token_logprobs": [[logprob_of(one, i), one, None] for i, one in enumerate(output)],
+            "weight_version": str(version),
+            "weight_versions": [{"version": version, "start": 0, "end": len(output)}] if output else [],
+        }
+        if fault.kind == "no_logprobs":
+            del meta["output_token_logprobs"]
+        if fault.kind == "no_versions":
+            del meta["weight_versions"]
+        return {"output_ids": output, "text": self.decode(output), "meta_info": meta}
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append(orjson.loads(await request.read())["rid"])
+        await self._tell()
+        return web.json_response({"success": True})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        if self.info_hangs:
+            await asyncio.Event().wait()
+        return web.json_response(
+            {"model_path": "fake", "weight_version": str(self.version), "max_context": self.max_context}
+        )
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def logprob_of(token: int, position: int) -> float:
+    """A logprob that says of which token and position it is."""
+    return -(token + 1) / 1024 - position / 8
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """An ASGI app on uvicorn in this loop; its URL."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        async with asyncio.timeout(10):
+            while not server.started and not task.done():
+                await asyncio.sleep(0.005)
+        if task.done():
+            task.result()
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        sock.close()
+
+
+@dataclass(slots=True)
+class Stage:
+    """A gateway that serves, its client, and the fake engine behind it."""
+
+    gateway: Gateway
+    client: GatewayClient
+    engine: FakeEngine
+    url: str
+
+    def say(self, text: str, *, ended: bool = True) -> list[int]:
+        """Script the next reply; returns its ids."""
+        ids = self.gateway.renderer.encode(text)
+        if ended:
+            ids.append(self.gateway.renderer.closing_ids[0])
+        self.engine.replies.append(ids)
+        return ids
+
+
+@contextlib.asynccontextmanager
+async def staged(model: Path, **options: Any) -> AsyncIterator[Stage]:
+    """A gateway with one fake engine; `options` are GatewayOptions."""
+    gateway = Gateway(GatewayOptions(model=model, **{"admin_key": "admin", **options}))
+    renderer = gateway.renderer
+    engine = FakeEngine(renderer.decode, stop_id=(renderer.closing_ids or [None])[0])
+    await engine.start()
+    try:
+        async with served(create_app(gateway)) as url, GatewayClient(url, "admin") as client:
+            await client.add_engine(engine.url)
+            yield Stage(gateway, client, engine, url)
+    finally:
+        engine.release()
+        await engine.stop()
