@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-LENGTH_STEP = 64
-"""Lengths are rounded up to this, so that memory is seldom allocated anew."""
+GROWTH_STEP = 64
+"""A row's length grows by multiples of this, so that memory is seldom allocated anew."""
+VIEW_STEP = 16
+"""A decode step sees lengths rounded up to this: attention kernels want masks that are aligned."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if rows > held_rows:
             rows = min(max(rows, 2 * held_rows), self.max_rows)
         rows = max(rows, held_rows)
-        length = max(rounded(length), held_length)
+        length = max(rounded(length, GROWTH_STEP), held_length)
         self.keys = _larger(self.keys, rows, length)
         self.values = _larger(self.values, rows, length)
 
@@ -83,8 +85,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values[row] = 0
 
     def drop(self) -> None:
-        del self.keys, self.values
-        self.is_initialized = False
+        if self.is_initialized:
+            del self.keys, self.values
+            self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self.place.positions is None else self.place.length), 0
@@ -137,5 +140,5 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.drop()
 
 
-def rounded(length: int) -> int:
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
+def rounded(length: int, step: int) -> int:
+    return -(-length // step) * step

@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
-from tidegate.engine.cache import SlotCache, rounded
+from tidegate.engine.cache import VIEW_STEP, SlotCache, rounded
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation, SamplingParams
 from tidegate.engine.sampling import sample
 from tidegate.engine.slots import Slots
-from tidegate.engine.weights import CheckedWeights, copy_weights, read_weights
+from tidegate.engine.weights import CheckedWeights, WeightsError, copy_weights, read_weights
 from tidegate.errors import StartError
 
 PROBE_LENGTHS = (7, 3, 5)
@@ -47,7 +47,7 @@ class Model:
         # Where a model can do without the logits of other positions.
         takes = inspect.signature(hf_model.forward).parameters
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._key_numbers = torch.arange(rounded(max_context), device=self.device)
+        self._key_numbers = torch.arange(rounded(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
 
@@ -80,7 +80,7 @@ class Model:
     def logits(self, slots: Slots) -> Tensor:
         """The next token's logits for every row, [rows, vocab]; caches the rows' input tokens."""
         n = slots.count
-        length = min(rounded(int(slots.lengths[:n].max()) + 1), len(self._key_numbers))
+        length = rounded(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
         positions = torch.from_numpy(slots.lengths[:n]).to(self.device)
         self.cache.decode(n, positions, length)
         seen = self._key_numbers[:length] <= positions[:, None]
@@ -126,6 +126,7 @@ def load_model(options: EngineOptions) -> Model:
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         _attention_layers(config, options.max_context)
+        _check_positions(config, options.max_context)
         hf_model, found = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
@@ -144,7 +145,10 @@ def load_model(options: EngineOptions) -> Model:
     hf_model.requires_grad_(False).eval().to(device)
     model = Model(hf_model, options.max_slots, options.max_context)
     if options.load_weights_from is not None:
-        model.copy_weights(model.read_weights(options.load_weights_from))
+        try:
+            model.copy_weights(model.read_weights(options.load_weights_from))
+        except WeightsError as error:
+            raise StartError(str(error)) from None
     _probe(model, options.model)
     return model
 
@@ -186,6 +190,15 @@ def _attention_layers(config: Any, max_context: int) -> list[Any]:
     if not layers:
         raise StartError("its config names no attention layers; the embedded engine cannot serve this model")
     return layers
+
+
+def _check_positions(config: Any, max_context: int) -> None:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < max_context:
+        raise StartError(
+            f"engine.max_context = {max_context} is more than the model's {positions} positions "
+            "(max_position_embeddings); lower it"
+        )
 
 
 def _probe(model: Model, path: Path) -> None:

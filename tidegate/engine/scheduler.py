@@ -218,13 +218,17 @@ class Scheduler:
 
     # -- the thread
 
+    def turn(self) -> None:
+        """Take what came in, prefill or decode once, hand over; blocks while there is nothing to do."""
+        self._take_inbox()
+        if self.paused is None and not self._stopping:
+            self._advance()
+        self._hand_over()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_inbox()
-                if self.paused is None and not self._stopping:
-                    self._advance()
-                self._hand_over()
+                self.turn()
             self._fail_all(EngineError("the engine was stopped", retryable=True))
         except BaseException as error:  # recorded in `death`, which ends the process
             log.critical("the scheduler died", exc_info=True)
