@@ -106,7 +106,7 @@ def screen(board: Board, clock: float, width: int) -> RenderableType:
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rows = {
         "reward": _reward(board, spark),
-        "held out": _held_out(board),
+        "held out": _held_out(board, width),
         "staleness": _staleness(board, spark),
         "sampling": _sampling(board, spark),
         "waiting": _waiting(board),
@@ -176,7 +176,7 @@ EVAL_NAMES = {
 }
 
 
-def _held_out(board: Board) -> Text:
+def _held_out(board: Board, width: int) -> Text:
     if not board.first_eval:
         return Text("not evaluated yet", "dim")
     line = Text()
@@ -188,7 +188,8 @@ def _held_out(board: Board) -> Text:
         line.append(f"{name} ", "dim")
         line.append(f"{number(first)} → " if len(board.trend(key)) > 1 else "")
         line.append(number(last), f"bold {ACCENT}")
-    line.append(f"  at step {board.eval_step}", "dim")
+    if width >= 84:
+        line.append(f"  at step {board.eval_step}", "dim")
     return line
 
 
@@ -251,7 +252,7 @@ def _groups(board: Board, names: Sequence[str]) -> Text:
     line = Text()
     for name in names:
         value = known(counts.get(f"groups/{name}"))
-        if value is None:
+        if value is None or (name in GROUP_ENDINGS[1:] and not value):
             continue
         line.append("  " if line.plain else "")
         line.append(f"{int(value):,}", f"bold {STATE_STYLES.get(name, '')}" if value else "dim")

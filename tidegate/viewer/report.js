@@ -31,6 +31,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     cursor.setAttribute("x2", place);
     cursor.classList.add("on");
     tip.hidden = false;
+    tip.style.top = `${rect.top - figure.getBoundingClientRect().top}px`;
     const left = (place / box[2]) * rect.width;
     tip.style.left = `${left + (left > rect.width / 2 ? -tip.offsetWidth - 12 : 12)}px`;
   });
