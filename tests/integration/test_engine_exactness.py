@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.integration.engine_drive import Driver, plain_logprobs, worst_error
 from tests.tiny import make_tiny_model
-
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation
