@@ -214,6 +214,7 @@ def test_finished_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) 
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
     after = text[text.rindex("\x1b[?25h") :]
     assert "Interrupted: Ctrl-C" in after
+    assert "over 200" in after
     assert f"{rows[0]['eval/reward']:.3f}" in after
     assert f"{rows[-1]['eval/reward_greedy']:.3f}" in after
     assert after.count("Problem heldout-") == 3

@@ -62,7 +62,7 @@ def test_one_line_a_step_in_columns(view: PlainView, console: Console, clock: Cl
 def test_an_evaluation_is_a_line_of_its_own(view: PlainView, console: Console) -> None:
     view.step({"step": 0, **evaluation(0, 100, random.Random(0))})
     (line,) = lines_of(console)
-    assert "evaluation after step 0: held out, sampled as in training 0.3" in line
+    assert "evaluation after step 0: held out, sampled 0.3" in line
     assert "templates never trained on 0.2" in line
 
 

@@ -91,6 +91,8 @@ def test_a_finished_run(finished: tuple[Path, Page]) -> None:
     assert f"{first['eval/reward']:.2f} → {last['eval/reward']:.2f}" in page.text
     assert f"{first['eval/reward_greedy']:.2f} → {last['eval/reward_greedy']:.2f}" in page.text
     assert f"{first['eval/reward_unseen_templates']:.2f} → " in page.text
+    assert "mean reward, held out, sampled, over 200 problems" in page.text
+    assert "Held out: over 64 to 200 problems." in page.text
     assert "100 of 100" in page.text
     assert "Training time 3:10" in page.text
     assert f"{rows[-1]['tokens/sampled_total']:,}" in page.text
@@ -205,6 +207,7 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     assert "This run has taken 40 of 100 steps" in page.text
     assert "Metrics.jsonl has a line that is not JSON" in page.text
     assert "one evaluation only" in page.text
+    assert "over 200, then 64 problems" in page.text
     assert "--resume" in page.text
     assert "--trainer.steps" not in page.text
 

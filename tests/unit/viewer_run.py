@@ -85,6 +85,7 @@ def metrics_row(step: int, steps: int, rng: random.Random, counts: Counter[str])
 def evaluation(step: int, steps: int, rng: random.Random) -> dict[str, float]:
     value = skill(step, steps)
     return {
+        "eval/episodes": 200 if step in (0, steps) else 64,
         "eval/reward": value + rng.gauss(0, 0.015),
         "eval/reward_greedy": min(1.0, value + 0.05 + rng.gauss(0, 0.01)),
         "eval/reward_unseen_templates": value * 0.8 + rng.gauss(0, 0.02),

@@ -24,7 +24,15 @@ def reward_chart(run: RunFiles) -> Chart | None:
         Series("held out, greedy", run.series("eval/reward_greedy"), "muted", "dashdots"),
         Series("unseen templates", run.series("eval/reward_unseen_templates"), "sand", "dots"),
     ]
-    return lines("Reward", series, note="Mean reward by optimiser step.", y_range=_unit(series), size=WIDE)
+    counts = sorted({int(value) for _, value in run.series("eval/episodes")})
+    over = (
+        f" Held out: over {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} problems."
+        if counts
+        else ""
+    )
+    return lines(
+        "Reward", series, note=f"Mean reward by optimiser step.{over}", y_range=_unit(series), size=WIDE
+    )
 
 
 def _unit(series: Sequence[Series]) -> tuple[float | None, float | None]:

@@ -23,7 +23,7 @@ from tidegate.viewer.books import STATES, Books, newest_checkpoint, read_books
 from tidegate.viewer.episodes import choose
 from tidegate.viewer.files import RunFiles, read_run
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
-from tidegate.viewer.summary import SCORES, ways_on
+from tidegate.viewer.summary import SCORES, problems, ways_on
 from tidegate.viewer.text import duration, number, printable
 
 
@@ -39,6 +39,7 @@ class Score:
     name: str
     before: float | None
     after: float
+    over: str
 
 
 def write_report(run_dir: Path) -> Path:
@@ -128,8 +129,10 @@ def scores(run: RunFiles) -> list[Score]:
     found = []
     for key, name in SCORES.items():
         values = [value for _, value in run.series(key)]
+        counts = [value for _, value in run.series(key.replace("reward", "episodes"))]
         if values:
-            found.append(Score(name, values[0] if len(values) > 1 else None, values[-1]))
+            over = problems(counts[0], counts[-1]) if counts else ""
+            found.append(Score(name, values[0] if len(values) > 1 else None, values[-1], over))
     return found
 
 

@@ -18,7 +18,7 @@ from tidegate.viewer.text import known, number, printable
 ACCENT = "cyan"
 
 SCORES = {
-    "eval/reward": "held out, sampled as in training",
+    "eval/reward": "held out, sampled",
     "eval/reward_greedy": "held out, greedy",
     "eval/reward_unseen_templates": "templates never trained on",
 }
@@ -33,6 +33,13 @@ def score(metrics: object, key: str) -> float | None:
         return None
     found = known(metrics.get(key))
     return known(metrics.get(key.removeprefix("eval/"))) if found is None else found
+
+
+def problems(before: float | None, after: float | None) -> str:
+    """Over how many problems a score was taken, and whether the two differ in that; empty if unknown."""
+    counts = [number(one, 0) for one in (before, after) if one is not None]
+    distinct = list(dict.fromkeys(counts))
+    return f"over {', then '.join(distinct)} problems" if distinct else ""
 
 
 def farewell(out: Out, result: Mapping[str, object], run_dir: Path | None) -> None:
@@ -57,16 +64,17 @@ def _headline(result: Mapping[str, object]) -> Text:
 def _scores(result: Mapping[str, object]) -> RenderableType:
     """Scores before → after; a line that says so where there are none."""
     table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "left", "right", "right"):
+    for justify in ("left", "right", "left", "right", "right", "left"):
         table.add_column(justify=justify)
     for key, name in SCORES.items():
         before, after = score(result.get("before"), key), score(result.get("after"), key)
         if before is None and after is None:
             continue
         gain = "" if before is None or after is None else f"({after - before:+.3f})"
-        table.add_row(
-            name, number(before, 3), "→", Text(number(after, 3), f"bold {ACCENT}"), Text(gain, "dim")
-        )
+        counted = key.replace("reward", "episodes")
+        over = problems(score(result.get("before"), counted), score(result.get("after"), counted))
+        shown = Text(number(after, 3), f"bold {ACCENT}")
+        table.add_row(name, number(before, 3), "→", shown, Text(gain, "dim"), Text(over, "dim"))
     if not table.row_count:
         return Text("No evaluation was made.", "dim")
     return Group(Text("Mean reward before → after", f"bold {ACCENT}"), table)
