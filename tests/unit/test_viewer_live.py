@@ -280,3 +280,13 @@ def test_showing_a_run_needs_neither_torch_nor_matplotlib() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_news_after_the_end_is_still_told() -> None:
+    terminal = Terminal()
+    view = make_view(True, 1, 2, Console(file=terminal, force_terminal=True, _environ={"TERM": "xterm"}))
+    view.started({**INFO, "resumed_from": 0})
+    view.close()
+    assert "resumed from step 0" in terminal.getvalue()
+    view.note("report.html could not be written: [disk full]")
+    assert terminal.getvalue().endswith("report.html could not be written: [disk full]\n")

@@ -29,7 +29,8 @@ class RunView(Protocol):
     """Something that shows a run while it goes on. No method waits, and none stops the run."""
 
     def started(self, info: Mapping[str, object]) -> None:
-        """`name, dir, model, env, agent, steps, gateway, resumed_from`: texts, and a number of steps."""
+        """`name, dir, model, env, agent, steps, gateway, resumed_from`: texts; `steps` and
+        `resumed_from` are numbers of steps, the latter None in a new run."""
 
     def note(self, text: str) -> None:
         """One line of news."""

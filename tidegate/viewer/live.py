@@ -52,6 +52,7 @@ class LiveView:
         self.board = Board(total_steps, bound, clock())
         self._clock = clock
         self._lock = threading.Lock()
+        self._closed = False
         self._live = Live(
             get_renderable=self._draw,
             console=out.console,
@@ -62,11 +63,14 @@ class LiveView:
     def started(self, info: Mapping[str, object]) -> None:
         with self._lock:
             self.board.info = dict(info)
-            if info.get("resumed_from"):
-                self.board.note(f"resumed from {info['resumed_from']}", self._clock())
+            if info.get("resumed_from") is not None:
+                self.board.note(f"resumed from step {info['resumed_from']}", self._clock())
         self._live.start()
 
     def note(self, text: str) -> None:
+        if self._closed:
+            self.out.line(printable(text))
+            return
         with self._lock:
             self.board.note(text, self._clock())
 
@@ -88,6 +92,7 @@ class LiveView:
         farewell(self.out, result, Path(str(run_dir)) if run_dir else None)
 
     def close(self) -> None:
+        self._closed = True
         try:
             self._live.stop()
         except (OSError, ValueError) as error:

@@ -40,8 +40,8 @@ class PlainView:
     def started(self, info: Mapping[str, object]) -> None:
         self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
         self._say(f"tidegate {info.get('name', '')}: {opening(info)}")
-        if info.get("resumed_from"):
-            self._say(f"resumed from {info['resumed_from']}")
+        if info.get("resumed_from") is not None:
+            self._say(f"resumed from step {info['resumed_from']}")
 
     def note(self, text: str) -> None:
         self._say(text)
