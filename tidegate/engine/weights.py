@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tidegate.errors import TidegateError
 
@@ -36,6 +37,8 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
 
     Raises WeightsError, which names the file or the tensor.
     """
+    if get_model_conversion_mapping(hf_model, add_legacy=False):
+        return _read_converted(hf_model, directory)
     names_of = _live_tensors(hf_model)
     targets = {name: tensor for names, tensor in names_of for name in names}
     found: dict[str, Tensor] = {}
@@ -58,6 +61,28 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
             raise WeightsError(f"{directory}: {names} are tied in the model, but differ here")
         pairs.append((tensor, values[0]))
     return CheckedWeights(pairs)
+
+
+def _read_converted(hf_model: Any, directory: Path) -> CheckedWeights:
+    """For models whose files hold other tensors than the model (experts one by one, for example):
+    transformers converts them, into a second model."""
+    _files(directory)
+    try:
+        fresh, found = type(hf_model).from_pretrained(
+            directory,
+            config=hf_model.config,
+            dtype=hf_model.dtype,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise WeightsError(f"{directory}: the weights cannot be read: {error}") from error
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found.get(fault):
+            names = sorted(map(str, found[fault]))
+            raise WeightsError(f"{directory}: {fault.replace('_', ' ')}: {', '.join(names[:5])}")
+    new = fresh.state_dict()
+    return CheckedWeights([(tensor, new[names[0]]) for names, tensor in _live_tensors(hf_model)])
 
 
 @torch.no_grad()

@@ -1,0 +1,97 @@
+"""Every refusal of `/generate` names what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidegate.engine.requests import Limits, RequestError, parse_generate
+
+LIMITS = Limits(vocab_size=50, max_context=20, eos_ids=frozenset([2]), has_tokenizer=False)
+
+
+def parse(sampling: dict[str, Any] | None = None, **body: Any) -> Any:
+    return parse_generate({"input_ids": [1, 2, 3], "sampling_params": sampling or {}, **body}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "the body is not a JSON object"),
+        ({}, "input_ids"),
+        ({"input_ids": []}, "input_ids is empty"),
+        ({"input_ids": "abc"}, "input_ids"),
+        ({"input_ids": [[1], [2]]}, "input_ids"),
+        ({"input_ids": [1, True]}, "input_ids"),
+        ({"input_ids": [1, 50]}, "input_ids[1] = 50"),
+        ({"input_ids": [1, -1]}, "input_ids[1] = -1"),
+        ({"input_ids": [1] * 20}, "max_context = 20"),
+        ({"input_ids": [1], "rid": ""}, "rid = ''"),
+        ({"input_ids": [1], "rid": 7}, "rid = 7"),
+        ({"input_ids": [1], "stream": "yes"}, "stream = 'yes'"),
+        ({"input_ids": [1], "text": "hello"}, "text = 'hello'"),
+        ({"input_ids": [1], "top_logprobs_num": 5}, "top_logprobs_num = 5"),
+        ({"input_ids": [1], "colour": "red"}, "colour is not a parameter"),
+        ({"input_ids": [1], "sampling_params": [1]}, "sampling_params is not"),
+    ],
+)
+def test_bad_bodies(body: Any, words: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        parse_generate(body, LIMITS)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", 1.5),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2.0),
+        ("sampling_seed", "x"),
+        ("ignore_eos", 1),
+        ("stop", ["\n"]),  # no tokenizer to find it with
+        ("stop", [""]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("min_p", 0.1),
+        ("n", 2),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("json_schema", "{}"),
+        ("tempreature", 1.0),
+    ],
+)
+def test_bad_sampling_parameters(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"sampling_params\.{name}"):
+        parse({name: value})
+
+
+def test_parameters_at_their_neutral_values_are_taken() -> None:
+    neutral = {"n": 1, "min_p": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None}
+    assert parse(neutral, logprob_start_len=-1, text=None).error is None
+
+
+def test_defaults() -> None:
+    one = parse()
+    assert (one.params.temperature, one.params.top_p, one.params.top_k) == (1.0, 1.0, -1)
+    assert one.params.stop_ids == {2}
+    assert one.limit == 17  # 128, but the context leaves 17
+    assert len(one.rid) == 32
+    assert parse().params.seed != parse().params.seed
+
+
+def test_stop_ids_join_the_models_own_and_ignore_eos_drops_both() -> None:
+    assert parse({"stop_token_ids": [7]}).params.stop_ids == {2, 7}
+    assert parse({"stop_token_ids": [7], "ignore_eos": True}).params.stop_ids == frozenset()
+
+
+def test_any_integer_is_a_seed() -> None:
+    assert parse({"sampling_seed": -1}).params.seed == 2**64 - 1
+    assert parse({"sampling_seed": 2**64 + 3}).params.seed == 3

@@ -1,0 +1,74 @@
+"""The counter-based uniforms and what is drawn with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tidegate.engine.requests import Generation, SamplingParams
+from tidegate.engine.sampling import sample, uniforms
+from tidegate.engine.slots import Slots
+
+
+def slots_of(*params: SamplingParams) -> Slots:
+    slots = Slots(len(params))
+    for one in params:
+        slots.join(Generation("", [0], one, 1))
+    return slots
+
+
+def test_uniforms_are_uniform_and_independent_of_the_batch() -> None:
+    seeds = np.arange(200, dtype=np.uint64).repeat(500)
+    positions = np.tile(np.arange(500, dtype=np.uint64), 200)
+    draws = uniforms(seeds, positions)
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts = np.histogram(draws, bins=100, range=(0, 1))[0]
+    assert ((counts - 1000) ** 2 / 1000).sum() < 160  # χ² with 99 degrees of freedom: p < 1e-4
+    table = draws.reshape(200, 500)
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+    assert uniforms(seeds[777:778], positions[777:778])[0] == draws[777]
+
+
+def test_ids_without_probability_are_never_drawn() -> None:
+    logits = torch.full((400, 6), -torch.inf)
+    logits[:, 2] = 0.0
+    logits[:, 4] = 0.0
+    ids, logprobs = sample(logits, slots_of(*(SamplingParams(seed=i) for i in range(400))))
+    assert set(ids.tolist()) == {2, 4}
+    np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
+
+
+def test_logprobs_are_those_of_the_temperature() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50) * 3
+    params = [SamplingParams(temperature=t, seed=9) for t in (0.5, 2.0, 0.0)]
+    ids, logprobs = sample(logits, slots_of(*params))
+    for row, scale in enumerate((0.5, 2.0, 1.0)):
+        expected = torch.log_softmax(logits[row].double() / scale, -1)[ids[row]]
+        assert abs(float(expected) - logprobs[row]) < 1e-5
+    assert ids[2] == int(logits[2].argmax())
+
+
+def test_rows_that_are_not_finite_say_so_and_leave_the_others_alone() -> None:
+    logits = torch.zeros(3, 5)
+    logits[1, 3] = torch.nan
+    ids, logprobs = sample(logits, slots_of(*(SamplingParams(seed=i) for i in range(3))))
+    assert np.isfinite(logprobs).tolist() == [True, False, True]
+    assert ((ids >= 0) & (ids < 5)).all()
+
+
+def test_a_nucleus_keeps_at_least_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]]).repeat(50, 1)
+    ids, _ = sample(logits, slots_of(*(SamplingParams(top_p=1e-6, seed=i) for i in range(50))))
+    assert set(ids.tolist()) == {1}
+
+
+def test_top_k_of_one_is_greedy_and_beyond_the_vocabulary_is_off() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(1, 20).repeat(300, 1)
+    ids, _ = sample(logits, slots_of(*(SamplingParams(top_k=1, seed=i) for i in range(300))))
+    assert set(ids.tolist()) == {int(logits[0].argmax())}
+    ids, _ = sample(logits, slots_of(*(SamplingParams(top_k=500, seed=i) for i in range(300))))
+    assert len(set(ids.tolist())) > 10
