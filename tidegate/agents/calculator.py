@@ -8,6 +8,7 @@ from fractions import Fraction
 MAX_LENGTH = 200
 """Characters of an expression; it bounds the work, the recursion and the size of the result."""
 
+DIGITS = "0123456789"
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(\S))")
 
 
@@ -69,7 +70,7 @@ class _Parser:
         number = self.next
         if number is None:
             raise ValueError("the expression ends too early")
-        if not number[0].isdecimal() and not number[1:].isdecimal():
+        if number[-1] not in DIGITS and number[0] not in DIGITS:
             raise ValueError(f"unexpected {number!r}; only numbers, + - * / and parentheses are understood")
         self._at += 1
         return Fraction(number)

@@ -1,0 +1,93 @@
+"""Rewards: what they may ask for, what they may return, and how a number is read from an answer."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+
+import pytest
+
+from tidegate.envs.rewards import Reward, exact_answer, final_number
+from tidegate.errors import ConfigError, RewardError
+
+GIVEN = {"output": "o", "answer": 4, "info": {"x": 1}, "task": None, "messages": [], "trajectory": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", "42"),
+        ("####42", "42"),
+        ("so it is\n#### 42.\nThanks", "42"),
+        ("#### 1\n#### 2", "2"),
+        ("#### 2\n#### none", "2"),
+        ("#### $1,234.50", "1234.5"),
+        ("#### 1,234,567", "1234567"),
+        ("#### -$3", "-3"),
+        ("#### $ 3", "3"),
+        ("#### - 3", "-3"),
+        ("#### 50%", "50"),
+        ("#### .5", "0.5"),
+        ("#### 42 apples", "42"),
+        ("#### 42.0", "42"),
+        ("#### 1/2", None),
+        ("#### 13/2", None),
+        ("#### 1e5", None),
+        ("#### 1.2.3", None),
+        ("#### forty-two", None),
+        ("42", None),
+        ("#### ", None),
+        ("", None),
+        (None, None),
+        ("#### ٤٢", None),
+        (f"#### {'9' * 60}.1", "9" * 60 + ".1"),
+    ],
+)
+def test_the_last_stated_number_counts(text: str | None, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_numbers_are_compared_exactly() -> None:
+    assert exact_answer("#### 0.30", "#### 0.3") == 1.0
+    assert exact_answer("#### 0.30000000000000001", "#### 0.3") == 0.0
+    assert exact_answer("#### 100000000000000000000001", "#### 100000000000000000000000") == 0.0
+    assert exact_answer(None, "#### 1") == 0.0
+
+
+def test_a_long_answer_takes_no_long_time() -> None:
+    began = time.perf_counter()
+    assert final_number("#### " + "1," * 200_000) == Decimal("1" * 200_000)
+    assert final_number("####" * 50_000 + " " * 50_000 + "$" + " " * 50_000) is None
+    assert final_number("#### " + "1" * 200_000 + "/2") is None
+    assert time.perf_counter() - began < 2.0
+
+
+def test_arguments_are_injected_by_name() -> None:
+    assert Reward("r", lambda answer, info: answer + info["x"])(GIVEN) == 5.0
+    assert Reward("r", lambda: True)(GIVEN) == 1.0
+    assert Reward("r", lambda output, scale=3: len(output) * scale)(GIVEN) == 3.0
+    assert Reward("r", lambda *args, **more: len(args) + len(more))(GIVEN) == 0.0
+
+
+@pytest.mark.parametrize("fn", [lambda response: 1, lambda output, *, ground_truth: 1])
+def test_asking_for_another_name_is_refused_at_once(fn) -> None:
+    with pytest.raises(ConfigError, match="may ask for output, answer, info, task, messages, trajectory"):
+        Reward("r", fn)
+
+
+def test_a_weight_is_finite() -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        Reward("r", lambda: 1, weight=float("nan"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1]])
+def test_what_is_no_finite_number_is_an_error(value) -> None:
+    with pytest.raises(RewardError, match="not a finite number"):
+        Reward("r", lambda: value)(GIVEN)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    import numpy as np
+
+    assert Reward("r", lambda: np.float32(0.5))(GIVEN) == 0.5
+    assert Reward("r", lambda: np.int64(2))(GIVEN) == 2.0
