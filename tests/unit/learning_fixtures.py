@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -52,6 +55,38 @@ def make_row(rng: np.random.Generator, *, shortest: int = 4, longest: int = 40, 
 def make_rows(number: int, seed: int = 0, **shape: int) -> list[Row]:
     rng = np.random.default_rng(seed)
     return [make_row(rng, group=f"g{index % 3}", **shape) for index in range(number)]
+
+
+def make_group(
+    rng: np.random.Generator,
+    *,
+    size: int,
+    prompt: int,
+    replies: tuple[int, int] = (5, 20),
+    vocabulary: int = VOCABULARY,
+    group: str = "g",
+) -> list[Row]:
+    """Rows with a prompt in common, none of which is trained, and replies of their own."""
+    beginning = rng.integers(0, vocabulary, prompt)
+    rows = []
+    for _ in range(size):
+        reply = make_row(rng, shortest=replies[0], longest=replies[1], group=group)
+        reply.mask[0] = True
+
+        def behind(context: object, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.concatenate([np.full(prompt, context), values]).astype(values.dtype)
+
+        rows.append(
+            replace(
+                reply,
+                ids=np.concatenate([beginning, reply.ids % vocabulary]).astype(np.int32),
+                mask=behind(False, reply.mask),
+                logprobs=behind(0, reply.logprobs),
+                versions=behind(-1, reply.versions),
+                temperature=behind(1, reply.temperature),
+            )
+        )
+    return rows
 
 
 def make_trajectory(turns: list[Turn]) -> Trajectory:

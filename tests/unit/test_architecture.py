@@ -24,7 +24,8 @@ ALLOWED = {
 TORCH = {
     "trainer/policy",
     "trainer/loss",
-    "trainer/batch",
+    "trainer/layout",
+    "trainer/forward",
     "trainer/publish",
     "trainer/checkpoint",
     "engine/",

@@ -3,13 +3,12 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tidegate.errors import TrainingError
-from tidegate.trainer.batch import _cuts, microbatches, padding_ratio, rows_of
+from tidegate.trainer.batch import rows_of
 from tidegate.types import Trajectory
 
-from .learning_fixtures import make_row, make_rows, make_trajectory, make_turn, trees
+from .learning_fixtures import make_trajectory, make_turn, trees
 
 
 def trainable_tokens(trajectory: Trajectory) -> dict[int, tuple[int, float]]:
@@ -101,75 +100,3 @@ def test_wrong_records_are_refused_by_name():
         rows_of(make_trajectory([turn]), 1.0)
     with pytest.raises(TrainingError, match="prompt is empty"):
         rows_of(make_trajectory([make_turn(0, None, [], [2])]), 1.0)
-
-
-@given(st.integers(0, 12), st.integers(0, 2**32), st.integers(8, 200), st.integers(0, 300))
-def test_microbatches_hold_each_row_once(number, seed, max_tokens, overhead):
-    rows = make_rows(number, seed)
-    batches = microbatches(rows, max_tokens, overhead=overhead)
-    assert sorted(index for batch in batches for index in batch.rows) == list(range(number))
-    for batch in batches:
-        assert batch.ids_bt.numel() <= max_tokens or len(batch.rows) == 1
-        assert batch.ids_bt.shape == (len(batch.rows), int(batch.lengths_b.max()))
-        assert (batch.positions_bt == batch.positions_bt[0]).all()
-        assert batch.positions_bt[0].tolist() == list(range(batch.ids_bt.shape[1]))
-        for at, index in enumerate(batch.rows):
-            row, here = rows[index], batch.row_n == at
-            positions = np.flatnonzero(row.mask)
-            width = batch.ids_bt.shape[1]
-            assert batch.ids_bt[at, : row.inputs].tolist() == row.ids[: row.inputs].tolist()
-            assert not batch.ids_bt[at, row.inputs :].any()
-            assert batch.at_n[here].tolist() == (at * width + positions - 1).tolist()
-            assert batch.targets_n[here].tolist() == row.ids[row.mask].tolist()
-            assert batch.logprobs_n[here].tolist() == row.logprobs[row.mask].tolist()
-            assert batch.versions_n[here].tolist() == row.versions[row.mask].tolist()
-            assert batch.temperatures_n[here].tolist() == row.temperature[row.mask].tolist()
-            assert set(batch.advantages_n[here].tolist()) == {np.float32(row.advantage)}
-            assert set(batch.weights_n[here].tolist()) == {1.0}
-
-
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=7).map(lambda lengths: sorted(lengths, reverse=True)),
-    st.integers(1, 90),
-    st.integers(0, 60),
-)
-def test_the_cut_is_the_cheapest(lengths, max_tokens, overhead):
-    def cost(cuts):
-        runs = [lengths[start:end] for start, end in cuts]
-        if any(len(run) > 1 and len(run) * run[0] > max_tokens for run in runs):
-            return float("inf")
-        return sum(len(run) * run[0] + overhead for run in runs)
-
-    count = len(lengths)
-    inner = range(1, count)
-    every = (
-        list(itertools.pairwise((0, *chosen, count)))
-        for size in range(count)
-        for chosen in itertools.combinations(inner, size)
-    )
-    cuts = _cuts(lengths, max_tokens, overhead)
-    assert [one for start, end in cuts for one in range(start, end)] == list(range(count))
-    assert cost(cuts) == min(map(cost, every))
-
-
-def test_padding_of_typical_rows_is_little():
-    rng = np.random.default_rng(0)
-    rows = [make_row(rng, shortest=60, longest=180) for _ in range(128)]
-    assert padding_ratio(microbatches(rows, 8192)) <= 0.05
-    heavy = [make_row(rng, shortest=100, longest=int(rng.choice([150, 400, 2000]))) for _ in range(128)]
-    assert padding_ratio(microbatches(heavy, 8192)) <= 0.05
-    assert padding_ratio([]) == 0.0
-
-
-def test_rows_without_trained_tokens_are_left_out():
-    rows = make_rows(3)
-    rows[1].mask[:] = False
-    assert sorted(index for batch in microbatches(rows, 4096) for index in batch.rows) == [0, 2]
-
-
-def test_a_row_longer_than_a_microbatch_goes_alone():
-    rng = np.random.default_rng(0)
-    rows = [make_row(rng, shortest=90, longest=90), *(make_row(rng, shortest=8, longest=8) for _ in range(4))]
-    layout = sorted(sorted(batch.rows) for batch in microbatches(rows, 64))
-    assert layout[0] == [0]
-    assert layout[1] == [1, 2, 3, 4]

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Microbatch, Row, microbatches
+from tidegate.trainer.batch import Row
+from tidegate.trainer.layout import Microbatch, microbatches
 from tidegate.trainer.loss import LOSSES, Diagnostics, Loss, token_logprobs
 
 from .learning_fixtures import VOCABULARY, make_rows
@@ -14,10 +15,15 @@ CAP = 2.0
 DEFAULT: Loss = LOSSES["truncated"](TrainerSettings(importance_cap=CAP))
 
 
+def lay(rows: list[Row], max_tokens: int) -> list[Microbatch]:
+    """As few microbatches as possible."""
+    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000)
+
+
 def make_case(seed: int = 0) -> tuple[list[Row], Microbatch, torch.Tensor]:
     """Rows, their one microbatch, and logits for its trained tokens; ratios on both sides of the cap."""
     rows = make_rows(5, seed)
-    (batch,) = microbatches(rows, 10_000, overhead=1_000_000)
+    (batch,) = lay(rows, 10_000)
     generator = torch.Generator().manual_seed(seed)
     logits_nv = torch.randn(len(batch.at_n), VOCABULARY, generator=generator, dtype=torch.float64) * 2
     return rows, batch, logits_nv.requires_grad_()
@@ -96,7 +102,7 @@ def test_the_denominator_is_the_whole_batchs():
     trained = sum(row.trained for row in rows)
     assert DEFAULT.aggregation(rows) == trained
     parts = []
-    for batch in microbatches(rows, 64, overhead=0):
+    for batch in lay(rows, 64):
         logprobs_n = torch.linspace(-3, -1, len(batch.at_n))
         ratio_n = (logprobs_n - batch.logprobs_n).exp().clamp(max=CAP)
         parts.append((ratio_n * batch.advantages_n * logprobs_n).sum())
@@ -109,7 +115,7 @@ def test_under_sequence_mean_the_trajectory_is_the_unit():
     for row in rows:
         row.weight = 1 / row.trained
     assert DEFAULT.aggregation(rows) == pytest.approx(4)
-    batches = microbatches(rows, 4096)
+    batches = lay(rows, 10_000)
     shares = [float(-DEFAULT(torch.ones(len(one.at_n)) * 0.0 - 1.0, one, 4.0)) for one in batches]
     expected = -sum(
         float(np.minimum(np.exp(-1.0 - row.logprobs[row.mask]), CAP).mean()) * row.advantage for row in rows
@@ -130,7 +136,7 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
     rng = np.random.default_rng(1)
     found = Diagnostics(version=3, cap=1.5)
     gaps, versions, entropies = [], [], []
-    for batch in microbatches(rows, 64, overhead=0):
+    for batch in lay(rows, 64):
         gap = rng.normal(0, 0.7, len(batch.at_n))
         entropy = rng.random(len(batch.at_n))
         found.add(batch.logprobs_n.double() + torch.tensor(gap), torch.tensor(entropy), batch)
@@ -150,7 +156,7 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
 
 
 def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
-    (batch,) = microbatches(make_rows(1), 4096)
+    (batch,) = lay(make_rows(1), 4096)
     found = Diagnostics(version=99, cap=2.0)
     found.add(batch.logprobs_n, torch.zeros_like(batch.logprobs_n), batch)
     metrics = found.metrics()
@@ -160,7 +166,7 @@ def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
 
 
 def test_one_impossible_token_does_not_turn_the_figures_into_infinities():
-    (batch,) = microbatches(make_rows(1), 4096)
+    (batch,) = lay(make_rows(1), 4096)
     batch.logprobs_n[0] = -float("inf")
     found = Diagnostics(version=99, cap=2.0)
     found.add(torch.full_like(batch.logprobs_n, -1.0), torch.zeros_like(batch.logprobs_n), batch)

@@ -8,15 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
-import tidegate.trainer.policy as policy_module
+import tidegate.trainer.forward as forward_module
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.advantage import group_advantages
 from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
 from tidegate.types import Trajectory
 
-from .learning_fixtures import VOCABULARY, make_model, make_rows, make_trajectory, make_turn
+from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows, make_trajectory, make_turn
 
 UNCLIPPED = 1e9
 
@@ -56,11 +57,21 @@ def unchanged(policy: Policy, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one, before[name]) for name, one in policy.model.named_parameters())
 
 
+def make_batch() -> list[Row]:
+    """Three groups of a prompt each and rows of their own: with prefixes of two lengths, and without."""
+    rng = np.random.default_rng(0)
+    groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25, 30)]
+    return [*make_rows(4), *(row for group in groups for row in group)]
+
+
 @pytest.mark.parametrize("microbatch_tokens", [64, 200, 8192])
 def test_gradients_equal_one_row_at_a_time(base, microbatch_tokens):
-    rows = make_rows(12)
+    rows = make_batch()
     expected = plain_gradients(load(base).model, rows, cap=2.0)
     policy = load(base, microbatch_tokens=microbatch_tokens, importance_cap=2.0)
+    assert policy._forward.shares
+    laid = bundles(rows, microbatch_tokens)
+    assert [bool(bundle.prefixes) for bundle in laid][:2] == [False, True]
     metrics = policy.update(rows, version=3)
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -71,7 +82,7 @@ def test_gradients_equal_one_row_at_a_time(base, microbatch_tokens):
 def test_logits_in_pieces_give_the_same_gradients(base, monkeypatch):
     rows = make_rows(6)
     expected = plain_gradients(load(base).model, rows, cap=2.0)
-    monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", 7 * VOCABULARY)
+    monkeypatch.setattr(forward_module, "LOGITS_AT_ONCE", 7 * VOCABULARY)
     policy = load(base)
     policy.update(rows, version=3)
     for name, parameter in policy.model.named_parameters():
@@ -79,7 +90,7 @@ def test_logits_in_pieces_give_the_same_gradients(base, monkeypatch):
 
 
 def test_logprobs_equal_the_whole_models(base):
-    rows = make_rows(10)
+    rows = make_batch()
     policy = load(base, microbatch_tokens=100)
     for row, found in zip(rows, policy.logprobs(rows), strict=True):
         assert (found.shape, found.dtype) == (row.ids.shape, np.float32)
@@ -95,7 +106,8 @@ def test_a_model_that_scales_its_logits_is_asked_for_them_whole(tmp_path):
     )  # fmt: skip
     GraniteForCausalLM(config).save_pretrained(tmp_path)
     policy = load(tmp_path)
-    assert policy._head is None
+    assert policy._forward._head is None
+    assert not policy._forward.shares
     rows = make_rows(3)
     for row, found in zip(rows, policy.logprobs(rows), strict=True):
         np.testing.assert_allclose(found[row.mask], plain_logprobs(policy.model, row).detach(), atol=2e-5)
@@ -119,7 +131,7 @@ def test_metrics_of_a_step(base):
     rows = make_rows(7)
     metrics = load(base, learning_rate=0.01).update(rows, version=3)
     assert metrics["tokens/trained"] == sum(row.trained for row in rows)
-    assert metrics["tokens/computed"] == sum(row.inputs for row in rows)
+    assert metrics["tokens/computed"] == sum(row.inputs for row in rows)  # these share nothing
     assert 0 <= metrics["padding_ratio"] < 0.5
     assert (metrics["skipped"], metrics["learning_rate"]) == (0, 0.01)
     assert metrics["seconds"] > 0

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Microbatch, Row
+from tidegate.trainer.batch import Row
+from tidegate.trainer.layout import Microbatch
 
 Ratio = Callable[[Tensor, Microbatch], Tensor]
 """(log π_n, microbatch) → log of the importance ratio of each token, [n]."""

@@ -13,23 +13,20 @@ from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.batch import Microbatch, Row, microbatches, padding_ratio
+from tidegate.trainer.batch import Row
 from tidegate.trainer.checkpoint import sync_tree
-from tidegate.trainer.loss import LOSSES, Diagnostics, token_logprobs
-
-LOGITS_AT_ONCE = 2**26
-"""Logits kept for the backward pass; more than these are computed in pieces, and again on the way back
-(a vocabulary of 150,000 would take 5 GB for 8,192 tokens)."""
+from tidegate.trainer.forward import Forward
+from tidegate.trainer.layout import Bundle, bundles, padding_ratio
+from tidegate.trainer.loss import LOSSES, Diagnostics
+from tidegate.types import Logprobs
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -60,7 +57,7 @@ class Policy:
         self._tokenizer = _tokenizer_files(base)
         self._loss = LOSSES["truncated"](settings)
         self._optimizer = _optimizer(model, settings)
-        self._backbone, self._head = _split(model, self.device)
+        self._forward = Forward(model)
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Policy:
@@ -87,42 +84,38 @@ class Policy:
         Raises TrainingError where no row has a trained token.
         """
         started = time.perf_counter()
-        batches = microbatches(rows, self.settings.microbatch_tokens)
-        if not batches:
+        layout = bundles(rows, self.settings.microbatch_tokens, share=self._forward.shares)
+        if not layout:
             raise TrainingError(f"a batch of {len(rows)} rows holds no token that can be trained")
         denominator = self._loss.aggregation(rows)
         diagnostics = Diagnostics(version, self.settings.importance_cap)
         self._optimizer.zero_grad(set_to_none=True)
-        losses = [self._accumulate(batch, denominator, diagnostics) for batch in batches]
+        losses = [self._accumulate(bundle, denominator, diagnostics) for bundle in layout]
         loss = float(torch.stack(losses).sum())
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         )
-        self.non_finite = self._suspects(rows, batches, losses, grad_norm)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        self.non_finite = [] if finite else self._suspects(rows)
         learning_rate = self._learning_rate()
-        if not self.non_finite:
+        if finite:
             self._step(learning_rate)
+        passes = [one for bundle in layout for one in bundle.passes]
         return {
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "skipped": float(bool(self.non_finite)),
+            "skipped": float(not finite),
             **diagnostics.metrics(),
-            "tokens/trained": float(sum(len(batch.at_n) for batch in batches)),
-            "tokens/computed": float(sum(batch.tokens for batch in batches)),
-            "padding_ratio": padding_ratio(batches),
+            "tokens/trained": float(sum(row.trained for row in rows)),
+            "tokens/computed": float(sum(one.tokens for one in passes)),
+            "padding_ratio": padding_ratio(passes),
             "seconds": time.perf_counter() - started,
         }
 
-    @torch.no_grad()
-    def logprobs(self, rows: Sequence[Row]) -> list[npt.NDArray[np.float32]]:
+    def logprobs(self, rows: Sequence[Row]) -> list[Logprobs]:
         """log π of every trained token under the present weights; float32 [t] a row, 0 elsewhere."""
-        found = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
-        for batch in microbatches(rows, self.settings.microbatch_tokens):
-            logprobs_n, _ = self._forward(batch.to(self.device))
-            for at, index in enumerate(batch.rows):
-                found[index][rows[index].mask] = logprobs_n[batch.row_n == at].cpu().numpy()
-        return found
+        return self._forward.logprobs(rows, self.settings.microbatch_tokens, share=self._forward.shares)
 
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
         """Write the model in Hugging Face format, with the base's tokenizer and chat template.
@@ -201,37 +194,20 @@ class Policy:
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else EIO, str(error), str(directory)) from error
 
-    def _accumulate(self, batch: Microbatch, denominator: float, diagnostics: Diagnostics) -> Tensor:
-        batch = batch.to(self.device)
-        logprobs_n, entropy_n = self._forward(batch)
-        loss = self._loss(logprobs_n, batch, denominator)
-        loss.backward()
-        diagnostics.add(logprobs_n, entropy_n, batch)
-        return loss.detach()
-
-    def _forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """log π of the trained tokens and the entropy of their distributions, both [n].
-
-        No attention mask: with padding on the right, causal attention of a real token never reaches it.
-        """
-        inputs = {"input_ids": batch.ids_bt, "position_ids": batch.positions_bt, "use_cache": False}
-        if self._head is None:
-            logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
-            return token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
-        hidden_btd = self._backbone(**inputs).last_hidden_state
-        hidden_nd = hidden_btd.flatten(0, 1).index_select(0, batch.at_n)
-        return self._through_head(hidden_nd, batch)
-
-    def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        def piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-            return token_logprobs(self._head(hidden), targets, temperatures)
-
-        size = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
-        if len(hidden_nd) <= size:
-            return piece(hidden_nd, batch.targets_n, batch.temperatures_n)
-        split = (one.split(size) for one in (hidden_nd, batch.targets_n, batch.temperatures_n))
-        pieces = [checkpoint(piece, *each, use_reentrant=False) for each in zip(*split, strict=True)]
-        return torch.cat([one for one, _ in pieces]), torch.cat([one for _, one in pieces])
+    def _accumulate(self, bundle: Bundle, denominator: float, diagnostics: Diagnostics) -> Tensor:
+        """Add a bundle's gradient to the parameters'; returns its share of the loss."""
+        prefix = self._forward.prefix(bundle)
+        losses = []
+        for laid in bundle.microbatches:
+            batch = laid.to(self.device)
+            logprobs_n, entropy_n = self._forward(batch, prefix)
+            loss = self._loss(logprobs_n, batch, denominator)
+            loss.backward()
+            diagnostics.add(logprobs_n, entropy_n, batch)
+            losses.append(loss.detach())
+        if prefix is not None:
+            prefix.backward()
+        return torch.stack(losses).sum()
 
     def _learning_rate(self) -> float:
         """Constant after a linear warm-up over `warmup_steps`."""
@@ -244,15 +220,15 @@ class Policy:
         self._optimizer.step()
         self.steps += 1
 
-    def _suspects(
-        self, rows: Sequence[Row], batches: Sequence[Microbatch], losses: Sequence[Tensor], grad_norm: float
-    ) -> list[str]:
-        """The groups in microbatches of non-finite loss; all of them if only the gradient is non-finite."""
-        if all(math.isfinite(float(loss)) for loss in losses) and math.isfinite(grad_norm):
-            return []
-        bad = [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(float(loss))]
-        found = {rows[index].group_id for batch in bad or batches for index in batch.rows}
-        return sorted(found)
+    def _suspects(self, rows: Sequence[Row]) -> list[str]:
+        """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""
+        bad = {
+            row.group_id
+            for row, logprobs in zip(rows, self.logprobs(rows), strict=True)
+            if not (math.isfinite(row.advantage * row.weight) and np.isfinite(logprobs).all())
+            or np.isnan(row.logprobs[row.mask]).any()
+        }
+        return sorted(bad or {row.group_id for row in rows})
 
 
 def _read_model(path: Path) -> Any:
@@ -280,21 +256,6 @@ def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
     )
-
-
-@torch.no_grad()
-def _split(model: Any, device: torch.device) -> tuple[Any, Any]:
-    """The model as (backbone, head), so that logits are computed only where a token is trained.
-
-    (None, None) where head(backbone(ids)) is not what the model gives: some scale or cap their logits.
-    """
-    backbone, head = model.base_model, model.get_output_embeddings()
-    if backbone is model or head is None:
-        return None, None
-    ids_bt = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    whole = model(input_ids=ids_bt, use_cache=False).logits
-    parts = head(backbone(input_ids=ids_bt, use_cache=False).last_hidden_state)
-    return (backbone, head) if torch.allclose(whole, parts, atol=1e-5, rtol=1e-4) else (None, None)
 
 
 def _tokenizer_files(base: Path) -> dict[str, bytes]:
