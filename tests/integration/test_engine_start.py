@@ -1,0 +1,212 @@
+"""Starting and ending: clear sentences for what cannot be served, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.tiny import make_tiny_model
+from tidegate.engine.model import load_model
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.server import serve
+from tidegate.errors import StartError
+from tidegate.serve import Listen, bind
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"nowhere: there is no such model directory"):
+        serve(EngineOptions(tmp_path / "nowhere"), Listen())
+    with pytest.raises(StartError, match=r"has no config\.json"):
+        serve(EngineOptions(tmp_path), Listen())
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with bind(Listen()) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=str(port)):
+            serve(EngineOptions(tmp_path / "nowhere"), Listen(port=port))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=8)),
+            "layer 0 has a sliding window of 8 tokens",
+        ),
+        (
+            lambda: transformers.MambaForCausalLM(
+                transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+            ),
+            "not a standard attention cache",
+        ),
+        (
+            lambda: transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+            ),
+            "does not run over the slot cache",
+        ),
+    ],
+    ids=["sliding window", "state space", "no position ids"],
+)
+def test_models_that_cannot_be_served_say_why(tmp_path: Path, model: Any, words: str) -> None:
+    model().save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=words):
+        load_model(EngineOptions(tmp_path, max_context=64))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        ),
+        lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=64)),
+        lambda: transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(
+                **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+            )
+        ),
+    ],
+    ids=["learned positions", "a window as long as the context", "experts stored one by one"],
+)
+def test_other_families_are_served_and_take_new_weights(tmp_path: Path, model: Any) -> None:
+    model().save_pretrained(tmp_path)
+    loaded = load_model(EngineOptions(tmp_path, max_context=64))  # compares itself with the plain model
+    loaded.copy_weights(loaded.read_weights(tmp_path))
+
+
+def test_the_comparison_at_the_start_notices_a_wrong_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path, hidden=32)
+    attention = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda self, x, position_ids: forward(self, x, position_ids * 0)
+    )
+    load_model(EngineOptions(tmp_path))  # wrong in both, and equal
+    monkeypatch.setattr(
+        attention, "forward", lambda self, x, ids: forward(self, x, ids + (ids.shape[1] == 1))
+    )
+    with pytest.raises(StartError, match="its logits differ by"):
+        load_model(EngineOptions(tmp_path))
+
+
+def test_settings_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, hidden=32)
+    with pytest.raises(StartError, match="more than the model's 4096 positions"):
+        load_model(EngineOptions(tmp_path, max_context=4097))
+    with pytest.raises(StartError, match=r"engine\.device = 'abacus'"):
+        load_model(EngineOptions(tmp_path, device="abacus"))
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(StartError, match="cannot be loaded"):
+        load_model(EngineOptions(tmp_path))
+
+
+def test_published_weights_may_be_laid_over_the_model(tmp_path: Path) -> None:
+    base, published = tmp_path / "base", tmp_path / "published"
+    make_tiny_model(base, hidden=32)
+    plain = make_tiny_model(published, hidden=32, seed=5)
+    (published / "config.json").unlink()
+    model = load_model(EngineOptions(base, load_weights_from=published))
+    live = model.hf_model.state_dict()
+    assert all((live[name] == tensor).all() for name, tensor in plain.state_dict().items())
+    with pytest.raises(StartError, match="there is no such directory"):
+        load_model(EngineOptions(base, load_weights_from=tmp_path / "gone"))
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.server import serve
+from tidegate.serve import Listen
+{before}
+serve(EngineOptions(Path(sys.argv[1]), max_context=512), Listen(announce=Path(sys.argv[2]), owned=True))
+"""
+DIES_AT_STEP_20 = """
+from tidegate.engine.model import Model
+decode = Model.decode
+steps = 0
+def dying(self, slots):
+    global steps
+    steps += 1
+    if steps > 20:
+        raise RuntimeError("planted fault")
+    return decode(self, slots)
+Model.decode = dying
+"""
+
+
+def start(tmp_path: Path, before: str = "") -> tuple[subprocess.Popen[str], str]:
+    make_tiny_model(tmp_path / "model", hidden=32)
+    announce = tmp_path / "engine.json"
+    command = [sys.executable, "-c", SERVE.format(before=before), str(tmp_path / "model"), str(announce)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not announce.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process, json.loads(announce.read_text())["url"]
+
+
+def generate(url: str, tokens: int) -> tuple[int, Any]:
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_an_owned_engine_ends_with_its_parent(tmp_path: Path) -> None:
+    process, url = start(tmp_path)
+    try:
+        assert generate(url, 5)[0] == 200
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_when_the_scheduler_dies_requests_get_errors_and_the_process_ends(tmp_path: Path) -> None:
+    process, url = start(tmp_path, DIES_AT_STEP_20)
+    try:
+        assert generate(url, 5)[0] == 200
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(lambda _: generate(url, 200), range(3)))
+        assert [status for status, _ in replies] == [500] * 3
+        assert all("planted fault" in reply["error"]["message"] for _, reply in replies)
+        _, log = process.communicate(timeout=15)
+        assert process.returncode not in (0, None)
+        assert "planted fault" in log
+        assert "in dying" in log  # the traceback
+    finally:
+        process.kill()
+        process.wait()
