@@ -187,6 +187,21 @@ def _dumps(value: Any) -> str:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stop.wait()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.up.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -201,13 +216,11 @@ async def served(app: Any) -> AsyncIterator[str]:
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         async with asyncio.timeout(10):
-            while not server.started and not task.done():
-                await asyncio.sleep(0.005)
-        if task.done():
-            task.result()
+            await server.up.wait()
+        assert server.started, "the app did not start"
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop.set()
         await task
         sock.close()
 

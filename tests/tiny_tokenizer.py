@@ -61,7 +61,9 @@ QWEN2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}
 """.replace("THINKS", "false")
 QWEN3 = QWEN2.replace("{%- if false and loop.index0", "{%- if loop.index0")
@@ -92,7 +94,9 @@ COUNTING = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + ' ' + loop.index|string + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant ' + (messages|length + 1)|string + '\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant ' + (messages|length + 1)|string + '\\n' }}
+{%- endif %}
 """
 
 # A reply is not written as it is: no follow-up can be rendered after it.

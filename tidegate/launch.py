@@ -67,6 +67,7 @@ async def _with_signals(run: Run) -> Result:
     def stop() -> None:
         if run.stop.is_set():
             run.kill()
+            run.observer.close()  # gives the terminal back
             os._exit(130)
         run.observer.note("finishing the step and writing a checkpoint; once more stops at once")
         run.stop.set()
@@ -93,7 +94,7 @@ def _finish(settings: Settings, view: Any, result: Result) -> None:
     run_dir = settings.run_dir
     try:
         report: str | None = str(write_report(run_dir))
-    except OSError as error:
+    except (OSError, TidegateError) as error:
         view.note(f"report.html could not be written: {error}")
         report = None
     newest = sorted((run_dir / "checkpoints").glob("step_*/COMMITTED"), key=lambda path: path.stat().st_mtime)

@@ -49,7 +49,16 @@ def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield node.module or ""
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            submodules = [one for one in whole if _file(one) is not None]
+            yield from submodules if len(submodules) == len(whole) else [node.module or "", *submodules]
+
+
+def _file(module: str) -> Path | None:
+    """The file of one of our own modules."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    found = (path.with_suffix(".py"), path / "__init__.py")
+    return next((one for one in found if one.is_file()), None)
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:

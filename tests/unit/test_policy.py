@@ -134,7 +134,7 @@ def test_metrics_of_a_step(base):
     assert metrics["tokens/computed"] == sum(row.inputs for row in rows)  # these share nothing
     assert 0 <= metrics["padding_ratio"] < 0.5
     assert (metrics["skipped"], metrics["learning_rate"]) == (0, 0.01)
-    assert metrics["seconds"] > 0
+    assert metrics["time/update"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
 
 

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.unit.viewer_run import evaluation, metrics_row, write_run
-from tidegate.viewer.base import Silent
+from tidegate.observer import Silent
 from tidegate.viewer.board import Board, Rate
 from tidegate.viewer.live import LiveView, make_view, screen
 from tidegate.viewer.out import Out

@@ -39,33 +39,27 @@ class CommandAgent(Agent):
                 f"the command must be a list of words, such as ['node', 'agent.js'], not {command!r}"
             )
         # A program named by a relative path is meant from here, not from the run's directory.
-        self.command = [str(Path(word).resolve()) if Path(word).is_file() else word for word in command]
+        self.command = [os.path.abspath(word) if os.path.isfile(word) else word for word in command]
         self.env = dict(env or {})
 
     async def run(self, task: TaskView, session: Session) -> Result:
         with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
             result_file = Path(folder, "result.json")
-            process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=folder,
-                env=self._environment(session, _write_task(folder, task), result_file),
-                process_group=0,
+            environment = self._environment(session, _write_task(folder, task), result_file)
+            transport, program = await asyncio.get_running_loop().subprocess_exec(
+                _Program, *self.command, cwd=folder, env=environment, process_group=0
             )
             try:
-                stdout, stderr = await _talk(process, _prompt(task))
+                await program.talk(_prompt(task))
             finally:
-                # Whoever is left of the group is ended, also after a good end.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-            if process.returncode != 0:
+                program.kill_group()
+                transport.close()
+            if transport.get_returncode() != 0:
+                said = program.said(2)[-STDERR_SHOWN:]
                 raise RuntimeError(
-                    f"{self.command[0]} ended with status {process.returncode}: {stderr[-STDERR_SHOWN:]}"
+                    f"{self.command[0]} ended with status {transport.get_returncode()}: {said}"
                 )
-            return _read_result(result_file, stdout)
+            return _read_result(result_file, program.said(1))
 
     def _environment(self, session: Session, task_file: Path, result_file: Path) -> dict[str, str]:
         return {
@@ -94,33 +88,53 @@ def _prompt(task: TaskView) -> bytes:
     return (content if isinstance(content, str) else json.dumps(content)).encode()
 
 
-async def _talk(process: asyncio.subprocess.Process, prompt: bytes) -> tuple[str, str]:
-    """Give the prompt; collect the ends of stdout and stderr until the process has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    outputs = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-    try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read it
-            process.stdin.write(prompt)
-            await process.stdin.drain()
-        process.stdin.close()
-        await process.wait()
-        with contextlib.suppress(ProcessLookupError):  # a child left behind would keep the pipes open
-            os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = await outputs
-    finally:
-        outputs.cancel()
-    return stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
+class _Program(asyncio.SubprocessProtocol):
+    """A running program: keeps the ends of what it says, and learns of its exit.
 
+    asyncio's streams would wait for the pipes too, which a child that was left behind keeps open.
+    """
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    kept = bytearray()
-    while piece := await stream.read(65536):
-        kept += piece
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[None] = loop.create_future()
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._said = {1: bytearray(), 2: bytearray()}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._transport = transport
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        kept = self._said[fd]
+        kept += data
         if len(kept) > 2 * MAX_STDOUT:
             del kept[:-MAX_STDOUT]
-    return bytes(kept[-MAX_STDOUT:])
+
+    def process_exited(self) -> None:
+        if not self._exited.done():
+            self._exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    async def talk(self, prompt: bytes) -> None:
+        """Give it the prompt, which it need not read, and wait until it and its children have ended."""
+        stdin = self._transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        stdin.write(prompt)
+        stdin.close()
+        await self._exited
+        self.kill_group()
+        await self._closed
+
+    def kill_group(self) -> None:
+        # Once its leader has been waited for, a group without members is gone, and its id not yet reused.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._transport.get_pid(), signal.SIGKILL)
+
+    def said(self, fd: int) -> str:
+        return self._said[fd][-MAX_STDOUT:].decode("utf-8", "replace")
 
 
 def _read_result(file: Path, stdout: str) -> Result:

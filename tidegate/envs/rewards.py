@@ -47,7 +47,7 @@ class Reward:
     def __call__(self, given: Mapping[str, Any]) -> float:
         """The unweighted value; raises RewardError where the function raises or gives no finite number."""
         try:
-            value = self.fn(**{name: given[name] for name in _asked(self.fn)})
+            value: Any = self.fn(**{name: given[name] for name in _asked(self.fn)})
         except Exception as error:
             raise RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(value, Real) or not math.isfinite(value):

@@ -103,15 +103,15 @@ class Scorer:
             async with asyncio.timeout(timeout), self._slots:
                 scored = await self._in_thread(run)
         except TimeoutError:
-            raise RewardError(f"the reward was not there after {timeout:.1f} s") from None
+            raise RewardError(f"the reward was not there after {timeout:.3g} s") from None
         return check(scored)
 
-    async def _in_thread(self, run: Callable[[], Scored]) -> Scored:
+    async def _in_thread(self, run: Callable[[], object]) -> object:
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Scored] = loop.create_future()
+        done: asyncio.Future[object] = loop.create_future()
         late = False
 
-        def settle(result: Scored | None, error: BaseException | None) -> None:
+        def settle(result: object, error: BaseException | None) -> None:
             if late:
                 self.stuck -= 1
             if done.done():
@@ -119,7 +119,6 @@ class Scorer:
             if error is not None:
                 done.set_exception(RewardError(f"the reward raised {type(error).__name__}: {error}"))
             else:
-                assert result is not None
                 done.set_result(result)
 
         def work() -> None:
@@ -140,7 +139,7 @@ class Scorer:
             raise
 
 
-def check(scored: Scored) -> Scored:
+def check(scored: object) -> Scored:
     """A score whose numbers are finite; raises RewardError that names the one that isn't."""
     if not isinstance(scored, Scored):
         raise RewardError(f"the reward gave a {type(scored).__name__}, not a Scored")

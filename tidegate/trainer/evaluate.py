@@ -17,7 +17,7 @@ import numpy as np
 
 from tidegate.config import Settings
 from tidegate.errors import GatewayError
-from tidegate.trainer.observer import Observer
+from tidegate.observer import Observer
 from tidegate.trainer.rollout import Episodes, attempt_seed
 from tidegate.types import Sampling, Task, Trajectory
 

@@ -110,7 +110,7 @@ class Policy:
             "tokens/trained": float(sum(row.trained for row in rows)),
             "tokens/computed": float(sum(one.tokens for one in passes)),
             "padding_ratio": padding_ratio(passes),
-            "seconds": time.perf_counter() - started,
+            "time/update": time.perf_counter() - started,
         }
 
     def logprobs(self, rows: Sequence[Row]) -> list[Logprobs]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tidegate.observer import Observer
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.metrics import MetricsLog
-from tidegate.trainer.observer import Observer
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Trajectory
 
@@ -94,6 +94,7 @@ def _selection(trained: list[Trajectory], dropped: list[Trajectory]) -> dict[str
     """Trained against dropped work, so that a selection bias shows."""
     found = {"selection/dropped_ratio": len(dropped) / (len(trained) + len(dropped))}
     for name, ones in (("trained", trained), ("dropped", dropped)):
-        found |= _spread(f"selection/{name}_length", [one.sampled_tokens() for one in ones], ("mean",))
-        found |= _spread(f"selection/{name}_reward", [one.reward or 0.0 for one in ones], ("mean",))
+        if ones:
+            found[f"selection/{name}_length"] = float(np.mean([one.sampled_tokens() for one in ones]))
+            found[f"selection/{name}_reward"] = float(np.mean([one.reward or 0.0 for one in ones]))
     return found

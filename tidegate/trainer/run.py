@@ -15,6 +15,7 @@ from tidegate.config import Settings, dump_settings
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, HopelessError, StartError, TidegateError
 from tidegate.gateway.client import GatewayClient
+from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission, Progress, Rules, Ticket
 from tidegate.trainer.batches import Batches, Credit, group_credit
@@ -24,7 +25,6 @@ from tidegate.trainer.guard import Guard, every, watchdog
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.loop import Loop, whole
 from tidegate.trainer.metrics import MetricsLog
-from tidegate.trainer.observer import Observer
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidegate.viewer.base import GROUP_ENDINGS
+from tidegate.observer import GROUP_ENDINGS
 from tidegate.viewer.files import objects
 from tidegate.viewer.text import printable
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES, RunView
+from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
 from tidegate.viewer.board import Board, Progress
 from tidegate.viewer.out import Out, Terminal
 from tidegate.viewer.plain import PlainView
@@ -26,7 +26,7 @@ NEWS_LINES = 5
 BAR = 20
 
 
-def make_view(live: bool, total_steps: int, bound: int | None, console: Console | None = None) -> RunView:
+def make_view(live: bool, total_steps: int, bound: int | None, console: Console | None = None) -> Observer:
     """The live view where it is wanted and the console can show it, else plain lines.
 
     `bound` is `max_staleness`, None where there is none. The live view needs a terminal that can move

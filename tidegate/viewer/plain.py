@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tidegate.viewer.base import GROUP_STAGES
+from tidegate.observer import GROUP_STAGES
 from tidegate.viewer.board import Rate
 from tidegate.viewer.out import Out
 from tidegate.viewer.summary import SCORES, farewell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidegate.viewer.base import GROUP_ENDINGS, GROUP_STAGES
+from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
 from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
 from tidegate.viewer.files import RunFiles
 from tidegate.viewer.text import smoothed

@@ -1,4 +1,4 @@
-"""What a view of a run is told, in plain types.
+"""Who watches a run, and what they are told, in plain types. Observing never changes what is observed.
 
 Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may be missing:
 
@@ -25,7 +25,7 @@ GROUP_STAGES = ("live", "ready", "leased")
 """Where a group that has not ended is."""
 
 
-class RunView(Protocol):
+class Observer(Protocol):
     """Something that shows a run while it goes on. No method waits, and none stops the run."""
 
     def started(self, info: Mapping[str, object]) -> None:

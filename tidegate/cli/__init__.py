@@ -1,0 +1,40 @@
+"""The verbs, one a file. Each imports what it needs when it is run, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from tidegate import __version__
+from tidegate.cli import audit, engine, gateway, report, train
+from tidegate.errors import TidegateError
+
+VERBS = (train, gateway, engine, audit, report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit code. A `TidegateError` is shown as its sentence, not as a traceback."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not getattr(arguments, "takes_settings", False):
+        parser.error(f"unknown arguments for {arguments.verb}: {' '.join(rest)}")
+    run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
+    try:
+        return run(arguments, rest)
+    except TidegateError as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tidegate", description="Point any agent's base_url at Tidegate and it learns."
+    )
+    parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in VERBS:
+        verb.add(verbs)
+    return parser

@@ -1,0 +1,26 @@
+"""`tidegate audit`: the proof of a run's ledger."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tidegate.cli.verbs import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "audit",
+        help="prove a run's ledger from its files",
+        description="Prove a run's ledger from its files; exits with 1 where it does not hold.",
+    )
+    verb.add_argument("run_dir", type=Path)
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.trainer.audit import audit_run, table
+
+    audit = audit_run(arguments.run_dir)
+    print(table(audit))
+    return 0 if audit.holds else 1

@@ -1,0 +1,45 @@
+"""`tidegate gateway`: the gateway by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.errors import ConfigError
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser("gateway", help="serve the gateway", description="Serve the gateway.")
+    verb.add_argument("--model", type=Path, required=True, help="a directory with the model's tokenizer")
+    verb.add_argument("--engine", action="append", default=[], metavar="URL", help="may be repeated")
+    verb.add_argument("--env", help="the environment whose rewards are given")
+    verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
+    verb.add_argument("--tool-parser", choices=["hermes", "none"], default="hermes")
+    verb.add_argument("--admin-key", help="guards the control plane; needed beyond loopback")
+    add_address(verb, 8000)
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.envs.base import load_environment
+    from tidegate.gateway.server import GatewayOptions, serve
+    from tidegate.serve import Listen
+
+    if arguments.host not in ("127.0.0.1", "localhost", "::1") and arguments.admin_key is None:
+        raise ConfigError(f"--host {arguments.host} is reachable by others: set --admin-key")
+    log_to_stderr()
+    rewarders = {}
+    if arguments.env is not None:
+        environment = load_environment(arguments.env, arguments.env_options)
+        rewarders[environment.name] = environment
+    options = GatewayOptions(
+        model=arguments.model,
+        engine_urls=arguments.engine,
+        admin_key=arguments.admin_key,
+        tool_parser=arguments.tool_parser,
+        rewarders=rewarders,
+    )
+    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
+    return 0

@@ -1,0 +1,23 @@
+"""`tidegate report`: a run's report, written again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tidegate.cli.verbs import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "report", help="write a run's report.html again", description="Write report.html and reward.png."
+    )
+    verb.add_argument("run_dir", type=Path)
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.viewer.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return 0

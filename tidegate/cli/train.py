@@ -1,0 +1,39 @@
+"""`tidegate train`: from settings to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tidegate.cli.verbs import Verbs
+from tidegate.errors import ConfigError
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "train",
+        help="train an agent's model",
+        description="Train: starts the engine and the gateway, runs the agent, updates and publishes.",
+        epilog="Any setting can be given as --section.key value; `tidegate train --settings` lists them.",
+    )
+    verb.add_argument("config", type=Path, nargs="?", help="a TOML file of settings")
+    how = verb.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    how.add_argument("--fresh", action="store_true", help="set an existing run of this name aside first")
+    verb.add_argument("--settings", action="store_true", help="list every setting with its default")
+    verb.set_defaults(run=run, takes_settings=True)
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from tidegate.config import known_keys, load_settings
+
+    if arguments.settings:
+        for key, default, text in known_keys():
+            print(f"{key:<32}{default:<16}{' '.join(text.split())}")
+        return 0
+    if arguments.config is None and not overrides:
+        raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
+    settings = load_settings(arguments.config, overrides)
+    from tidegate.launch import launch
+
+    return launch(settings, resume=arguments.resume, fresh=arguments.fresh)
