@@ -30,7 +30,7 @@ class CommandAgent(Agent):
     stdin. The output is what it writes to RESULT_FILE (JSON `{"output", "reward"?, "metrics"?}`), or
     else its stdout. An exit status other than 0 ends the run as `agent_error`.
 
-    It runs in a process group of its own in an empty directory, both of which end with the run.
+    It runs in a process group of its own, in an empty directory, both of which end with the run.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -47,7 +47,7 @@ class CommandAgent(Agent):
             result_file = Path(folder, "result.json")
             environment = self._environment(session, _write_task(folder, task), result_file)
             transport, program = await asyncio.get_running_loop().subprocess_exec(
-                _Program, *self.command, cwd=folder, env=environment, process_group=0
+                _Program, *self.command, cwd=folder, env=environment, start_new_session=True
             )
             try:
                 await program.talk(_prompt(task))
@@ -98,6 +98,7 @@ class _Program(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[None] = loop.create_future()
         self._closed: asyncio.Future[None] = loop.create_future()
+        self._killed = False
         self._said = {1: bytearray(), 2: bytearray()}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -129,7 +130,10 @@ class _Program(asyncio.SubprocessProtocol):
         await self._closed
 
     def kill_group(self) -> None:
-        # Once its leader has been waited for, a group without members is gone, and its id not yet reused.
+        """End whoever is left of the group; once, since its id is another's some day."""
+        if self._killed:
+            return
+        self._killed = self._exited.done()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 

@@ -1,0 +1,146 @@
+"""Any program as an agent: what it is told, what is taken from it, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tidegate.agents.base import Result, Session
+from tidegate.agents.command import MAX_STDOUT, CommandAgent
+from tidegate.types import TaskView
+
+TASK = TaskView(
+    "t-1", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "how many? é"}]
+)
+
+
+def session() -> Session:
+    return Session("http://gate/s/1/v1", "key-1", "policy", 7, time.monotonic() + 30)
+
+
+def python(code: str, **env: str) -> CommandAgent:
+    return CommandAgent([sys.executable, "-c", code], env)
+
+
+async def test_it_is_told_where_the_model_is_and_what_to_do() -> None:
+    names = [
+        "OPENAI_BASE_URL",
+        "OPENAI_API_KEY",
+        "ANTHROPIC_BASE_URL",
+        "ANTHROPIC_API_KEY",
+        "MODEL",
+        "SEED",
+        "OWN",
+    ]
+    code = f"""if True:
+        import json, os, sys
+        seen = {{name: os.environ[name] for name in {names}}}
+        seen["task"] = json.load(open(os.environ["TASK_FILE"]))
+        seen["stdin"] = sys.stdin.buffer.read().decode()
+        seen["cwd"] = os.listdir()
+        print(json.dumps(seen))"""
+    seen = json.loads((await python(code, OWN="mine").run(TASK, session())).output)
+    assert seen == {
+        "OPENAI_BASE_URL": "http://gate/s/1/v1",
+        "OPENAI_API_KEY": "key-1",
+        "ANTHROPIC_BASE_URL": "http://gate/s/1",
+        "ANTHROPIC_API_KEY": "key-1",
+        "MODEL": "policy",
+        "SEED": "7",
+        "OWN": "mine",
+        "task": {"id": "t-1", "messages": list(TASK.messages)},
+        "stdin": "how many? é",
+        "cwd": ["task.json"],
+    }
+
+
+async def test_a_result_file_comes_before_stdout() -> None:
+    said = {"output": "#### 4", "reward": 0.5, "metrics": {"steps": 3}}
+    code = f"import os; print('noise'); open(os.environ['RESULT_FILE'], 'w').write('''{json.dumps(said)}''')"
+    assert await python(code).run(TASK, session()) == Result("#### 4", 0.5, {"steps": 3})
+
+
+@pytest.mark.parametrize("said", ["not json", "[]", "{}"])
+async def test_a_bad_result_file_is_an_error(said: str) -> None:
+    code = f"import os; open(os.environ['RESULT_FILE'], 'w').write('{said}')"
+    with pytest.raises(ValueError, match="RESULT_FILE is not JSON"):
+        await python(code).run(TASK, session())
+
+
+async def test_a_bad_status_is_an_error_with_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match=r"status 3: (?s:.*)out of luck"):
+        await python("import sys; print('out of luck', file=sys.stderr); sys.exit(3)").run(TASK, session())
+
+
+async def test_a_program_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        await CommandAgent(["no-such-program"]).run(TASK, session())
+
+
+async def test_of_a_flood_the_end_is_kept() -> None:
+    code = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10_000)\nprint('#### 9')"
+    output = (await python(code).run(TASK, session())).output
+    assert len(output) == MAX_STDOUT
+    assert output.endswith("#### 9\n")
+
+
+async def test_a_program_need_not_read_its_input() -> None:
+    long = TaskView("t", [{"role": "user", "content": "x" * 1_000_000}])
+    code = "import os; os.close(0); print('done')"
+    assert (await python(code).run(long, session())).output == "done\n"
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+SPAWNS = """if True:
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(os.environ["PIDS"], "w") as pids:
+        pids.write(f"{os.getpid()} {child.pid}\\n")
+"""
+
+
+async def spawned(fifo: str) -> list[int]:
+    """The processes' ids, as soon as they are there."""
+    return [int(pid) for pid in (await asyncio.to_thread(Path(fifo).read_text)).split()]
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while alive(pid):  # noqa: ASYNC110 - nobody here is told of the end of another's child
+            await asyncio.sleep(0.01)
+
+
+async def test_cancelling_ends_the_whole_group(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "pids")
+    os.mkfifo(fifo)
+    run = asyncio.create_task(python(SPAWNS + "    child.wait()", PIDS=fifo).run(TASK, session()))
+    pids = await spawned(fifo)
+    assert all(map(alive, pids))
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    for pid in pids:
+        await gone(pid)
+
+
+async def test_a_child_left_behind_is_ended(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "pids")
+    os.mkfifo(fifo)
+    run = asyncio.create_task(python(SPAWNS + "    print('done')", PIDS=fifo).run(TASK, session()))
+    pids = await spawned(fifo)
+    assert (await run).output == "done\n"
+    for pid in pids:
+        await gone(pid)
