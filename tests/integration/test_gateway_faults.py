@@ -1,0 +1,317 @@
+"""Engines that die, hang, fail and answer nonsense: the agent sees a slow answer or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.fakes import FakeEngine, Fault, Stage, staged
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.engines import PoolTimes
+from tidegate.types import Outcome, Task, Trajectory, VersionSpan
+
+TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
+ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
+FAST = PoolTimes(connect_s=1.0, probe_every_s=0.1, probe_timeout_s=0.2)
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=FAST) as made:
+        yield made
+
+
+async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncOpenAI]:
+    access = await stage.client.open_session(**{"task": TASK, "deadline_s": 20.0, **options})
+    return access, AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=3)
+
+
+async def ask(llm: AsyncOpenAI, stream: bool = False, messages: list[Any] = ASK) -> str:
+    if not stream:
+        reply = await llm.chat.completions.create(model="m", messages=messages)
+        return reply.choices[0].message.content or ""
+    chunks = await llm.chat.completions.create(model="m", messages=messages, stream=True)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+async def ended(stage: Stage, access: SessionAccess) -> Trajectory:
+    await stage.client.finish(access.session_id, reward=0)
+    return await stage.client.trajectory(access.session_id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault("status", 500)],
+        [Fault("status", 503), Fault("status", 429), Fault("status", 502)],
+        [Fault("drop")],
+        [Fault("drop"), Fault("status", 500), Fault("drop")],
+    ],
+    ids=["500", "busy", "dropped", "all"],
+)
+async def test_a_failing_engine_is_a_slow_answer(stage: Stage, faults: list[Fault], stream: bool) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.extend(faults)
+    stage.say("3")
+    assert await ask(llm, stream) == "3"
+    assert len(stage.engine.requests) == len(faults) + 1
+    assert len({request["rid"] for request in stage.engine.requests}) == len(faults) + 1
+    trajectory = await ended(stage, access)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 1)
+
+
+async def test_a_dead_engine_that_comes_back_at_its_address_goes_on(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    assert await ask(llm)
+    await stage.engine.stop()
+    waiting = asyncio.create_task(ask(llm))
+    async with asyncio.timeout(10):
+        while (await stage.client.list_engines())[0]["healthy"]:
+            await asyncio.sleep(0.01)
+    assert not waiting.done()
+    stage.say("back")
+    await stage.engine.start()
+    assert await asyncio.wait_for(waiting, 10) == "back"
+    assert [engine["healthy"] for engine in await stage.client.list_engines()] == [True]
+    assert (await ended(stage, access)).outcome is Outcome.COMPLETED
+
+
+async def test_an_engine_that_hangs_is_found_and_its_calls_move_on(stage: Stage) -> None:
+    """The process accepts connections and says nothing, neither to calls nor to the probe."""
+    _, llm = await opened(stage)
+    other = FakeEngine(stage.engine.decode, stop_id=2)
+    stage.engine.faults.append(Fault("hang"))
+    call = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    await other.start()
+    try:
+        await stage.client.add_engine(other.url)
+        stage.engine.info_hangs = True
+        assert await asyncio.wait_for(call, 10)
+        assert len(other.requests) == 1
+        assert {row["url"]: row["healthy"] for row in await stage.client.list_engines()} == {
+            stage.engine.url: False,
+            other.url: True,
+        }
+    finally:
+        await other.stop()
+
+
+async def test_a_slow_engine_is_not_taken_for_one_that_hangs(stage: Stage) -> None:
+    _, llm = await opened(stage)
+    stage.engine.faults.append(Fault("hold"))
+    call = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    await asyncio.sleep(1.0)  # many probes, all answered
+    stage.engine.release()
+    assert await call
+    assert len(stage.engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_sessions_deadline_ends_the_wait(stage: Stage, stream: bool) -> None:
+    access, llm = await opened(stage, deadline_s=0.5)
+    stage.engine.faults.append(Fault("hang"))
+    with pytest.raises(openai.APIStatusError, match="deadline") as raised:
+        await ask(llm, stream)
+    assert raised.value.status_code in (403, 424)
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    await stage.engine.until(lambda: stage.engine.aborted == [stage.engine.requests[0]["rid"]])
+    with pytest.raises(openai.PermissionDeniedError, match="deadline passed"):
+        await ask(llm)
+    summary = await stage.client.finish(access.session_id)
+    assert (summary.outcome, summary.reward) == (Outcome.TIMEOUT, None)
+
+
+async def test_no_engine_at_all_is_an_infrastructure_error(stage: Stage) -> None:
+    await stage.client.remove_engine(stage.engine.url)
+    access, llm = await opened(stage, deadline_s=0.4)
+    with pytest.raises(openai.APIStatusError, match="there is no engine|deadline"):
+        await ask(llm)
+    summary = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
+    assert summary.outcome is Outcome.INFRA_ERROR
+    assert summary.error is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "stream"),
+    [
+        (Fault("no_logprobs"), "the engine returned no logprobs", False),
+        (Fault("no_logprobs"), "the engine returned no logprobs", True),
+        (Fault("garbage"), "not JSON", False),
+        (Fault("status", 400), "answered 400", False),
+        (Fault("status", 400), "answered 400", True),
+    ],
+)
+async def test_what_an_engine_does_not_give_is_not_made_up(
+    stage: Stage, fault: Fault, why: str, stream: bool
+) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(fault)
+    with pytest.raises(openai.APIError, match=why):
+        await ask(llm, stream)
+    assert len(stage.engine.requests) == 1
+    summary = await stage.client.finish(access.session_id, outcome="agent_error")
+    assert (summary.outcome, summary.turns) == (Outcome.INFRA_ERROR, 0)
+
+
+async def test_an_agent_that_swallows_the_error_is_no_completed_episode(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    assert await ask(llm)
+    stage.engine.faults.append(Fault("no_logprobs"))
+    with pytest.raises(openai.APIError):
+        await ask(llm)
+    summary = await stage.client.finish(access.session_id, output="I give up", reward=0)
+    assert (summary.outcome, summary.reward) == (Outcome.INFRA_ERROR, None)
+
+
+async def test_an_agent_that_recovers_is_a_completed_one(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("no_logprobs"))
+    with pytest.raises(openai.APIError):
+        await ask(llm)
+    assert await ask(llm)
+    assert (await ended(stage, access)).outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("no_versions"), *(Fault("version", one) for one in ("default", "", None, "-1", 1.5))]
+)
+async def test_an_unknown_version_is_recorded_as_unknown(stage: Stage, fault: Fault) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(fault)
+    await ask(llm)
+    trajectory = await ended(stage, access)
+    assert trajectory.turns[0].version_spans == ()
+    assert trajectory.oldest_version() is None
+    assert "unknown_version_turns_total 1" in await stage.client.metrics()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_request_is_continued_within_the_call(stage: Stage, stream: bool) -> None:
+    access, llm = await opened(stage)
+    text = "one two three four five six"
+    ids = stage.say(text)
+    stage.engine.version = "4"
+    stage.engine.faults.append(Fault("abort", 3))
+    stage.engine.replies.append(ids[3:])
+
+    call = asyncio.create_task(ask(llm, stream))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    stage.engine.version = "5"
+    assert await call == text
+    first, second = stage.engine.requests
+    assert second["input_ids"] == [*first["input_ids"], *ids[:3]]
+    budgets = [one["sampling_params"]["max_new_tokens"] for one in (first, second)]
+    assert budgets == [256, 253]
+    [turn] = (await ended(stage, access)).turns
+    assert turn.output_ids.tolist() == ids
+    assert len(turn.logprobs) == len(ids)
+    assert turn.oldest_version() in (4, 5)
+    assert turn.version_spans[-1] == VersionSpan(5, turn.version_spans[-1].start, len(ids))
+
+
+async def test_a_stream_that_breaks_off_is_continued(stage: Stage) -> None:
+    """What the client has seen stays; the versions of those tokens came with their events."""
+    access, llm = await opened(stage)
+    text = "one two three four five six"
+    ids = stage.say(text)
+    stage.engine.faults.append(Fault("break", 4))
+    stage.engine.replies.append(ids[4:])
+    assert await ask(llm, stream=True) == text
+    [turn] = (await ended(stage, access)).turns
+    assert turn.output_ids.tolist() == ids
+    assert turn.oldest_version() == 0
+
+
+async def test_sessions_keep_their_engine_and_new_ones_go_where_there_is_room(stage: Stage) -> None:
+    other = FakeEngine(stage.engine.decode, stop_id=2)
+    await other.start()
+    try:
+        await stage.client.add_engine(other.url)
+        stage.engine.faults.append(Fault("hold"))
+        other.faults.append(Fault("hold"))
+        busy = [await opened(stage) for _ in range(2)]
+        calls = [asyncio.create_task(ask(llm)) for _, llm in busy]
+        for engine in (stage.engine, other):  # one call each
+            await engine.until(lambda e=engine: len(e.requests) == 1)
+            engine.release()
+        await asyncio.gather(*calls)
+        for _ in range(3):
+            await asyncio.gather(*(ask(llm) for _, llm in busy))
+        assert [len(engine.requests) for engine in (stage.engine, other)] == [4, 4]
+        await other.stop()
+        await asyncio.gather(*(ask(llm) for _, llm in busy))
+        assert len(stage.engine.requests) == 6
+    finally:
+        await other.stop()
+
+
+async def test_a_call_after_the_end_is_refused_and_changes_nothing(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    await ask(llm)
+    first = await stage.client.finish(access.session_id, output="3", reward=1)
+    with pytest.raises(openai.PermissionDeniedError, match="it was finished") as raised:
+        await ask(llm)
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    assert await stage.client.finish(access.session_id, output="4", reward=0) == first
+    assert len((await stage.client.trajectory(access.session_id)).turns) == 1
+    assert len(stage.engine.requests) == 1
+
+
+@pytest.mark.parametrize("how", ["finish", "delete", "drop"])
+async def test_the_end_of_a_session_aborts_what_it_generates(stage: Stage, how: str) -> None:
+    access, llm = await opened(stage, group_id="g1", slot=0)
+    stage.engine.faults.append(Fault("hang"))
+    call = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    if how == "finish":
+        summary = await stage.client.finish(access.session_id, reward=1)
+        assert summary.outcome is Outcome.AGENT_ERROR
+        assert "never called" in str(summary.error)
+    elif how == "delete":
+        await stage.client.delete_session(access.session_id)
+    else:
+        await stage.client.drop_group("g1")
+    await stage.engine.until(lambda: stage.engine.aborted == [stage.engine.requests[0]["rid"]])
+    with pytest.raises(openai.PermissionDeniedError):
+        await call
+
+
+async def test_a_reply_that_meets_the_end_of_its_session_is_not_delivered(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trajectory of a finished session never changes, so the late reply is refused."""
+    access, llm = await opened(stage)
+    session = stage.gateway.session(access.session_id)
+    await ask(llm)
+    record = stage.gateway.turns._record
+
+    def recorded_and_finished(*arguments: Any) -> None:
+        record(*arguments)
+        session.close("it was finished")
+
+    monkeypatch.setattr(stage.gateway.turns, "_record", recorded_and_finished)
+    with pytest.raises(openai.PermissionDeniedError):
+        await ask(llm)
+    assert [node.turn.delivered for node in session.tree.nodes] == [True, False]
+
+
+async def test_errors_have_the_dialects_shape(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("no_logprobs"))
+    with pytest.raises(openai.APIStatusError) as raised:
+        await ask(llm)
+    error = json.loads(raised.value.response.content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (raised.value.status_code, error["type"]) == (424, "engine_error")
+    assert access.api_key not in raised.value.response.text

@@ -1,0 +1,133 @@
+"""The engine's replies, read strictly: what it does not attest is not made up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tidegate.errors import EngineError
+from tidegate.gateway.protocol import Order, Sampled, read_reply, read_version, request_body
+from tidegate.types import VersionSpan
+
+
+def payload(ids: list[int], **meta: Any) -> dict[str, Any]:
+    told = {
+        "finish_reason": {"type": "stop"},
+        "cached_tokens": 2,
+        "output_token_logprobs": [[-0.5, one, None] for one in ids],
+        "weight_versions": [{"version": "3", "start": 0, "end": len(ids)}],
+    }
+    return {"output_ids": ids, "meta_info": {**told, **meta}}
+
+
+def test_a_good_reply() -> None:
+    sampled = read_reply(payload([7, 8]))
+    assert sampled == Sampled([7, 8], [-0.5, -0.5], [VersionSpan(3, 0, 2)], "stop", 2)
+
+
+@pytest.mark.parametrize("version", ["", "v3", "-1", "3.0", " 3", "٣", None, True, 3.0, [], "default"])
+def test_a_version_that_is_no_number_is_unknown(version: Any) -> None:
+    assert read_version(version) is None
+    sampled = read_reply(payload([7], weight_versions=[{"version": version, "start": 0, "end": 1}]))
+    assert sampled.spans == []
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None,
+        "3",
+        [None],
+        [{"version": "3"}],
+        [{"version": "3", "start": 0, "end": 3}],
+        [{"version": "3", "start": -1, "end": 1}],
+        [{"version": "3", "start": 1, "end": 1}],
+        [{"version": "3", "start": 0.0, "end": 1.0}],
+    ],
+)
+def test_malformed_spans_are_no_spans(spans: Any) -> None:
+    assert read_reply(payload([7, 8], weight_versions=spans)).spans == []
+
+
+def test_the_newest_version_does_not_stand_for_all_tokens() -> None:
+    sampled = read_reply(payload([7], weight_versions=None, weight_version="3"))
+    assert sampled.spans == []
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        None,
+        [],
+        [[-0.5, 7, None]],
+        [[-0.5, 7, None], [None, 8, None]],
+        [[-0.5, 7, None], [math.nan, 8, None]],
+        [[-0.5, 7, None], [-math.inf, 8, None]],
+        [[-0.5, 7, None], ["x", 8, None]],
+        [[-0.5, 7, None], [-0.5, 9, None]],
+        [[-0.5, 7, None], []],
+        "none",
+    ],
+)
+def test_a_token_without_its_logprob_is_an_error(pairs: Any) -> None:
+    with pytest.raises(EngineError, match="returned no logprobs|returned logprobs of") as raised:
+        read_reply(payload([7, 8], output_token_logprobs=pairs))
+    assert not raised.value.retryable
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        None,
+        {},
+        {"output_ids": [1]},
+        {"output_ids": None, "meta_info": {}},
+        {"output_ids": ["1"], "meta_info": {"finish_reason": {"type": "stop"}}},
+        payload([7], finish_reason=None),
+        payload([7], finish_reason="stop"),
+        payload([7], finish_reason={"type": "unheard of"}),
+        payload([7], finish_reason={"type": "abort", "status_code": 400, "message": "too long"}),
+    ],
+)
+def test_nonsense_is_an_error_that_is_not_retried(wire: Any) -> None:
+    with pytest.raises(EngineError) as raised:
+        read_reply(wire)
+    assert not raised.value.retryable
+
+
+def test_events_of_a_stream_may_lack_logprobs_until_the_last() -> None:
+    early = read_reply(payload([7], finish_reason=None, output_token_logprobs=None), partial=True)
+    assert (early.ids, early.logprobs, early.finish) == ([7], [], "")
+    with pytest.raises(EngineError, match="no logprobs"):
+        read_reply(payload([7], output_token_logprobs=None), partial=True)
+
+
+def test_pieces_of_one_reply_join_exactly() -> None:
+    sampled = Sampled()
+    sampled.extend(Sampled([1, 2], [-1.0, -2.0], [VersionSpan(3, 0, 2)], "abort", 5))
+    sampled.extend(Sampled([3], [-3.0], [VersionSpan(3, 0, 1)], "abort", 9))
+    sampled.extend(Sampled([4], [-4.0], [VersionSpan(4, 0, 1)], "stop", 9))
+    assert sampled == Sampled(
+        [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [VersionSpan(3, 0, 3), VersionSpan(4, 3, 4)], "stop", 5
+    )
+
+
+def test_a_piece_of_unknown_version_leaves_a_gap() -> None:
+    sampled = Sampled()
+    sampled.extend(Sampled([1], [-1.0], [VersionSpan(3, 0, 1)], ""))
+    sampled.extend(Sampled([2], [-1.0], [], ""))
+    sampled.extend(Sampled([3], [-1.0], [VersionSpan(3, 0, 1)], "stop"))
+    assert sampled.spans == [VersionSpan(3, 0, 1), VersionSpan(3, 2, 3)]
+
+
+def test_a_call_continues_after_what_was_sampled() -> None:
+    order = Order(np.array([1, 2], dtype=np.int32), {"temperature": 1.0}, 10)
+    body = orjson.loads(request_body(order, Sampled([3, 4], [-1.0, -1.0]), "r"))
+    assert body["input_ids"] == [1, 2, 3, 4]
+    assert body["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 8}
+    assert body["return_logprob"] is True
+    assert "logprob_start_len" not in body

@@ -1,0 +1,82 @@
+"""From ids to what a client reads: characters are never split, stop strings never shown."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.render import Renderer
+from tidegate.gateway.reply import Detokenizer, ReplyReader, StopCutter
+from tidegate.gateway.toolcalls import HermesParser, PlainParser
+
+RENDERER = Renderer(make_tokenizer("qwen2"))
+VOCABULARY = len(RENDERER._tokenizer)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+def pieces(values: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    return [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@given(TEXTS, st.lists(st.integers(0, 60), max_size=10))
+def test_streamed_text_is_the_text(text: str, cuts: list[int]) -> None:
+    ids = RENDERER.encode(text)
+    detokenizer = Detokenizer(RENDERER.decode)
+    streamed = [detokenizer.push(piece) for piece in pieces(ids, cuts)]
+    assert "".join(streamed) + detokenizer.finish() == text
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40))
+def test_any_ids_stream_to_a_text_without_crashing(ids: list[int]) -> None:
+    detokenizer = Detokenizer(RENDERER.decode)
+    streamed = "".join(detokenizer.push([one]) for one in ids) + detokenizer.finish()
+    assert "<|im_end|>" not in streamed
+    # Bytes that are no UTF-8 may be shown as more or fewer replacement characters, nothing else differs.
+    assert streamed.replace("\ufffd", "") == RENDERER.decode(ids).replace("\ufffd", "")
+
+
+def test_special_tokens_are_hidden_and_markers_are_shown() -> None:
+    ids = RENDERER.encode("a<tool_call>b</tool_call><|im_end|>")
+    assert RENDERER.decode(ids) == "a<tool_call>b</tool_call>"
+
+
+@given(
+    st.text("abc", max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    st.lists(st.integers(0, 20), max_size=6),
+)
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
+    cutter = StopCutter(stops)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    shown = "".join(cutter.feed(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    shown += cutter.finish()
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert cutter.stopped == bool(found)
+    if not found:
+        assert shown == text
+    else:
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+
+
+def test_a_reply_as_a_message() -> None:
+    text = 'So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    reader = ReplyReader(RENDERER.decode, (), HermesParser())
+    for one in RENDERER.encode(text):
+        reader.push([one])
+    reader.finish()
+    message = reader.message()
+    assert message["content"] == "So."
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"x":1}'}
+    assert call["id"].startswith("call_")
+    assert reader.status == "ok"
+
+
+def test_an_empty_reply_has_empty_content() -> None:
+    reader = ReplyReader(RENDERER.decode, ("x",), PlainParser())
+    reader.push(RENDERER.encode("<|im_end|>"))
+    reader.finish()
+    assert reader.message() == {"role": "assistant", "content": ""}

@@ -1,0 +1,68 @@
+"""Sampling: in training the session decides, in evaluation the agent may; budgets are never exceeded."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget, turn_seed
+from tidegate.types import Sampling
+
+
+def test_in_training_the_session_overrides_the_agent_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rules = SamplingRules([2])
+    wishes = Wishes(temperature=0.2, top_p=0.5, top_k=3, penalties={"frequency_penalty": 1.0})
+    with caplog.at_level(logging.WARNING):
+        for turn in range(3):
+            params = rules.params(wishes, Sampling(1.0), "sums", "train", None, turn)
+    assert params == {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [2]}
+    [record] = caplog.records
+    assert "temperature = 0.2" in record.getMessage()
+    assert "frequency_penalty = 1.0" in record.getMessage()
+
+
+def test_nothing_is_said_where_the_agent_asks_for_what_it_gets(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        SamplingRules([]).params(Wishes(temperature=1.0), Sampling(1.0), "sums", "train", None, 0)
+    assert not caplog.records
+
+
+def test_in_evaluation_the_agent_is_honoured() -> None:
+    rules = SamplingRules([2])
+    asked = rules.params(Wishes(0.2, 0.5, 3), Sampling(0.7), "sums", "eval", None, 0)
+    assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.2, 0.5, 3)
+    silent = rules.params(Wishes(), Sampling(0.0), "sums", "eval", None, 0)
+    assert silent["temperature"] == 0.0
+    with pytest.raises(Refusal, match="min_p"):
+        rules.params(Wishes(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
+
+
+def test_every_turn_has_a_seed_of_its_own() -> None:
+    assert turn_seed(None, 0, None) is None
+    assert turn_seed(None, 5, 42) == 42
+    seeds = [turn_seed(session, turn, agent) for session in (1, 2) for turn in (0, 1) for agent in (None, 42)]
+    assert len(set(seeds)) == 8
+    assert seeds == [turn_seed(s, t, a) for s in (1, 2) for t in (0, 1) for a in (None, 42)]
+    assert all(one is not None and 0 <= one < 2**31 for one in seeds)
+
+
+def test_stop_and_seed_reach_the_engine() -> None:
+    params = SamplingRules([2]).params(Wishes(stop=["x"]), Sampling(), "", "train", 7, 0)
+    assert params["stop"] == ["x"]
+    assert params["sampling_seed"] == turn_seed(7, 0, None)
+
+
+def test_the_budget_is_the_smallest_of_what_bounds_it() -> None:
+    sampling = Sampling(max_tokens=100)
+    assert token_budget(10, None, sampling, None) == 100
+    assert token_budget(10, 50, sampling, 1000) == 50
+    assert token_budget(10, 500, sampling, 1000) == 100
+    assert token_budget(950, 500, sampling, 1000) == 50
+    assert token_budget(999, None, sampling, 1000) == 1
+    with pytest.raises(Refusal, match="maximum context length is 1000") as raised:
+        token_budget(1000, None, sampling, 1000)
+    assert raised.value.code == "context_length_exceeded"
