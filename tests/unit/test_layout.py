@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.trainer.batch import Row
-from tidegate.trainer.layout import Bundle, _cuts, bundles, microbatches, padding_ratio
+from tidegate.trainer.layout import PREFIX_SHARE, Bundle, _cuts, bundles, microbatches, padding_ratio
 
 from .learning_fixtures import make_group, make_row, make_rows
 
@@ -84,7 +84,8 @@ def test_budgets_hold(rows, max_tokens, share):
         for one in bundle.prefixes:
             assert one.positions <= max_tokens or len(one.lengths_p) == 1
         for batch in bundle.microbatches:
-            assert batch.positions <= max_tokens or len(batch.rows) == 1
+            held = batch.positions + len(batch.rows) * (batch.prefix_width // PREFIX_SHARE)
+            assert held <= max_tokens or len(batch.rows) == 1
             assert batch.prefix_width == max(batch.starts_b.tolist())
 
 
@@ -115,6 +116,15 @@ def test_sub_agents_share_among_themselves():
         row.ids[:10] = one[0].ids[:10]
     (bundle,) = bundles([*one, *other], 4096)
     assert sorted(map(len, beginnings(bundle))) == [39, 59]
+
+
+def test_the_prefixes_of_a_bundle_are_bounded():
+    rng = np.random.default_rng(0)
+    rows = [row for _ in range(5) for row in make_group(rng, size=4, prompt=51)]
+    found = bundles(rows, 120)
+    assert [len(beginnings(bundle)) for bundle in found] == [2, 2, 1]
+    (long,) = bundles(make_group(rng, size=4, prompt=300), 120)
+    assert len(beginnings(long)) == 1
 
 
 def test_little_in_common_is_not_worth_a_mask():
