@@ -65,6 +65,10 @@ class CheckpointError(TidegateError):
     """A checkpoint is missing, incomplete, or does not belong to this run."""
 
 
+class StorageError(TidegateError):
+    """The run's directory cannot be written: a full disk, missing rights. What was committed stays."""
+
+
 class TrainingError(TidegateError):
     """Training cannot go on: three non-finite steps in a row, or a batch that cannot be formed."""
 

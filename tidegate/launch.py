@@ -66,9 +66,8 @@ async def _with_signals(run: Run) -> Result:
 
     def stop() -> None:
         if run.stop.is_set():
-            run.kill()
             run.observer.close()  # gives the terminal back
-            os._exit(130)
+            os._exit(130)  # the owned processes end when their stdin closes
         run.observer.note("finishing the step and writing a checkpoint; once more stops at once")
         run.stop.set()
 

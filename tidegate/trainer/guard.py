@@ -15,10 +15,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Guard:
-    """Owns background tasks. `run` lasts as long as the job, or until a component fails."""
+    """Owns background tasks. `run` lasts as long as the job, or until a component fails.
+
+    Made on a running event loop.
+    """
 
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    _failure: asyncio.Future[BaseException] | None = None
+    _failure: asyncio.Future[BaseException] = field(default_factory=asyncio.Future)
 
     def watch(self, component: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a component. One that ends by itself is done; one that raises ends the job."""
@@ -31,12 +34,11 @@ class Guard:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if self._failure is not None and not self._failure.done():
+        if not self._failure.done():
             self._failure.set_result(error)
 
     async def run(self, job: Coroutine[Any, Any, T]) -> T:
         """The job's result; raises the first failing component's error, with the job cancelled."""
-        self._failure = asyncio.get_running_loop().create_future()
         main = asyncio.create_task(job, name="main")
         try:
             waited: list[asyncio.Future[Any]] = [main, self._failure]

@@ -110,6 +110,12 @@ class Publisher:
         await asyncio.to_thread(self.save, weights)
         await self.cancel_doomed(version)
         self.live = (weights, version)
+        await self.bring_all()
+        self._prune(weights)
+
+    async def bring_all(self) -> None:
+        """Bring every engine to what is live: also engines of others, whose weights nobody knows."""
+        weights, version = self.live
         async with aiohttp.ClientSession() as http:
             urls = self.engines()
             results = await asyncio.gather(
@@ -125,7 +131,6 @@ class Publisher:
             raise PublishError(f"version {version} could not be published to any engine: {reasons}")
         for url, error in failed.items():
             await self.quarantine(url, str(error))
-        self._prune(weights)
 
     async def _bring(self, engine: EngineControl, weights: Path, version: int) -> None:
         for attempt in range(ATTEMPTS):

@@ -24,16 +24,18 @@ STOP_S = 8.0
 class Service:
     """One owned server process: `tidegate <verb> …`.
 
-    `arguments` is asked anew at each start, so that a restarted engine comes up at the current weights.
+    `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
+    at the current weights.
     """
 
     def __init__(
-        self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, name: str = ""
+        self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, *, port: int = 0
     ) -> None:
-        self.name = name or verb
+        self.name = verb
         self.verb = verb
         self.restarts = 0
         self.url = ""
+        self._port = port
         self._arguments = arguments
         self._announce = run_dir / "logs" / f"{self.name}.address"
         self.log = run_dir / "logs" / f"{self.name}.log"
@@ -46,10 +48,9 @@ class Service:
         """
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
-        port = ["--port", self.url.rpartition(":")[2]] if self.url else []
         command = [
-            sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
-            "--announce", str(self._announce), "--owned",
+            sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
+            "--port", str(self._port), "--announce", str(self._announce), "--owned",
         ]  # fmt: skip
         with await asyncio.to_thread(self.log.open, "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -60,6 +61,7 @@ class Service:
                 start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
             )
         self.url = await self._ready()
+        self._port = int(self.url.rpartition(":")[2])  # a restart comes up at the same address
         return self.url
 
     async def _ready(self) -> str:

@@ -1,0 +1,132 @@
+"""The processes of a run: its engine, its gateway and its agents' process; started together, kept, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.config import Settings
+from tidegate.errors import GatewayError, StartError, TidegateError
+from tidegate.gateway.client import GatewayClient
+from tidegate.trainer.guard import Guard
+from tidegate.trainer.services import Service
+from tidegate.trainer.workers import AgentWorker
+
+MAX_ENGINE_RESTARTS = 5
+
+Live = Callable[[], tuple[Path, int]]
+"""The weights that engines should serve at this moment, and their version."""
+
+
+@dataclass(slots=True)
+class Processes:
+    """What a run talks to. `engines` are URLs: its own engine's, or those that the settings name."""
+
+    gateway: GatewayClient
+    worker: AgentWorker
+    engines: list[str]
+
+
+async def start_processes(
+    settings: Settings,
+    run_dir: Path,
+    live: Live,
+    guard: Guard,
+    note: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+) -> Processes:
+    """Start everything at once; `stack` ends it, and `guard` learns of a death. Raises StartError."""
+    began = time.monotonic()
+    try:
+        async with asyncio.TaskGroup() as together:
+            engine = together.create_task(_start_engine(settings, run_dir, live, guard, note, stack))
+            gate = together.create_task(_start_gateway(settings, run_dir, guard, stack))
+            agents = together.create_task(_start_worker(settings, run_dir, stack))
+    except* TidegateError as failures:
+        raise failures.exceptions[0] from None
+    engines, gateway, worker = engine.result(), gate.result(), agents.result()
+    for url in engines:
+        await gateway.add_engine(url)
+    note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
+    return Processes(gateway, worker, engines)
+
+
+def engine_arguments(settings: Settings, live: Live) -> list[str]:
+    """The command line of an embedded engine that serves what is live."""
+    weights, version = live()
+    engine = settings.engine
+    return [
+        "--model", str(weights), "--weight-version", str(version), "--device", engine.device,
+        "--dtype", engine.dtype, "--threads", str(engine.threads),
+        "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
+    ]  # fmt: skip
+
+
+async def _start_engine(
+    settings: Settings,
+    run_dir: Path,
+    live: Live,
+    guard: Guard,
+    note: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+) -> list[str]:
+    if settings.engine.urls:
+        return list(settings.engine.urls)
+    engine = Service("engine", lambda: engine_arguments(settings, live), run_dir)
+    stack.push_async_callback(engine.stop)
+    url = await engine.start()
+    guard.watch(_keep_engine(engine, live, note), "engine")
+    return [url]
+
+
+async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None]) -> None:
+    """Restart a dead engine with what is live; give up after MAX_ENGINE_RESTARTS."""
+    while True:
+        how = await engine.died()
+        if engine.restarts >= MAX_ENGINE_RESTARTS:
+            raise StartError(f"{how}, after {engine.restarts} restarts; {engine.last_words()}")
+        note(f"{how}; starting it again")
+        version = live()[1]
+        await engine.restart()
+        note(f"the engine is back at version {version}")
+
+
+async def _start_gateway(
+    settings: Settings, run_dir: Path, guard: Guard, stack: contextlib.AsyncExitStack
+) -> GatewayClient:
+    service = Service("gateway", lambda: gateway_arguments(settings), run_dir, port=settings.gateway.port)
+    stack.push_async_callback(service.stop)
+    url = await service.start()
+    guard.watch(_keep_gateway(service), "gateway")
+    client = GatewayClient(url, settings.gateway.admin_key)
+    stack.push_async_callback(client.close)
+    return client
+
+
+def gateway_arguments(settings: Settings) -> Sequence[str]:
+    """The command line of a gateway without engines; they are added when they are ready."""
+    key = settings.gateway.admin_key
+    return [
+        "--model", str(settings.model.path), "--host", settings.gateway.host,
+        "--tool-parser", settings.gateway.tool_parser,
+        "--env", settings.env.use, "--env-options", json.dumps(settings.env.options),
+        *(["--admin-key", key] if key is not None else []),
+    ]  # fmt: skip
+
+
+async def _keep_gateway(gateway: Service) -> None:
+    how = await gateway.died()
+    raise GatewayError(f"{how}; the sessions it held are lost. {gateway.last_words()}")
+
+
+async def _start_worker(settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack) -> AgentWorker:
+    worker = await AgentWorker.start(
+        settings.agent.use, settings.agent.options, run_dir / "logs" / "agent.log"
+    )
+    stack.push_async_callback(worker.close)
+    return worker
