@@ -323,7 +323,7 @@ def test_the_books_know_what_is_trained(tmp_path: Path) -> None:
         *ending("c", "stepped"),
         *ending("d", "stale"),
         {"kind": "group", "event": "issued", "id": "e"},
-        {"kind": "run", "event": "published", "version": 3},
+        {"kind": "run", "event": "publishing", "version": 3},
     )
     (tmp_path / "ledger.jsonl").write_text(ledger)
     for step, position in ((2, 5), (10, 10)):

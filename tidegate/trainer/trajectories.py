@@ -75,5 +75,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "kv_version": turn.kv_version,
         "cached_tokens": turn.cached_tokens,
         "branch": turn.branch,
+        "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
+        "parse": turn.parse,
         "seconds": round(turn.seconds, 4),
     }

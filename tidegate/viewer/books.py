@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,60 +41,85 @@ class _Item:
     staleness: int | None = None
 
 
-def read_books(run_dir: Path, remarks: list[str]) -> Books | None:
-    """Count `ledger.jsonl`; None where there is none.
+class BookKeeper:
+    """Counts a ledger entry by entry, so that one that grows is never read again from its start."""
 
-    What was stepped on counts as trained when a checkpoint's marker lies behind it, and a later start
-    did not go back to before it.
-    """
-    path = run_dir / "ledger.jsonl"
-    if not path.exists():
-        return None
-    books = Books()
-    items: dict[tuple[str, str], _Item] = {}
-    abandoned: set[str] = set()
-    for entry in objects(path, remarks):
+    def __init__(self) -> None:
+        self._items: dict[tuple[str, str], _Item] = {}
+        self._abandoned: set[str] = set()
+        self._so_far = Books()
+
+    def enter(self, entry: Mapping[str, Any]) -> None:
         kind, event = entry.get("kind"), entry.get("event")
         if kind == "run":
-            _enter_run(books, entry, items, abandoned)
+            self._enter_run(entry)
         elif kind in ("group", "attempt"):
             key = (str(kind), str(entry.get("id")))
             if event == "issued":
-                items[key] = _Item(str(entry.get("group", key[1])))
-            elif event == "ended" and key in items:
-                _end(books, items[key], str(kind), entry)
-    committed = _committed(run_dir)
-    for (kind, _), item in items.items():
-        kept = item.state == "stepped" and item.seq < committed and item.group not in abandoned
-        counter = books.groups if kind == "group" else books.attempts
-        counter["trained" if kept else item.state] += 1
-        if kind == "group" and item.staleness is not None and item.group not in abandoned:
-            books.staleness[item.staleness] += 1
-    return books
+                self._items[key] = _Item(str(entry.get("group", key[1])))
+            elif event == "ended" and key in self._items:
+                self._end(self._items[key], str(kind), entry)
+
+    def books(self, committed: int) -> Books:
+        """The counts so far, where the newest checkpoint's marker holds the position `committed`.
+
+        What was stepped on counts as trained when the marker lies behind it, and a later start did not go
+        back to before it.
+        """
+        so_far = self._so_far
+        books = Books(
+            outcomes=so_far.outcomes.copy(),
+            reasons=so_far.reasons.copy(),
+            versions=so_far.versions,
+            starts=list(so_far.starts),
+        )
+        for (kind, _), item in self._items.items():
+            counter = books.groups if kind == "group" else books.attempts
+            counter["trained" if self._kept(item, committed) else item.state] += 1
+            if kind == "group" and item.staleness is not None and item.group not in self._abandoned:
+                books.staleness[item.staleness] += 1
+        return books
+
+    def group_state(self, group_id: str, committed: int) -> str | None:
+        """Where one group stands, in the same words; None for one that was never issued."""
+        item = self._items.get(("group", group_id))
+        if item is None:
+            return None
+        return "trained" if self._kept(item, committed) else item.state
+
+    def _kept(self, item: _Item, committed: int) -> bool:
+        return item.state == "stepped" and item.seq < committed and item.group not in self._abandoned
+
+    def _enter_run(self, entry: Mapping[str, Any]) -> None:
+        self._so_far.versions += entry.get("event") == "publishing"
+        if entry.get("event") == "started":
+            self._so_far.starts.append(float(entry.get("time", 0.0)))
+            position = entry.get("position") or 0
+            self._abandoned.update(item.group for item in self._items.values() if item.seq >= position)
+
+    def _end(self, item: _Item, kind: str, entry: Mapping[str, Any]) -> None:
+        item.state, item.seq = str(entry.get("state")), int(entry.get("seq", 0))
+        if kind == "group":
+            staleness = entry.get("staleness")
+            item.staleness = staleness if item.state == "stepped" and isinstance(staleness, int) else None
+            return
+        self._so_far.outcomes[printable(entry.get("outcome") or "none")] += 1
+        if item.state == "failed" and entry.get("why"):
+            self._so_far.reasons[printable(entry["why"])[:300]] += 1
 
 
-def _enter_run(
-    books: Books, entry: dict[str, Any], items: dict[tuple[str, str], _Item], abandoned: set[str]
-) -> None:
-    books.versions += entry.get("event") == "published"
-    if entry.get("event") == "started":
-        books.starts.append(float(entry.get("time", 0.0)))
-        position = entry.get("position") or 0
-        abandoned.update(item.group for item in items.values() if item.seq >= position)
+def read_books(run_dir: Path, remarks: list[str]) -> Books | None:
+    """Count `ledger.jsonl`; None where there is none."""
+    path = run_dir / "ledger.jsonl"
+    if not path.exists():
+        return None
+    keeper = BookKeeper()
+    for entry in objects(path, remarks):
+        keeper.enter(entry)
+    return keeper.books(committed(run_dir))
 
 
-def _end(books: Books, item: _Item, kind: str, entry: dict[str, Any]) -> None:
-    item.state, item.seq = str(entry.get("state")), int(entry.get("seq", 0))
-    if kind == "group":
-        staleness = entry.get("staleness")
-        item.staleness = staleness if item.state == "stepped" and isinstance(staleness, int) else None
-        return
-    books.outcomes[printable(entry.get("outcome") or "none")] += 1
-    if item.state == "failed" and entry.get("why"):
-        books.reasons[printable(entry["why"])[:300]] += 1
-
-
-def _committed(run_dir: Path) -> int:
+def committed(run_dir: Path) -> int:
     """The ledger's position in the newest checkpoint's marker; 0 without one."""
     newest = newest_checkpoint(run_dir)
     if newest is None:

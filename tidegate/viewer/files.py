@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -127,15 +127,20 @@ def lineage(raw: Iterator[dict[str, Any]]) -> tuple[list[Row], list[int]]:
     rows: list[Row] = []
     redone: list[int] = []
     for one in raw:
-        row = {key: value for key, value in ((key, known(one[key])) for key in one) if value is not None}
-        if "step" not in row:
-            continue
-        if rows and row["step"] < rows[-1]["step"]:
-            redone.append(int(row["step"]))
-            while rows and rows[-1]["step"] >= row["step"]:
-                rows.pop()
-        if rows and rows[-1]["step"] == row["step"]:
-            rows[-1].update(row)
-        else:
-            rows.append(row)
+        enter_row(rows, redone, one)
     return rows, redone
+
+
+def enter_row(rows: list[Row], redone: list[int], line: Mapping[str, Any]) -> None:
+    """Enter one more line of metrics into the lineage so far; a line without a step is left out."""
+    row = {key: value for key, value in ((key, known(line[key])) for key in line) if value is not None}
+    if "step" not in row:
+        return
+    if rows and row["step"] < rows[-1]["step"]:
+        redone.append(int(row["step"]))
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+    if rows and rows[-1]["step"] == row["step"]:
+        rows[-1].update(row)
+    else:
+        rows.append(row)

@@ -1,11 +1,12 @@
 // Reading values off a chart: the nearest step under the pointer, every series' value there.
-for (const figure of document.querySelectorAll("figure[data-chart]")) {
+function readable(figure) {
   const { x, box, series } = JSON.parse(figure.dataset.chart);
   const svg = figure.querySelector(":scope > svg");
   const cursor = svg.querySelector(".cursor");
   const tip = figure.appendChild(Object.assign(document.createElement("div"), { className: "tip", hidden: true }));
   const hide = () => {
     tip.hidden = true;
+    delete figure.dataset.step;
     cursor.classList.remove("on");
   };
   const nearest = (points, at) =>
@@ -18,6 +19,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const wanted = x[0] + ((unit - box[0]) / (box[1] - box[0])) * (x[1] - x[0]);
     const all = series.flatMap((one) => one.points);
     const step = nearest(all, wanted)[0];
+    figure.dataset.step = Math.round(step);
     const lines = [`step ${Math.round(step)}`];
     for (const one of series) {
       const [at, value] = nearest(one.points, step);
@@ -36,3 +38,4 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     tip.style.left = `${left + (left > rect.width / 2 ? -tip.offsetWidth - 12 : 12)}px`;
   });
 }
+for (const figure of document.querySelectorAll("figure[data-chart]")) readable(figure);

@@ -77,24 +77,24 @@ def render(run: RunFiles, books: Books | None) -> str:
     style, script = _asset("report.css"), _asset("report.js")
     trainer = run.settings.get("trainer", {})
     return pages.get_template("report.html").render(
-        name=_name(run),
-        opening=_opening(run),
+        name=run_name(run),
+        opening=opening(run),
         style=Markup(style),
         script=Markup(script),
         style_hash=_hash(style),
         script_hash=_hash(script),
         scores=scores(run),
-        banners=[printable(text) for text in _banners(run, books)],
-        tiles=list(_tiles(run, books)),
+        banners=[printable(text) for text in banners(run, books)],
+        tiles=list(tiles(run, books)),
         reward=reward_chart(run),
-        charts=main_charts(run, _bound(trainer)),
+        charts=main_charts(run, staleness_bound(trainer)),
         health=health_charts(run),
         chosen=choose(run.evaluations),
         books=books,
         states=STATES,
         meter=meter,
         ways=[(purpose, printable(command)) for purpose, command in _ways(run)],
-        settings=list(_settings(run.settings)),
+        settings=list(shown_settings(run.settings)),
         footer=f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from {printable(run.dir)}",
     )
 
@@ -108,16 +108,16 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _name(run: RunFiles) -> str:
+def run_name(run: RunFiles) -> str:
     return printable(run.settings.get("run", {}).get("name") or run.dir.resolve().name)
 
 
-def _bound(trainer: dict[str, Any]) -> int | None:
+def staleness_bound(trainer: dict[str, Any]) -> int | None:
     bound = trainer.get("max_staleness")
     return bound if isinstance(bound, int) else None
 
 
-def _opening(run: RunFiles) -> str:
+def opening(run: RunFiles) -> str:
     def at(section: str, key: str) -> str:
         return printable(run.settings.get(section, {}).get(key, "?"))
 
@@ -136,7 +136,7 @@ def scores(run: RunFiles) -> list[Score]:
     return found
 
 
-def _banners(run: RunFiles, books: Books | None) -> Iterator[str]:
+def banners(run: RunFiles, books: Books | None) -> Iterator[str]:
     planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
     if not run.rows:
         yield "This run has written no step yet."
@@ -153,7 +153,7 @@ def _banners(run: RunFiles, books: Books | None) -> Iterator[str]:
         yield f"{remark[:1].upper()}{remark[1:]}."
 
 
-def _tiles(run: RunFiles, books: Books | None) -> Iterator[Tile]:
+def tiles(run: RunFiles, books: Books | None) -> Iterator[Tile]:
     for score in scores(run)[1:]:
         before = "" if score.before is None else f"{number(score.before)} → "
         yield Tile(score.name.capitalize(), f"{before}{number(score.after)}")
@@ -200,7 +200,7 @@ def _ways(run: RunFiles) -> list[tuple[str, str]]:
 SECRET = ("key", "token", "secret", "password")
 
 
-def _settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def shown_settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Sections with their settings as texts; a report is passed on, so it holds no key."""
     for section, values in settings.items():
         rows = values.items() if isinstance(values, dict) else [("", values)]
