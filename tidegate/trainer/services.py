@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -94,20 +95,12 @@ class Service:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        signal_child(process, signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), STOP_S)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            signal_child(process, signal.SIGKILL)
             await process.wait()
-
-    def kill(self) -> None:
-        """End it at once, without waiting."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
 
     @property
     def pid(self) -> int | None:
@@ -117,3 +110,13 @@ class Service:
         """The last line of the log that says something."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return f"{lines[-1].strip()} (log: {self.log})" if lines else f"it said nothing (log: {self.log})"
+
+
+def signal_child(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Signal a child that may have ended already.
+
+    Not `child.send_signal`: that polls first, and so takes the exit code from under asyncio's watcher.
+    """
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)

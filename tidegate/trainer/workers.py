@@ -8,8 +8,8 @@ process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.services import signal_child
 from tidegate.types import Outcome, TaskView
 
 MAX_LINE = 64 * 1024 * 1024
@@ -188,8 +189,7 @@ class _Process:
 
     def kill(self) -> None:
         self.alive = False
-        with contextlib.suppress(ProcessLookupError):
-            self._child.kill()
+        signal_child(self._child, signal.SIGKILL)
 
     async def close(self) -> None:
         self._orders.close()

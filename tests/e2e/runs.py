@@ -1,0 +1,108 @@
+"""Running `tidegate train` for real, as a process, with the bundled base model and few steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidegate.trainer.audit import Audit, audit_run
+
+REPO = Path(__file__).parents[2]
+DEMO = REPO / "examples" / "demo" / "config.toml"
+SMALL = [
+    "--run.live=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",
+    "--eval.interim_tasks=8", "--agent.max_concurrency=32", "--trainer.checkpoint_every=2",
+]  # fmt: skip
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+class TrainProcess:
+    """A training process of its own; `lines` grows in `log` until it ends."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str], *, config: Path = DEMO) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.parent / f"{run_dir.name}.out"
+        place = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tidegate", "train", str(config), *place, *SMALL, *arguments],
+                cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+            )  # fmt: skip
+
+    def wait(self, timeout: float = 100) -> int:
+        return self.process.wait(timeout)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def until_step(self, step: int, timeout: float = 100) -> None:
+        """Wait until metrics.jsonl has the step's line; fails if the process ends before."""
+        deadline = time.monotonic() + timeout
+        while not any(line["step"] >= step for line in metrics(self.run_dir)):
+            assert self.process.poll() is None, self.output()[-3000:]
+            assert time.monotonic() < deadline, f"no step {step} within {timeout} s: {self.output()[-3000:]}"
+            time.sleep(0.05)  # polling a file that another process writes
+
+    def owned(self, name: str) -> int:
+        """The pid of the owned `engine` or `gateway`."""
+        found: int = json.loads((self.run_dir / "logs" / f"{name}.address").read_text())["pid"]
+        return found
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def training(run_dir: Path, *arguments: str, config: Path = DEMO) -> Iterator[TrainProcess]:
+    """A training process that is gone afterwards, whatever happens."""
+    run = TrainProcess(run_dir, arguments, config=config)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.kill()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def held(run_dir: Path) -> Audit:
+    """The run's audit, which must hold."""
+    audit = audit_run(run_dir)
+    assert audit.holds, audit.findings
+    return audit
+
+
+def gone(pid: int, timeout: float = 20) -> bool:
+    """Whether a process ends within the time."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if _is_zombie(pid):
+            return True
+        time.sleep(0.05)  # polling another process
+    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"

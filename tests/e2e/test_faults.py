@@ -1,0 +1,124 @@
+"""Faults in mid-run: processes killed with `kill -9`, agents that fail now and then, a synchronous run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import gone, held, metrics, training
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> None:
+    with training(tmp_path / "run", "--trainer.steps=8") as run:
+        run.until_step(2)
+        first = run.owned("engine")
+        os.kill(first, signal.SIGKILL)
+        assert run.wait() == 0, run.output()
+        assert "starting it again" in run.output()
+        assert run.owned("engine") != first
+    audit = held(tmp_path / "run")
+    assert audit.groups["trained"] == 8 * 4
+    assert audit.attempts["failed"] == 0, "agents saw a slow answer, not an error"
+    assert max(line["logprob_max_error"] or 0 for line in metrics(tmp_path / "run")[1:]) < 1e-3
+
+
+def test_a_killed_gateway_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=1000") as run:
+        run.until_step(2)
+        os.kill(run.owned("gateway"), signal.SIGKILL)
+        assert run.wait(60) == 1, run.output()
+    said = " ".join(run.output().split())
+    assert "the gateway was killed by SIGKILL" in said
+    assert "--resume" in said
+    before = held(run_dir)
+    assert before.groups["stepped"] == before.groups["live"] == 0
+    with training(run_dir, f"--trainer.steps={before.steps + 2}", "--resume") as run:
+        assert run.wait() == 0, run.output()
+    assert held(run_dir).groups["trained"] == before.groups["trained"] + 8
+
+
+def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=2") as run:
+        run.until_step(5)
+        children = [run.owned("engine"), run.owned("gateway")]
+        run.kill()
+        assert all(gone(child) for child in children)
+    dead = held(run_dir)
+    assert dead.groups["live"] > 0
+    with training(run_dir, "--trainer.steps=8", "--resume") as run:
+        assert run.wait() == 0, run.output()
+    audit = held(run_dir)
+    assert [line["step"] for line in metrics(run_dir)] == list(range(9))
+    assert audit.groups["trained"] == 8 * 4, "each step of the surviving lineage counts once"
+    assert audit.groups["live"] == 0
+    assert audit.groups["stepped"] == dead.groups["stepped"], "what lay behind the marker stays `stepped`"
+
+
+FLAKY = """
+import asyncio, hashlib, os, sys
+from tidegate.agents.solver import Solver
+
+class Flaky(Solver):
+    async def run(self, task, session):
+        kind = int(hashlib.sha256(task.id.encode()).hexdigest(), 16) % 20
+        if kind in (0, 1) and session.seed % 2:
+            raise ValueError("flaky on purpose")
+        if kind == 2:
+            await asyncio.Event().wait()
+        if kind == 3:
+            print("x" * 100_000)
+        return await super().run(task, session)
+"""
+
+
+def test_failures_are_retried_quarantined_and_never_trained_as_zero(tmp_path: Path) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    run_dir = tmp_path / "run"
+    with training(
+        run_dir, "--trainer.steps=6", f"--agent.use={tmp_path}/flaky.py:Flaky", "--agent.deadline_s=3",
+        "--trainer.max_attempts=2",
+    ) as run:  # fmt: skip
+        assert run.wait(200) == 0, run.output()
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 6 * 4
+    assert audit.attempts["failed"] > 0
+    for path in (run_dir / "trajectories").glob("step_*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert json.loads(line)["outcome"] in ("completed", "truncated")
+    quarantined = [
+        one
+        for one in map(json.loads, (run_dir / "ledger.jsonl").read_text().splitlines())
+        if one["event"] == "quarantined"
+    ]
+    assert all(one["why"] for one in quarantined)
+
+
+def test_on_policy_is_exactly_synchronous(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=5", "--trainer.on_policy=true") as run:
+        assert run.wait() == 0, run.output()
+    lines = metrics(run_dir)[1:]
+    assert max(line["staleness/max"] for line in lines) == 0
+    assert max(line["weight_version/mixed_turn_ratio"] for line in lines) == 0
+    assert max(line["lag_kl"] for line in lines) < 1e-6
+    assert held(run_dir).oldest_staleness == 0
+
+
+def test_publish_interval_keeps_the_bound(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(
+        run_dir, "--trainer.steps=6", "--trainer.publish_interval=2", "--trainer.max_staleness=1"
+    ) as run:
+        assert run.wait() == 0, run.output()
+    audit = held(run_dir)
+    assert audit.versions == 3
+    assert audit.oldest_staleness is not None
+    assert audit.oldest_staleness <= 1

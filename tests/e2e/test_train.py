@@ -1,0 +1,140 @@
+"""The main job as a person runs it: `tidegate train`, real engine, gateway, openai client, agents."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
+
+
+def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "small"
+    with training(run_dir, "--trainer.steps=4", "--eval.every=2") as run:
+        assert run.wait() == 0, run.output()
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert {"eval/reward", "eval/reward_greedy", "eval/reward_unseen_templates"} <= set(lines[0])
+    assert {"eval/reward", "eval/reward_greedy"} <= set(lines[-1])
+    assert max(line["staleness/max"] for line in lines[1:]) <= 2
+    assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3
+    audit = held(run_dir)
+    assert (audit.groups["trained"], audit.attempts["trained"]) == (16, 64)
+    assert audit.groups["stepped"] == audit.groups["live"] == 0
+    assert (run_dir / "report.html").exists()
+    assert (run_dir / "reward.png").exists()
+    assert (run_dir / "checkpoints" / "step_4" / "COMMITTED").exists()
+    for child in ("engine", "gateway"):
+        assert gone(run.owned(child))
+
+    with training(run_dir, "--trainer.steps=6", "--resume") as run:
+        assert run.wait() == 0, run.output()
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"
+    assert held(run_dir).groups["trained"] == 24
+
+
+def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "interrupted"
+    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1000") as run:
+        run.until_step(2)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output()
+        assert "--resume" in run.output()
+    last = metrics(run_dir)[-1]["step"]
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 4 * audit.steps
+    assert audit.steps >= last
+    assert audit.groups["live"] == audit.groups["stepped"] == 0
+
+
+BROKEN = """
+from tidegate.agents.base import agent
+
+@agent
+async def raises(task, session):
+    raise RuntimeError("my tool server is down")
+
+@agent
+async def never_calls(task, session):
+    return "#### 4"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("raises", "my tool server is down"), ("never_calls", "never called the gateway")]
+)
+def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    with training(tmp_path / "run", f"--agent.use={tmp_path}/broken.py:{name}") as run:
+        assert run.wait() == 1, run.output()
+    output = " ".join(run.output().split())
+    assert words in output
+    assert "Traceback" not in output.replace("Traceback (most recent call last): File", "")
+    assert held(tmp_path / "run").groups.total() == 0, "it was found out before the first group"
+
+
+def tidegate(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tidegate", *arguments],
+        cwd=REPO, capture_output=True, text=True, env=ENVIRONMENT, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+DEMO = "examples/demo/config.toml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--trainer.max_stalness", "2"], 2, "did you mean 'trainer.max_staleness'?"),
+        (["--trainer.min_group_size", "9"], 2, "min_group_size = 9 is more than group_size = 8"),
+        (["--trainer.on_policy", "true", "--trainer.max_staleness", "2"], 2, "on_policy = true means"),
+        (["--model.path", "nowhere"], 3, "nowhere: there is no such directory"),
+        (["--model.path", "examples/demo"], 3, "config.json is missing"),
+        (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
+        (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
+        (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_sentence(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    found, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", *arguments)
+    assert (found, words in said, "Traceback" in said) == (code, True, False), said
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with training(tmp_path / "run", f"--gateway.port={port}") as run:
+            assert run.wait() == 3, run.output()
+        assert f"cannot listen on 127.0.0.1:{port}" in " ".join(run.output().split())
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "ledger.jsonl").write_text("")
+    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}")
+    assert code == 2
+    assert "--resume" in said
+    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--run.name=other", "--resume")
+    assert code == 2
+    assert "holds no run to resume" in said
+
+
+def test_audit_of_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    code, said = tidegate("audit", str(tmp_path))
+    assert code != 0
+    assert "Traceback" not in said
