@@ -15,7 +15,9 @@ from tidegate.engine.scheduler import Scheduler
 class Driver:
     """A scheduler without its thread: each `turn` is one prefill or decode step."""
 
-    def __init__(self, model: Model, max_slots: int | None = None, version: str = "0") -> None:
+    def __init__(
+        self, model: Model, max_slots: int | None = None, version: str = "0", prefix_bytes: int = 2**26
+    ) -> None:
         self.model = model
         model.drop_cache()
         self.notices: list[Generation] = []
@@ -23,6 +25,7 @@ class Driver:
             model,
             max_slots=max_slots or model.max_slots,
             version=version,
+            prefix_bytes=prefix_bytes,
             deliver=self.notices.extend,
         )
         self.limits = Limits(model.vocab_size, model.max_context, model.eos_ids, False)

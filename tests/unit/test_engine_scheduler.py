@@ -27,42 +27,63 @@ def next_token(tokens: Sequence[int], weights: int) -> int:
     return hash((weights, *tokens)) % VOCAB
 
 
+class Copied(list[tuple[int, int]]):
+    nbytes = 100
+
+
 class Remembering:
-    """Rows of tokens. Faults: `refuses` fails prefills holding a token, `nan_for` gives NaN logprobs."""
+    """Rows of (token, weights it was computed with).
+
+    Faults: `refuses` fails prefills that hold a token, `nan_for` gives NaN to prompts that begin with
+    one, `dies` fails every step.
+    """
 
     def __init__(self) -> None:
-        self.rows: dict[int, list[int]] = {}
+        self.rows: dict[int, list[tuple[int, int]]] = {}
         self.weights = 0
         self.refuses: int | None = None
         self.nan_for: int | None = None
         self.dies = False
         self.prefills: list[list[int]] = []
+        self.cleaned: list[int] = []
 
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None:
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
         if any(self.refuses in sequence for sequence in sequences):
             raise RuntimeError("cannot compute this")
         self.prefills.append([len(sequence) for sequence in sequences])
-        for row, sequence in enumerate(sequences, first):
-            self.rows[row] = list(sequence)
+        for row, (sequence, length) in enumerate(zip(sequences, held, strict=True), first):
+            self._write(row, length, sequence)
+
+    def _write(self, row: int, length: int, tokens: Sequence[int]) -> None:
+        past = self.rows.get(row, [])[:length]
+        assert len(past) == length
+        self.rows[row] = past + [(token, self.weights) for token in tokens]
 
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
         if self.dies:
             raise RuntimeError("out of memory")
         ids, logprobs = [], []
         for row in range(slots.count):
-            length = int(slots.lengths[row])
-            held = self.rows.setdefault(row, [])
-            assert len(held) >= length
-            held[length:] = [int(slots.tokens[row])]
-            ids.append(next_token(held, self.weights))
-            logprobs.append(float("nan") if self.nan_for == held[0] else -float(self.weights))
+            self._write(row, int(slots.lengths[row]), [int(slots.tokens[row])])
+            tokens = [token for token, _ in self.rows[row]]
+            stale = any(weights != self.weights for _, weights in self.rows[row])
+            ids.append(-1 if stale else next_token(tokens, self.weights))
+            logprobs.append(float("nan") if self.nan_for == tokens[0] else -float(self.weights))
         return np.array(ids), np.array(logprobs)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.rows[target] = self.rows[source][:length]
 
+    def snapshot(self, row: int, length: int) -> Copied:
+        assert len(self.rows[row]) >= length
+        return Copied(self.rows[row][:length])
+
+    def restore(self, row: int, snapshot: Copied, length: int) -> None:
+        self.rows[row] = snapshot[:length]
+
     def clean(self, row: int) -> None:
         self.rows[row] = []
+        self.cleaned.append(row)
 
     def drop_cache(self) -> None:
         self.rows.clear()
@@ -132,19 +153,23 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(actions)
+@settings(max_examples=200, deadline=None)
+@given(actions, st.sampled_from([0, 400, 10_000]))
 def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
-    todo: list[tuple[str, int, int]],
+    todo: list[tuple[str, int, int]], prefix_bytes: int
 ) -> None:
     decoder = Remembering()
     delivered: list[list[Generation]] = []
-    scheduler = Scheduler(decoder, max_slots=3, version="0", deliver=delivered.append)
+    scheduler = Scheduler(
+        decoder, max_slots=3, version="0", prefix_bytes=prefix_bytes, deliver=delivered.append
+    )
     everything: list[Generation] = []
     versions = itertools.count(1)
     for kind, a, b in todo:
         if kind == "submit":
-            one = generation([a, a + 1, *range(a)], b, rid=f"job-{len(everything)}")
+            former = everything[a] if a < len(everything) else None  # some go on where others were
+            prompt = former.prompt_ids + former.output_ids + [a] if former else [a % 3, *range(a)]
+            one = generation(prompt, b, rid=f"job-{len(everything)}")
             everything.append(one)
             submit(scheduler, one)
             scheduler.turn()

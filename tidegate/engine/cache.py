@@ -21,17 +21,29 @@ VIEW_STEP = 16
 
 @dataclass(slots=True)
 class Place:
-    """Where the forward pass that runs now writes.
+    """Where the forward pass that runs now writes: rows `first..end`.
 
-    Prefill (`positions` None): the new keys, positions 0.., go to rows `first..first+count`.
-    Decode: row r, of rows 0..count, gets one key at `positions[r]`, and attends to `length` keys.
+    `positions` [rows, tokens] says where in the rows; the queries then see the first `length` keys of
+    these rows. None: from position 0 on, with nothing before, and the queries see the new keys alone.
     """
 
     first: int = 0
-    count: int = 0
+    end: int = 0
     length: int = 0
+    tokens: int = 0
     rows: Tensor | None = None
     positions: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot:
+    """A row's keys and values, copied: (keys, values) of each layer, [kv_heads, length, head_dim]."""
+
+    layers: list[tuple[Tensor, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -56,16 +68,20 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.place
-        end = place.first + place.count
-        if self.keys.shape[0] < end or self.keys.shape[2] < place.length:
-            self._grow(end, place.length)
+        if self.keys.shape[0] < place.end or self.keys.shape[2] < place.length:
+            self._grow(place.end, place.length)
         if place.positions is None:
-            self.keys[place.first : end, :, : place.length] = key_states
-            self.values[place.first : end, :, : place.length] = value_states
+            self.keys[place.first : place.end, :, : place.length] = key_states
+            self.values[place.first : place.end, :, : place.length] = value_states
             return key_states, value_states
-        self.keys[place.rows, :, place.positions] = key_states[:, :, 0]
-        self.values[place.rows, :, place.positions] = value_states[:, :, 0]
-        return self.keys[:end, :, : place.length], self.values[:end, :, : place.length]
+        if place.tokens == 1:  # the same, cheaper
+            self.keys[place.rows, :, place.positions] = key_states[:, :, 0]
+            self.values[place.rows, :, place.positions] = value_states[:, :, 0]
+        else:
+            self.keys[place.rows, :, place.positions] = key_states.transpose(1, 2)
+            self.values[place.rows, :, place.positions] = value_states.transpose(1, 2)
+        rows = slice(place.first, place.end)
+        return self.keys[rows, :, : place.length], self.values[rows, :, : place.length]
 
     def _grow(self, rows: int, length: int) -> None:
         held_rows, held_length = self.keys.shape[0], self.keys.shape[2]
@@ -80,6 +96,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
 
+    def snapshot(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.keys[row, :, :length].clone(), self.values[row, :, :length].clone()
+
+    def restore(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        if self.keys.shape[0] <= row or self.keys.shape[2] < length:
+            self._grow(row + 1, length)
+        self.keys[row, :, :length] = keys[:, :length]
+        self.values[row, :, :length] = values[:, :length]
+
     def clean(self, row: int) -> None:
         self.keys[row] = 0
         self.values[row] = 0
@@ -93,7 +120,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return (query_length if self.place.positions is None else self.place.length), 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.place.positions is None else self.place.length - 1
+        return 0 if self.place.positions is None else self.place.length - self.place.tokens
 
     def get_max_length(self) -> int:
         return -1
@@ -114,15 +141,31 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.place, max_rows) for _ in range(layers)])
         self._row_numbers = torch.arange(max_rows, device=device)
 
-    def prefill(self, first: int, count: int, length: int) -> None:
+    def begin(self, first: int, count: int, length: int) -> None:
+        """The next pass writes `length` tokens from position 0 on, in rows first..first+count."""
         place = self.place
-        place.first, place.count, place.length = first, count, length
+        place.first, place.end = first, first + count
+        place.length = place.tokens = length
         place.rows = place.positions = None
 
-    def decode(self, count: int, positions: Tensor, length: int) -> None:
+    def extend(self, first: int, positions: Tensor, length: int) -> None:
+        """The next pass writes at `positions` [rows, tokens] of rows first.., and sees `length` keys."""
         place = self.place
-        place.first, place.count, place.length = 0, count, length
-        place.rows, place.positions = self._row_numbers[:count], positions
+        count, place.tokens = positions.shape
+        place.first, place.end, place.length = first, first + count, length
+        rows = self._row_numbers[first : place.end]
+        if place.tokens == 1:
+            place.rows, place.positions = rows, positions[:, 0]
+        else:
+            place.rows, place.positions = rows[:, None], positions
+
+    def snapshot(self, row: int, length: int) -> RowSnapshot:
+        return RowSnapshot([layer.snapshot(row, length) for layer in self.layers])
+
+    def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
+        """Put the first `length` keys and values of a snapshot into a row."""
+        for layer, (keys, values) in zip(self.layers, snapshot.layers, strict=True):
+            layer.restore(row, keys, values, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` keys and values of one row over those of another."""

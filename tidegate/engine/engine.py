@@ -33,6 +33,7 @@ class Engine:
             model,
             max_slots=options.max_slots,
             version=str(options.weight_version),
+            prefix_bytes=options.prefix_cache_mb * 2**20,
             deliver=self._deliver,
             finds_stop=text.finds_stop,
             on_death=lambda: self._on_death(),

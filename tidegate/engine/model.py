@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
-from tidegate.engine.cache import VIEW_STEP, SlotCache, rounded
+from tidegate.engine.cache import VIEW_STEP, RowSnapshot, SlotCache, rounded
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation, SamplingParams
 from tidegate.engine.sampling import sample
@@ -52,17 +52,23 @@ class Model:
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Cache the keys and values of sequences in rows first..; each has at least one token.
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
+        """Cache the keys and values of sequences in rows first.., each of at least one token.
 
-        They are padded on the right: a causal model's earlier positions never see the padding, and
-        the decode steps overwrite it.
+        `held` counts the tokens before them that their rows hold already. They are padded on the
+        right: a causal model's earlier positions never see the padding, and later steps overwrite it.
         """
         length = max(map(len, sequences))
         ids = np.zeros((len(sequences), length), np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = sequence
-        self.cache.prefill(first, len(sequences), length)
+        if any(held):
+            starts = torch.tensor(held, device=self.device)
+            # Padding may reach beyond the context; its place there is written again before it is read.
+            positions = (starts[:, None] + self._key_numbers[:length]).clamp_(max=self.max_context - 1)
+            self._extend(first, ids, positions, min(max(held) + length, self.max_context))
+            return
+        self.cache.begin(first, len(sequences), length)
         self.hf_model(
             input_ids=torch.from_numpy(ids).to(self.device),
             position_ids=self._key_numbers[None, :length].expand(len(sequences), length),
@@ -80,20 +86,35 @@ class Model:
     def logits(self, slots: Slots) -> Tensor:
         """The next token's logits for every row, [rows, vocab]; caches the rows' input tokens."""
         n = slots.count
-        length = rounded(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
-        positions = torch.from_numpy(slots.lengths[:n]).to(self.device)
-        self.cache.decode(n, positions, length)
-        seen = self._key_numbers[:length] <= positions[:, None]
+        positions = torch.from_numpy(slots.lengths[:n, None]).to(self.device)
+        return self._extend(0, slots.tokens[:n, None], positions, int(slots.lengths[:n].max()) + 1)
+
+    def _extend(self, first: int, ids: np.ndarray, positions: Tensor, length: int) -> Tensor:
+        """Run tokens [rows, tokens] at `positions` of rows first.., each seeing its row's past.
+
+        Returns the logits of the last column, [rows, vocab].
+        """
+        length = rounded(length, VIEW_STEP)
+        self.cache.extend(first, positions, length)
+        seen = self._key_numbers[:length] <= positions[:, :, None]
         output = self.hf_model(
-            input_ids=torch.from_numpy(slots.tokens[:n]).to(self.device)[:, None],
-            position_ids=positions[:, None],
-            attention_mask=torch.where(seen, self._zero, self._masked)[:, None, None, :],
+            input_ids=torch.from_numpy(ids).to(self.device),
+            position_ids=positions,
+            attention_mask=torch.where(seen, self._zero, self._masked)[:, None],
             past_key_values=self.cache,
             use_cache=True,
             **self._keep_last,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    @torch.inference_mode()
+    def snapshot(self, row: int, length: int) -> RowSnapshot:
+        return self.cache.snapshot(row, length)
+
+    @torch.inference_mode()
+    def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
+        self.cache.restore(row, snapshot, length)
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
@@ -228,7 +249,11 @@ def _probe_error(model: Model) -> float:
     for length in PROBE_LENGTHS[: model.max_slots]:
         ids = [(length + 7919 * i) % model.vocab_size for i in range(length)]
         generation = Generation(rid="", prompt_ids=ids, params=SamplingParams(), limit=2)
-        model.prefill(slots.join(generation), [ids[:-1]])
+        slots.join(generation)
+    for row, generation in enumerate(slots.owners[1:], 1):  # all in two pieces but the first
+        model.prefill(row, [generation.past[:row]], [0])
+    held = range(slots.count)
+    model.prefill(0, [generation.past[n:] for n, generation in zip(held, slots.owners, strict=True)], held)
     worst = 0.0
     for _ in range(2):
         over_cache = model.logits(slots)

@@ -12,6 +12,8 @@ class EngineOptions:
 
     `weight_version` labels the weights it starts with; `load_weights_from` is a directory of
     safetensors laid over the model's own (a published policy, when an engine is started again).
+    `prefix_cache_mb` bounds what is kept of earlier sequences, so that a follow-up turn computes only
+    what is new; 0 keeps nothing.
     """
 
     model: Path
@@ -20,5 +22,6 @@ class EngineOptions:
     threads: int = 1
     max_slots: int = 64
     max_context: int = 1024
+    prefix_cache_mb: int = 256
     weight_version: int = 0
     load_weights_from: Path | None = None

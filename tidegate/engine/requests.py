@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tidegate.engine.prefix import Chain
 from tidegate.errors import TidegateError
 
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -97,6 +98,9 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     kv_version: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were there when it first got a row."""
+    chain: Chain = field(default_factory=Chain)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
     refused: bool = False
@@ -107,6 +111,11 @@ class Generation:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def past(self) -> list[int]:
+        """All of its tokens but the last, which is the input of its next step."""
+        return (self.prompt_ids + self.output_ids)[:-1]
 
     def close_span(self, version: str) -> None:
         """The output tokens since the last span were sampled under `version`."""

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from tidegate.engine.prefix import BLOCK, PrefixStore
 from tidegate.engine.requests import Generation
 from tidegate.engine.slots import Slots
 from tidegate.errors import EngineError
@@ -37,9 +38,11 @@ T = TypeVar("T")
 class Decoder(Protocol):
     """What the scheduler asks of a model; `tidegate.engine.model.Model` is the one there is."""
 
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None: ...
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
     def move(self, source: int, target: int, length: int) -> None: ...
+    def snapshot(self, row: int, length: int) -> Any: ...
+    def restore(self, row: int, snapshot: Any, length: int) -> None: ...
     def clean(self, row: int) -> None: ...
     def drop_cache(self) -> None: ...
     def copy_weights(self, weights: Any) -> None: ...
@@ -51,6 +54,7 @@ class Counters:
 
     tokens_sampled: int = 0
     tokens_prefilled: int = 0
+    tokens_reused: int = 0
     requests: int = 0
     steps: int = 0
     retractions: int = 0
@@ -80,6 +84,7 @@ class Scheduler:
         *,
         max_slots: int,
         version: str,
+        prefix_bytes: int = 0,
         deliver: Callable[[list[Generation]], None],
         finds_stop: Callable[[Generation], str | None] = lambda generation: None,
         on_death: Callable[[], None] = lambda: None,
@@ -93,6 +98,7 @@ class Scheduler:
         self._finds_stop = finds_stop
         self._on_death = on_death
         self._slots = Slots(max_slots)
+        self._prefixes = PrefixStore(prefix_bytes)
         self._waiting: deque[Generation] = deque()
         self._live: dict[str, Generation] = {}
         self._notices: list[Generation] = []
@@ -186,7 +192,7 @@ class Scheduler:
         """Free the cache; False (and nothing done) while requests hold rows."""
         if self._slots.count:
             return False
-        self.model.drop_cache()
+        self._forget()
         return True
 
     def load(self, weights: Any, version: str | None, *, keep_cache: bool, abort_all: bool) -> int:
@@ -198,8 +204,10 @@ class Scheduler:
         if abort_all:
             self.abort("", everything=True)
         in_flight = len(self._live)
+        self._prefixes.clear()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
+            self._forget()
         self.model.copy_weights(weights)
         for generation in self._slots.owners:
             generation.kv_version = generation.kv_version or self.version
@@ -209,9 +217,14 @@ class Scheduler:
 
     def relabel(self, version: str) -> None:
         """Name the version of the live weights; what was sampled so far keeps its label."""
+        self._prefixes.clear()  # what is reused is of the version that it is reused under
         for generation in self._live.values():
             generation.close_span(self.version)
         self.version = version
+
+    def _forget(self) -> None:
+        self._prefixes.clear()
+        self.model.drop_cache()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -265,14 +278,20 @@ class Scheduler:
             self._step()
 
     def _admit(self) -> None:
-        """Prefill some of the requests that have waited longest, those of like length together."""
+        """Prefill some of the requests that have waited longest, those with as much to compute together."""
         # All of these have a row to come; which of them goes first is a matter of padding alone.
-        next_up = sorted(itertools.islice(self._waiting, self._slots.free), key=_length)
-        batch = next_up[:1]
-        for generation in next_up[1:]:
-            longest = _length(generation)
-            if longest * (len(batch) + 1) > PREFILL_TOKENS or longest > 1.5 * _length(batch[0]) + 16:
+        todo = [(self._uncached(g), g) for g in itertools.islice(self._waiting, self._slots.free)]
+        batch: list[Generation] = []
+        begun: set[int] = set()
+        todo.sort(key=lambda one: one[0][0])
+        cheapest = todo[0][0][0]
+        for (cost, block), generation in todo:
+            if batch and (cost * (len(batch) + 1) > PREFILL_TOKENS or cost > 1.5 * cheapest + 16):
                 break
+            if block in begun:
+                continue  # it begins like one of this batch, and will find that computed
+            if block is not None:
+                begun.add(block)
             batch.append(generation)
         taken = set(map(id, batch))
         self._waiting = deque(g for g in self._waiting if id(g) not in taken)
@@ -283,13 +302,43 @@ class Scheduler:
             self._prefill_each(batch)
 
     def _prefill(self, batch: list[Generation]) -> None:
-        sequences = [(g.prompt_ids + g.output_ids)[:-1] for g in batch]
-        if any(sequences):
-            padded = [sequence or [0] for sequence in sequences]  # a prompt of one token has no past
-            self.model.prefill(self._slots.count, padded)
-        for generation in batch:
-            self._slots.join(generation)
-        self.counters.tokens_prefilled += sum(map(len, sequences))
+        slots = self._slots
+        first = slots.count
+        pasts = [generation.past for generation in batch]
+        held = []
+        for row, (generation, past) in enumerate(zip(batch, pasts, strict=True), first):
+            length, snapshot = self._prefixes.find(past, generation.chain.upto(past))
+            if snapshot is not None:
+                self.model.restore(row, snapshot, length)
+            held.append(length)
+        fresh = [past[length:] for past, length in zip(pasts, held, strict=True)]
+        if any(fresh):
+            # Where nothing is left to compute, a token is written that the next step overwrites.
+            self.model.prefill(first, [ids or [0] for ids in fresh], held)
+        for generation, past, length in zip(batch, pasts, held, strict=True):
+            row = slots.join(generation)
+            if not generation.output_ids:
+                generation.cached_tokens = length
+            self._remember(row, generation, past)
+        self.counters.tokens_prefilled += sum(map(len, fresh))
+        self.counters.tokens_reused += sum(held)
+
+    def _remember(self, row: int, generation: Generation, past: list[int]) -> None:
+        """Keep a row's keys and values for sequences that begin like it."""
+        if self._prefixes.max_bytes == 0 or generation.kv_version is not None:
+            return
+        hashes = generation.chain.upto(past)
+        if not self._prefixes.holds(hashes):
+            self._prefixes.add(past, hashes, self.model.snapshot(row, len(hashes) * BLOCK))
+
+    def _uncached(self, generation: Generation) -> tuple[int, int | None]:
+        """Tokens that its prefill has to compute, and the first block of them that could be shared."""
+        past = generation.past
+        hashes = generation.chain.upto(past)
+        length, _ = self._prefixes.find(past, hashes)
+        blocks = length // BLOCK
+        share = self._prefixes.max_bytes > 0 and blocks < len(hashes)
+        return len(past) - length, hashes[blocks] if share else None
 
     def _prefill_each(self, batch: list[Generation]) -> None:
         """Find the request that the model cannot compute; raises when it can compute none of several."""
@@ -330,6 +379,7 @@ class Scheduler:
             generation = slots.owners[row]
             if not generation.ended:
                 self._end(generation, self._reason(generation))
+                self._remember(row, generation, generation.past)
             self._leave(row)
         self.counters.tokens_sampled += len(ids)
         self.counters.steps += 1
@@ -337,6 +387,7 @@ class Scheduler:
     def _poisoned(self, finite: np.ndarray) -> list[int]:
         """Rows whose logits are not finite: their requests fail, the others go on."""
         rows: list[int] = np.flatnonzero(~finite).tolist()
+        self._prefixes.clear()  # it may hold the same
         for row in rows:
             generation = self._slots.owners[row]
             generation.output_ids.pop()
@@ -392,10 +443,6 @@ class Scheduler:
             else:
                 item.error = f"the engine ended: {self.death}"
                 self._deliver([item])
-
-
-def _length(generation: Generation) -> int:
-    return len(generation.prompt_ids) + len(generation.output_ids)
 
 
 def _do(call: _Call) -> None:

@@ -20,7 +20,7 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
         "finish_reason": generation.finish_reason,
         "prompt_tokens": len(generation.prompt_ids),
         "completion_tokens": count,
-        "cached_tokens": 0,
+        "cached_tokens": generation.cached_tokens,
         "weight_version": version,
     }
     if generation.return_logprob:
