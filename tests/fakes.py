@@ -177,6 +177,13 @@ class FakeEngine:
             self._changed.notify_all()
 
 
+async def eventually(wanted: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Until something is true of a state that tells nobody when it changes."""
+    async with asyncio.timeout(timeout_s):
+        while not wanted():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
 def logprob_of(token: int, position: int) -> float:
     """A logprob that says of which token and position it is."""
     return -(token + 1) / 1024 - position / 8
@@ -238,7 +245,7 @@ class Stage:
         """Script the next reply; returns its ids."""
         ids = self.gateway.renderer.encode(text)
         if ended:
-            ids.append(self.gateway.renderer.closing_ids[0])
+            ids.append(self.gateway.renderer.stop_ids[0])
         self.engine.replies.append(ids)
         return ids
 
@@ -248,7 +255,7 @@ async def staged(model: Path, **options: Any) -> AsyncIterator[Stage]:
     """A gateway with one fake engine; `options` are GatewayOptions."""
     gateway = Gateway(GatewayOptions(model=model, **{"admin_key": "admin", **options}))
     renderer = gateway.renderer
-    engine = FakeEngine(renderer.decode, stop_id=(renderer.closing_ids or [None])[0])
+    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
     await engine.start()
     try:
         async with served(create_app(gateway)) as url, GatewayClient(url, "admin") as client:

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fakes import Fault, Stage, logprob_of, staged
+from tests.fakes import Fault, Stage, eventually, logprob_of, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.dialects import chat
@@ -340,9 +340,7 @@ async def test_a_prompt_over_the_budget_is_refused_and_never_cut(stage: Stage) -
     stage.engine.max_context = 64
     await stage.client.remove_engine(stage.engine.url)
     await stage.client.add_engine(stage.engine.url)
-    async with asyncio.timeout(10):
-        while stage.gateway.pool.max_context != 64:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: stage.gateway.pool.max_context == 64)
     _, llm = await opened(stage)
     with pytest.raises(openai.BadRequestError) as raised:
         await llm.with_options(max_retries=3).chat.completions.create(
@@ -397,9 +395,7 @@ async def test_a_retry_joins_the_call_that_is_under_way(stage: Stage) -> None:
         first = asyncio.create_task(post(access, http, body))
         await stage.engine.until(lambda: len(stage.engine.requests) == 1)
         retry = asyncio.create_task(post(access, http, body, **{"x-stainless-retry-count": "1"}))
-        async with asyncio.timeout(10):
-            while stage.gateway.metrics.retries_joined == 0:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: stage.gateway.metrics.retries_joined)
         stage.engine.release()
         assert await first == await retry
     assert len(stage.engine.requests) == 1

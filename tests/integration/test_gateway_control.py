@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fakes import FakeEngine, Fault, Stage, served, staged
+from tests.fakes import FakeEngine, Fault, Stage, eventually, served, staged
 from tests.tiny_tokenizer import make_model_dir, make_tokenizer
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
@@ -183,9 +182,7 @@ async def test_a_restarted_trainer_gets_what_the_dead_one_held(stage: Stage) -> 
 
 async def test_a_lease_whose_asker_left_is_free_for_the_next(stage: Stage) -> None:
     waiting = asyncio.create_task(stage.client.lease(1, 1, 20.0))
-    async with asyncio.timeout(10):
-        while stage.gateway.groups.epoch == 0:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: stage.gateway.groups.epoch)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await stage.client.seal_group("a", "t1", [await episode(stage, group_id="a", slot=0)])
@@ -238,9 +235,7 @@ async def test_orphans_expire_and_sealed_groups_do_not(
         orphan = await stage.client.open_session(task=TASK, deadline_s=0.1)
         kept = await stage.client.open_session(task=TASK, deadline_s=60.0)
         await episode(stage)
-        async with asyncio.timeout(10):
-            while len(stage.gateway.sessions) > 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(stage.gateway.sessions) == 2)
         with pytest.raises(openai.AuthenticationError):
             await ask(orphan)
         assert await ask(kept)
@@ -337,9 +332,7 @@ async def test_health_tells_the_instance_and_what_died(stage: Stage, monkeypatch
     first = await stage.client.health()
     assert first == {"instance": stage.gateway.instance, "status": "ok"}
     monkeypatch.setattr(stage.gateway.sessions, "all", lambda: 1 / 0)  # the next sweep dies of it
-    async with asyncio.timeout(10):
-        while stage.gateway.failed is None:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: stage.gateway.failed)
     monkeypatch.undo()
     with pytest.raises(GatewayError, match="sweeper ended: ZeroDivisionError") as raised:
         await stage.client.health()
@@ -378,23 +371,20 @@ assert "torch" not in sys.modules
 async def test_the_gateway_as_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     model, announce = make_model_dir(tmp_path / "tiny"), tmp_path / "gateway.json"
     command = [sys.executable, "-c", PROCESS, str(model), str(announce)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
     try:
-        async with asyncio.timeout(30):
-            while not announce.exists():
-                assert process.poll() is None
-                await asyncio.sleep(0.02)
+        await eventually(lambda: announce.exists() or process.returncode is not None, 30)
         told = json.loads(announce.read_text())
         assert told["pid"] == process.pid
         async with GatewayClient(told["url"], "admin") as client:
             await client.open_session(task=TASK)
         assert process.stdin is not None
         process.stdin.close()
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.wait_for(process.wait(), 10) == 0
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def test_a_model_without_a_tokenizer_or_template_is_said_so(tmp_path: Path) -> None:

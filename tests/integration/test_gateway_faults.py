@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fakes import FakeEngine, Fault, Stage, staged
+from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.engines import PoolTimes
@@ -74,9 +74,7 @@ async def test_a_dead_engine_that_comes_back_at_its_address_goes_on(stage: Stage
     assert await ask(llm)
     await stage.engine.stop()
     waiting = asyncio.create_task(ask(llm))
-    async with asyncio.timeout(10):
-        while (await stage.client.list_engines())[0]["healthy"]:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not stage.gateway.pool.engines()[0].healthy)
     assert not waiting.done()
     stage.say("back")
     await stage.engine.start()
@@ -135,7 +133,7 @@ async def test_the_sessions_deadline_ends_the_wait(stage: Stage, stream: bool) -
 async def test_no_engine_at_all_is_an_infrastructure_error(stage: Stage) -> None:
     await stage.client.remove_engine(stage.engine.url)
     access, llm = await opened(stage, deadline_s=0.4)
-    with pytest.raises(openai.APIStatusError, match="there is no engine|deadline"):
+    with pytest.raises(openai.APIStatusError, match="there is no engine"):
         await ask(llm)
     summary = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
     assert summary.outcome is Outcome.INFRA_ERROR

@@ -114,7 +114,7 @@ def decoded(renderer: Renderer, ids: Any) -> str:
 def test_a_reply_without_its_end_gets_one_as_prompt_tokens(last: int | None) -> None:
     renderer = Renderer(make_tokenizer("qwen2"))
     said = {"role": "assistant", "content": "cut"}
-    delta = renderer.follow_up(lambda: [], said, [{"role": "user", "content": "go on"}], None, {}, last)
+    delta = renderer.follow_up(list, said, [{"role": "user", "content": "go on"}], None, {}, last)
     assert decoded(renderer, delta) == (
         "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -122,14 +122,14 @@ def test_a_reply_without_its_end_gets_one_as_prompt_tokens(last: int | None) -> 
 
 def test_a_reply_that_is_asked_to_be_followed_by_another() -> None:
     renderer = Renderer(make_tokenizer("qwen2"))
-    delta = renderer.follow_up(lambda: [], {"role": "assistant", "content": "a"}, [], None, {}, 2)
+    delta = renderer.follow_up(list, {"role": "assistant", "content": "a"}, [], None, {}, 2)
     assert decoded(renderer, delta) == "\n<|im_start|>assistant\n"
 
 
 def test_tool_results_share_one_user_turn() -> None:
     renderer = Renderer(make_tokenizer("qwen3"))
     results = [{"role": "tool", "content": str(n), "tool_call_id": f"c{n}"} for n in (1, 2)]
-    delta = renderer.follow_up(lambda: [], {"role": "assistant", "content": ""}, results, TOOLS, {}, 2)
+    delta = renderer.follow_up(list, {"role": "assistant", "content": ""}, results, TOOLS, {}, 2)
     assert decoded(renderer, delta) == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
         "<|im_end|>\n<|im_start|>assistant\n"
@@ -139,7 +139,7 @@ def test_tool_results_share_one_user_turn() -> None:
 def test_a_template_without_a_verbatim_reply_is_said_so() -> None:
     renderer = Renderer(make_tokenizer("shouting"))
     with pytest.raises(Unrenderable, match="as it is"):
-        renderer.follow_up(lambda: [], {"role": "assistant", "content": "a"}, [], None, {}, 2)
+        renderer.follow_up(list, {"role": "assistant", "content": "a"}, [], None, {}, 2)
 
 
 def test_messages_that_the_template_refuses_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 def pieces(values: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
-    return [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [values[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=10))
@@ -50,7 +52,7 @@ def test_special_tokens_are_hidden_and_markers_are_shown() -> None:
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
     cutter = StopCutter(stops)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    shown = "".join(cutter.feed(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    shown = "".join(cutter.feed(text[a:b]) for a, b in itertools.pairwise(edges))
     shown += cutter.finish()
     found = [text.find(stop) for stop in stops if stop in text]
     assert cutter.stopped == bool(found)

@@ -14,8 +14,8 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies
@@ -25,8 +25,28 @@ from tidegate.gateway.refusal import Refusal
 from tidegate.types import Group, Trajectory
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The ASGI app of one gateway; its lifespan starts and closes the gateway."""
+def create_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI app of one gateway; its lifespan starts and closes the gateway.
+
+    What agents call goes around FastAPI, whose layers cost more than the work they would wrap.
+    """
+    control = _control_plane(gateway)
+    chat, models = ChatEndpoint(gateway), ModelsEndpoint(gateway)
+    routes = [
+        Route(base + path, endpoint, methods=[method])
+        for base in ("/s/{session_id}/v1", "/v1")
+        for path, endpoint, method in (("/chat/completions", chat, "POST"), ("/models", models, "GET"))
+    ]
+    data = Router(routes, default=control)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        plane = data if scope["type"] == "http" and "/v1/" in scope["path"] else control
+        await plane(scope, receive, send)
+
+    return app
+
+
+def _control_plane(gateway: Gateway) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -37,10 +57,6 @@ def create_app(gateway: Gateway) -> FastAPI:
             await gateway.close()
 
     app = FastAPI(title="Tidegate gateway", lifespan=lifespan)
-    chat, models = ChatEndpoint(gateway), ModelsEndpoint(gateway)
-    for base in ("/s/{session_id}/v1", "/v1"):
-        app.router.routes.append(Route(base + "/chat/completions", chat, methods=["POST"]))
-        app.router.routes.append(Route(base + "/models", models, methods=["GET"]))
     app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
     _add_errors(app)
     admin = [Depends(_Admin(gateway))]
@@ -57,7 +73,7 @@ class _Admin:
     def __init__(self, gateway: Gateway) -> None:
         self._key = gateway.options.admin_key
 
-    def __call__(self, request: Request) -> None:
+    async def __call__(self, request: Request) -> None:
         self.check(request.headers.get("authorization", ""))
 
     def check(self, authorization: str) -> None:

@@ -68,7 +68,12 @@ class Finish(Body):
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        return {**dict(self), "metrics": metrics}
+        return {
+            **dict(self),
+            "metrics": metrics,
+            "output": clean(self.output),
+            "error": clean(self.error),
+        }
 
 
 class Seal(Body):
@@ -91,6 +96,11 @@ class Ack(Body):
 
 class EngineUrl(Body):
     url: Annotated[str, Field(pattern="^https?://")]
+
+
+def clean(text: str | None) -> str | None:
+    """Text that can be stored: a lone surrogate, which no encoding has, becomes a question mark."""
+    return None if text is None else text.encode("utf-8", "replace").decode()
 
 
 def session_row(session: Session) -> dict[str, Any]:

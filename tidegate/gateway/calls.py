@@ -128,6 +128,7 @@ class Calls:
     def settle(self, call: Call) -> None:
         """Its generation ended. What failed or was abandoned cannot be asked for again."""
         self.live.discard(call)
+        call.order.prompt = call.order.prompt[:0].copy()  # what is kept for a retry is the reply
         if call.node is None:
             self._forget(call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tidegate.gateway.refusal import Refusal, session_over
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.turns import digest_of
 
+log = logging.getLogger("tidegate.gateway")
 MAX_BODY = 64 * 2**20
 _JSON = b"application/json"
 _NO_RETRY = (b"x-should-retry", b"false")
@@ -33,16 +35,24 @@ class ChatEndpoint:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session: Session | None = None
         try:
             headers = dict(scope["headers"])
             session = authenticate(self._gateway, scope, headers)
-            body = await read_body(receive)
-            request = _read(body, headers)
+            request = _read(await read_body(receive), headers)
             call = self._gateway.turns.call(session, request.ask)
         except ClientGone:
             return
         except Refusal as refusal:
             await self._refuse(send, refusal)
+            return
+        except Exception as error:
+            log.exception("a request could not be read")
+            if session is not None:
+                session.gave_up = f"the gateway failed on a request: {error!r}"
+            await self._refuse(
+                send, Refusal(f"the gateway cannot make sense of this: {type(error).__name__}")
+            )
             return
         await self._answer(session, call, request, receive, send)
 

@@ -36,8 +36,9 @@ class Engine:
     """One engine as the pool sees it."""
 
     url: str
-    healthy: bool = True
-    """False: in quarantine, until the probe sees it answer."""
+    healthy: bool = False
+    """Whether it gets calls; not before it answered a probe, and not in quarantine."""
+    quarantined: bool = False
     max_context: int | None = None
     weight_version: str | None = None
     failures: int = 0
@@ -50,6 +51,7 @@ class Engine:
         return {
             "url": self.url,
             "healthy": self.healthy,
+            "quarantined": self.quarantined,
             "calls": len(self.calls),
             "weight_version": self.weight_version,
             "max_context": self.max_context,
@@ -113,7 +115,6 @@ class EnginePool:
         engine = self._engines[url] = Engine(url)
         engine.probe = asyncio.create_task(self._watch(engine), name=f"probe {url}")
         engine.probe.add_done_callback(self._probe_ended)
-        await self._notify()
         return engine
 
     async def remove(self, url: str) -> bool:
@@ -256,8 +257,9 @@ class EnginePool:
             self._quarantine(engine)
 
     def _quarantine(self, engine: Engine) -> None:
-        if engine.healthy:
-            engine.healthy = False
+        engine.healthy = False
+        if not engine.quarantined:
+            engine.quarantined = True
             log.warning("%s is in quarantine until it answers /model_info", engine.url)
         engine.wake.set()
 
@@ -271,11 +273,12 @@ class EnginePool:
             if answer:
                 wait = _FIRST_WAIT_S
                 if not engine.healthy:
-                    log.warning("%s is back", engine.url)
-                    engine.healthy, engine.failures = True, 0
+                    if engine.quarantined:
+                        log.warning("%s is back", engine.url)
+                    engine.healthy, engine.quarantined, engine.failures = True, False, 0
                     await self._notify()
                 pause = self._times.probe_every_s
-            elif silent and silent < _SILENCES_TO_QUARANTINE and engine.healthy:
+            elif silent and silent < _SILENCES_TO_QUARANTINE:
                 pause = _FIRST_WAIT_S
             else:
                 self._quarantine(engine)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from tidegate.errors import GatewayError
 from tidegate.gateway.engines import EnginePool, PoolTimes
 from tidegate.gateway.groups import GroupStore
@@ -114,6 +116,10 @@ class Gateway:
             )
         if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
             raise GatewayError(f"group {group_id} takes no more sessions", status=410)
+        try:
+            msgpack.packb(metadata)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise GatewayError(f"metadata cannot be stored: {error}", status=400) from None
         now = asyncio.get_running_loop().time()
         key = new_key()
         session = Session(

@@ -34,13 +34,15 @@ def template_form(message: Any, index: int) -> Message:
     if not isinstance(message, dict):
         raise Refusal(f"{where} is not an object", param="messages")
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise unsupported(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
     for key in ("function_call", "audio", "refusal"):
         if message.get(key):
             raise unsupported(f"{where}.{key}", "is not supported")
     form: Message = {"role": _ROLES[role], "content": text_of(message.get("content"), where)}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refusal(f"{where}.tool_calls is not a list", param="messages")
         form["tool_calls"] = [_call_form(call, f"{where}.tool_calls") for call in calls]
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):

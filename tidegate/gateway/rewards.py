@@ -80,6 +80,7 @@ class Scorer:
             scored = await self.score(rewarder, task, trajectory, left_s)
             trajectory.reward = float(scored.reward)
             trajectory.reward_parts |= {name: float(value) for name, value in scored.parts.items()}
+            trajectory.metrics |= {name: float(value) for name, value in scored.metrics.items()}
         elif rewarder is not None:
             raise RewardError(f"environment {trajectory.env!r} cannot score a session that has no task")
         elif trajectory.agent_reward is None:
@@ -143,7 +144,7 @@ def check(scored: object) -> Scored:
     """A score whose numbers are finite; raises RewardError that names the one that isn't."""
     if not isinstance(scored, Scored):
         raise RewardError(f"the reward gave a {type(scored).__name__}, not a Scored")
-    for name, value in [("reward", scored.reward), *scored.parts.items()]:
+    for name, value in [("reward", scored.reward), *scored.parts.items(), *scored.metrics.items()]:
         number(name, value)
     return scored
 
