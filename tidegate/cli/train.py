@@ -20,6 +20,9 @@ def add(verbs: Verbs) -> None:
     how = verb.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     how.add_argument("--fresh", action="store_true", help="set an existing run of this name aside first")
+    verb.add_argument(
+        "--dry-run", action="store_true", help="print settings, processes and memory, and start nothing"
+    )
     verb.add_argument("--settings", action="store_true", help="list every setting with its default")
     verb.set_defaults(run=run, takes_settings=True)
 
@@ -34,6 +37,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.config is None and not overrides:
         raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
     settings = load_settings(arguments.config, overrides)
+    if arguments.dry_run:
+        from tidegate.plan.dry_run import describe
+
+        print(describe(settings))
+        return 0
     from tidegate.launch import launch
 
     return launch(settings, resume=arguments.resume, fresh=arguments.fresh)

@@ -1,0 +1,136 @@
+"""`tidegate train --dry-run`: the memory plan's formulas against real models, and that nothing is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from tests.tiny import make_tiny_model
+from tidegate.config import check_settings
+from tidegate.errors import ConfigError
+from tidegate.plan.dry_run import describe
+from tidegate.plan.memory import FLOAT32, memory_plan, read_shape, readable
+
+BASE = Path(__file__).parents[2] / "examples" / "tiny_base" / "model"
+
+
+def settings_of(model: Path, run_dir: Path, **more: dict[str, object]):
+    return check_settings({"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, **more}, "the test")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_parameters_by_the_shape_are_those_of_the_model(tmp_path: Path, family: str) -> None:
+    model = make_tiny_model(tmp_path, family=family)
+    shape = read_shape(tmp_path)
+    assert shape.counted == shape.stored == sum(one.numel() for one in model.parameters())
+
+
+def test_parameters_of_a_model_with_biases(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert read_shape(tmp_path).counted == sum(one.numel() for one in model.parameters())
+
+
+def test_a_published_model_needs_no_files() -> None:
+    assert read_shape(Path("models/Qwen3-0.6B")).parameters == 596_049_920  # as its safetensors have it
+
+
+def test_an_unknown_model_without_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json is not there"):
+        read_shape(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"hidden_size": 8}'])
+def test_a_config_that_is_no_decoders_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a whole safetensors file"):
+        read_shape(tmp_path)
+
+
+def test_the_kv_cache_is_what_the_model_fills() -> None:
+    shape = read_shape(BASE)
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    cache = model(input_ids=torch.zeros((3, 17), dtype=torch.long), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert shape.kv_bytes(3, 17, "float32") == held == 2 * shape.kv_bytes(3, 17, "bfloat16")
+
+
+def test_the_activations_are_what_pytorch_keeps() -> None:
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.randint(0, 500, (4, 128))).last_hidden_state
+    assert hidden.requires_grad
+    assert read_shape(BASE).activation_bytes(4 * 128) == pytest.approx(sum(kept.values()), rel=0.1)
+
+
+def test_engines_that_run_already_take_nothing_here(tmp_path: Path) -> None:
+    shape = read_shape(BASE)
+    own = memory_plan(settings_of(BASE, tmp_path), shape)
+    other = memory_plan(settings_of(BASE, tmp_path, engine={"urls": ["http://gpu:30000"]}), shape)
+    assert {item.owner for item in own} - {item.owner for item in other} == {"engine"}
+    sizes = {item.what: item.size for item in other}
+    assert sizes["optimiser"] == 2 * sizes["weights"] == 2 * FLOAT32 * shape.parameters
+
+
+def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path / "Qwen3-0.6B", tmp_path / "runs", gateway={"admin_key": "s3cret"})
+    text = describe(settings)
+    assert "596,049,920 parameters" in text
+    assert "tokenizer_config.json is not there" in text
+    assert "s3cret" not in text
+    assert "tidegate engine --model" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").touch()
+    assert "holds a run already" in describe(settings_of(BASE, tmp_path))
+
+
+def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text("raise SystemExit('the agent was loaded')")
+    arguments = ["train", "--dry-run", f"--model.path={BASE}", f"--agent.use={agent}:f"]
+    code = (
+        f"import sys, tidegate.cli; code = tidegate.cli.main({arguments}); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in all on cpu" in done.stdout
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["agent.py"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_499, "999 kB"), (999_500, "1.0 MB")]
+)
+def test_readable(size: int, text: str) -> None:
+    assert readable(size) == text

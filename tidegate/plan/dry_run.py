@@ -1,0 +1,76 @@
+"""`tidegate train --dry-run`: what a run would be, before anything is loaded, started or fetched."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from tidegate.config import Settings, dump_settings
+from tidegate.errors import ConfigError
+from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
+from tidegate.trainer.processes import engine_arguments, gateway_arguments
+
+MASK = "…"
+
+
+def describe(settings: Settings) -> str:
+    """The resolved settings, the processes, the memory and disk, and what is still missing."""
+    shown = settings
+    if settings.gateway.admin_key is not None:
+        gateway = settings.gateway.model_copy(update={"admin_key": MASK})
+        shown = settings.model_copy(update={"gateway": gateway})
+    parts = [
+        "# Resolved settings",
+        dump_settings(shown).strip(),
+        "\n# Processes that would be started",
+        *processes(shown),
+        "\n# Memory",
+        *_memory(settings),
+    ]
+    missing = list(_missing(settings))
+    if missing:
+        parts += ["\n# Before it can start", *missing]
+    return "\n".join([*parts, "\nA dry run: nothing was loaded or started."])
+
+
+def processes(settings: Settings) -> Iterator[str]:
+    """Each process as its command line, without the addresses that are chosen at the start."""
+    if settings.engine.urls:
+        yield f"engine    runs already: {', '.join(settings.engine.urls)}"
+    else:
+        engine = engine_arguments(settings, lambda: (settings.model.path, 0))
+        yield f"engine    tidegate engine {shlex.join(engine)}"
+    gateway = [*gateway_arguments(settings), "--port", str(settings.gateway.port)]
+    yield f"gateway   tidegate gateway {shlex.join(gateway)}"
+    agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]
+    yield f"agents    python -m tidegate.agents.worker {shlex.join(agent)}"
+    yield f"trainer   this process, on {settings.trainer.device}, {settings.trainer.steps} steps"
+
+
+def _memory(settings: Settings) -> Iterator[str]:
+    try:
+        shape = read_shape(settings.model.path)
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield f"{shape.parameters:,} parameters, from {shape.source}"
+    items = memory_plan(settings, shape)
+    yield from map(_line, items)
+    for device in dict.fromkeys(item.device for item in items):
+        total = sum(item.size for item in items if item.device == device)
+        yield f"{'in all on ' + device:<21}{readable(total):>9}"
+    yield from map(_line, disk_plan(settings, shape))
+
+
+def _line(item: Item) -> str:
+    return f"{item.owner:<9}{item.what:<12}{readable(item.size):>9}   {item.how}"
+
+
+def _missing(settings: Settings) -> Iterator[str]:
+    model = settings.model.path
+    for needed in ("config.json", "tokenizer_config.json"):
+        if not (model / needed).is_file():
+            yield f"model.path = {model}: {needed} is not there"
+    if (settings.run_dir / "ledger.jsonl").exists():
+        yield f"{settings.run_dir} holds a run already: --resume goes on with it, --fresh sets it aside"

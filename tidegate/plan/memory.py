@@ -1,0 +1,225 @@
+"""How much memory a run will take, worked out from the model's config.json before anything is loaded.
+
+With P parameters, L layers, h hidden, i intermediate, H and K attention and key-value heads, d the size
+of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
+
+- weights: P · b. The trainer holds float32, the engine its `dtype`.
+- gradients: 4 · P; AdamW's two moments: 8 · P, both float32.
+- key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this as it is needed.
+- activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
+  a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
+  values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
+  shared.
+- logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
+  gradient), in float32.
+
+What PyTorch itself takes (some 0.3 GB of host memory a process, 0.5 GB on a GPU) comes on top.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tidegate.config import Settings
+from tidegate.errors import ConfigError
+
+FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGITS_AT_ONCE = 2**26
+"""As in the trainer: more logits than these are computed in pieces."""
+
+# From the config.json that Qwen publishes with each, so that a plan can be made before a download.
+_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "model_type": "qwen3"}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-1.7b": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-4b": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder's shape, as far as memory depends on it."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    source: str = ""
+    """Where it was read."""
+    stored: int | None = None
+    """Parameters counted in the weights' own headers, where they are there."""
+
+    @property
+    def parameters(self) -> int:
+        """Counted in the weights' headers; without them by the shape (dense Llama, Qwen2 and Qwen3)."""
+        return self.stored if self.stored is not None else self.counted
+
+    @property
+    def counted(self) -> int:
+        """Embeddings, attention, gated MLP and norms by the shape."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * query + 2 * key)
+        attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
+
+    def kv_bytes(self, slots: int, context: int, dtype: str) -> int:
+        return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Kept for the backward pass of one microbatch."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        per_layer = 6 * self.hidden + 6 * query + 2 * key + 4 * self.intermediate
+        return tokens * self.layers * per_layer * FLOAT32
+
+    def logit_bytes(self, tokens: int) -> int:
+        return 3 * min(tokens * self.vocab, LOGITS_AT_ONCE) * FLOAT32
+
+
+def read_shape(model: Path) -> Shape:
+    """The shape that a model directory's config.json gives; a well-known model's if it is not there yet.
+
+    Raises ConfigError where neither is known, or the config is not that of a dense decoder.
+    """
+    file = model / "config.json"
+    if file.is_file():
+        return _shape(_read_json(file), str(file), _stored_parameters(model))
+    known = PUBLISHED.get(model.name.lower())
+    if known is None:
+        raise ConfigError(
+            f"{file} is not there, so the memory plan cannot be made; "
+            f"without it only {', '.join(PUBLISHED)} are known"
+        )
+    return _shape(known, f"the published {model.name}")
+
+
+def _shape(config: Mapping[str, Any], source: str, stored: int | None = None) -> Shape:
+    text = config.get("text_config") or config
+    family = str(text.get("model_type", ""))
+    try:
+        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        return Shape(
+            layers=int(text["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(text["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            vocab=int(text["vocab_size"]),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2" or bool(text.get("attention_bias")),
+            source=source,
+            stored=stored,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: no memory plan, since {error.args[0]!r} is not as in a plain decoder's config"
+        ) from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return found
+
+
+def _stored_parameters(model: Path) -> int | None:
+    """Numbers in a directory's safetensors, from their headers alone (8 bytes of length, then JSON)."""
+    total = 0
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            try:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(length))
+            except (struct.error, ValueError):
+                raise ConfigError(f"{file}: not a whole safetensors file") from None
+        total += sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    return total or None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the plan: `size` bytes on `device`, and how they were worked out."""
+
+    device: str
+    owner: str
+    what: str
+    how: str
+    size: int
+
+
+def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
+    """What engine and trainer will hold, in the order it is shown."""
+    engine, trainer = settings.engine, settings.trainer
+    number, tokens = shape.parameters, trainer.microbatch_tokens
+    held = f"{number:,} parameters"
+    items = []
+    if not engine.urls:
+        size = BYTES[engine.dtype]
+        items += [
+            Item(engine.device, "engine", "weights", f"{held} × {size} B", number * size),
+            Item(
+                engine.device, "engine", "KV cache",
+                f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
+                f"{shape.kv_heads} heads × {shape.head_dim} × 2 × {size} B",
+                shape.kv_bytes(engine.max_slots, engine.max_context, engine.dtype),
+            ),
+        ]  # fmt: skip
+    device = trainer.device
+    return [
+        *items,
+        Item(device, "trainer", "weights", f"{held} × 4 B", number * FLOAT32),
+        Item(device, "trainer", "gradients", f"{held} × 4 B", number * FLOAT32),
+        Item(device, "trainer", "optimiser", f"{held} × 8 B (AdamW)", number * 2 * FLOAT32),
+        Item(
+            device, "trainer", "activations",
+            f"about, of {tokens:,} tokens a microbatch", shape.activation_bytes(tokens),
+        ),
+        Item(
+            device, "trainer", "logits",
+            f"about, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3", shape.logit_bytes(tokens),
+        ),
+    ]  # fmt: skip
+
+
+def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
+    """What the run directory will hold: two published versions, and checkpoints with AdamW's moments."""
+    number, kept = shape.parameters, settings.trainer.keep_checkpoints
+    where = str(settings.run_dir)
+    return [
+        Item(where, "disk", "published", f"2 × {number:,} × 4 B", 2 * number * FLOAT32),
+        Item(where, "disk", "checkpoints", f"{kept} × {number:,} × 12 B", kept * number * 3 * FLOAT32),
+    ]
+
+
+def readable(size: int) -> str:
+    """Bytes as `134 MB`, in powers of ten."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
