@@ -1,0 +1,133 @@
+"""The gateway before the real embedded engine: weights change in the middle of a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM
+
+from tests.fakes import eventually, served
+from tests.tiny import make_tiny_model
+from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.app import create_app
+from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.types import Sampling, Task, Trajectory
+
+TASK = Task("t", "none", [])
+LENGTH = 120
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two policies with one tokenizer; they never end a reply, so that there is time to interrupt."""
+    tokenizer = make_tokenizer("qwen2")
+    paths = []
+    for version in (0, 1):
+        path = tmp_path_factory.mktemp("policy") / str(version)
+        make_tiny_model(path, vocab=len(tokenizer), seed=version)
+        tokenizer.save_pretrained(str(path))
+        paths.append(path)
+    return paths
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    announce = tmp_path_factory.mktemp("engine") / "engine.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "engine", "--model", str(models[0]), "--port", "0",
+        "--announce", str(announce), "--owned", stdin=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        await eventually(lambda: announce.exists() or process.returncode is not None, 60)
+        yield json.loads(announce.read_text())["url"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def publish(url: str, model: Path, version: int, mode: str) -> None:
+    """What a trainer does: pause, load, resume."""
+    async with aiohttp.ClientSession(url) as http:
+        for path, body in (
+            ("/pause_generation", {"mode": mode}),
+            (
+                "/update_weights_from_disk",
+                {"model_path": str(model), "weight_version": str(version), "flush_cache": mode == "retract"},
+            ),
+            ("/continue_generation", {}),
+        ):
+            async with http.post(path, json=body) as response:
+                assert response.status == 200, (path, await response.text())
+
+
+def recomputed(model: Path, trajectory: Trajectory, index: int) -> np.ndarray:
+    """The plain model's logprobs of a turn's output; shape [output]."""
+    turn = trajectory.turns[index]
+    prompt = trajectory.prompt_ids(turn)
+    ids = torch.from_numpy(np.concatenate((prompt, turn.output_ids)).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model).float()(ids).logits[0]
+    logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / turn.temperature, -1)
+    chosen: np.ndarray = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return chosen
+
+
+async def interrupted(
+    gateway: Gateway, engine: str, models: list[Path], mode: str, seed: int
+) -> tuple[Trajectory, str]:
+    """An episode of two turns with a publish in the first one; its trajectory and the streamed text."""
+    await publish(engine, models[0], 0, "retract")
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        await client.add_engine(engine)
+        access = await client.open_session(
+            task=TASK, seed=seed, deadline_s=60, sampling=Sampling(0.8, max_tokens=LENGTH)
+        )
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as llm:
+            messages: list[Any] = [{"role": "user", "content": "Go on for ever."}]
+            chunks = await llm.chat.completions.create(model="m", messages=messages, stream=True)
+            text, published = "", False
+            async for chunk in chunks:
+                text += chunk.choices[0].delta.content or ""
+                if text and not published:
+                    published = True
+                    await publish(engine, models[1], 1, mode)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
+            await llm.chat.completions.create(model="m", messages=messages, max_tokens=4)
+        await client.finish(access.session_id, reward=1.0)
+        return await client.trajectory(access.session_id), text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_turn_that_straddles_a_publish_is_exact(engine: str, models: list[Path], mode: str) -> None:
+    for seed in range(6):  # a random model may end its reply before the publish
+        gateway = Gateway(GatewayOptions(model=models[0]))
+        trajectory, text = await interrupted(gateway, engine, models, mode, seed)
+        if len(trajectory.turns[0].version_spans) == 2:
+            break
+    first, second = trajectory.turns
+    assert second.parent == 0
+    old, new = first.version_spans
+    assert (old.version, old.start, new.version, new.end) == (0, 0, 1, len(first.output_ids))
+    assert old.end == new.start
+    assert gateway.renderer.decode(first.output_ids.tolist()) == text
+    before = np.abs(recomputed(models[0], trajectory, 0) - first.logprobs)
+    after = np.abs(recomputed(models[1], trajectory, 0) - first.logprobs)
+    assert before[: old.end].max() < 1e-3
+    assert before[new.start :].max() > 1e-2
+    if mode != "in_place":  # there the new weights go on from the old ones' keys and values
+        assert after[new.start :].max() < 1e-3
