@@ -27,7 +27,9 @@ class RunSettings(Section):
     name: str = "run"
     """The run's directory is `<dir>/<name>`."""
     dir: Path = Path("runs")
+    """Where runs are kept."""
     seed: int = 0
+    """Of the policy's generators and of every session's sampling."""
     live: bool = True
     """Show the live view where the terminal allows it; plain lines otherwise."""
 
@@ -41,7 +43,9 @@ class EngineSettings(Section):
     urls: list[str] = []
     """Engines that already run. Empty: one embedded engine is started and owned by the run."""
     device: str = "cpu"
+    """Of an embedded engine: cpu, cuda, cuda:1."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of an embedded engine's weights and cache."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of an embedded engine; on shared cores one is faster than two."""
     max_slots: Annotated[int, Field(ge=1)] = 64
@@ -52,6 +56,7 @@ class EngineSettings(Section):
 
 class GatewaySettings(Section):
     host: str = "127.0.0.1"
+    """Where the gateway listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free one."""
     admin_key: str | None = None
@@ -95,13 +100,15 @@ class TrainerSettings(Section):
     steps: Annotated[int, Field(ge=1)] = 100
     """Optimiser steps of the run."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
+    """Groups of one optimiser step."""
     group_size: Annotated[int, Field(ge=2)] = 8
+    """Slots of a group: attempts at one task that are compared."""
     min_group_size: Annotated[int, Field(ge=2)] | None = None
     """A group with fewer trainable slots is failed. None: `group_size`, no partial group is trained."""
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_bound)] = 2
     """The hard bound on a trained token's age in policy versions; `none` switches it off."""
     on_policy: bool = False
-    """Exactly synchronous: staleness 0, a publish after every step."""
+    """Exactly synchronous: forces `max_staleness` 0 and `publish_interval` 1."""
     publish_interval: Annotated[int, Field(ge=1)] = 1
     """Optimiser steps between publishes."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
@@ -109,9 +116,13 @@ class TrainerSettings(Section):
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """How often one task is recycled after its group went stale, before another task takes its place."""
     learning_rate: Annotated[float, Field(ge=0)] = 5e-4
+    """AdamW's, constant after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's, on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Linear, from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """C of the loss −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
     normalize_advantage: bool = True
@@ -119,9 +130,13 @@ class TrainerSettings(Section):
     microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"
+    """Of the trainer: cpu, cuda, cuda:1."""
     threads: Annotated[int, Field(ge=1)] = 1
+    """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
+    """Optimiser steps between checkpoints; one is always written at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Older ones are removed."""
     watchdog_s: Annotated[float, Field(gt=0)] = 300.0
     """Nothing moved for so long: print the ledger and stop."""
 
@@ -137,11 +152,8 @@ class TrainerSettings(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
         if self.on_policy:
-            if "max_staleness" in self.model_fields_set and self.max_staleness != 0:
-                raise ValueError("on_policy = true means max_staleness = 0; remove one of the two")
-            if self.publish_interval != 1:
-                raise ValueError("on_policy = true publishes after every step; remove publish_interval")
             object.__setattr__(self, "max_staleness", 0)
+            object.__setattr__(self, "publish_interval", 1)
         if self.smallest_group > self.group_size:
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
@@ -157,6 +169,7 @@ class EvalSettings(Section):
     interim_tasks: Annotated[int, Field(ge=1)] = 64
     """Problems of the evaluations in between."""
     max_concurrency: Annotated[int, Field(ge=1)] = 64
+    """Episodes at the same time."""
     deadline_s: Annotated[float, Field(gt=0)] = 300.0
     """A whole evaluation; what has not ended by then is counted as unfinished."""
 

@@ -97,7 +97,6 @@ DEMO = "examples/demo/config.toml"
     [
         (["--trainer.max_stalness", "2"], 2, "did you mean 'trainer.max_staleness'?"),
         (["--trainer.min_group_size", "9"], 2, "min_group_size = 9 is more than group_size = 8"),
-        (["--trainer.on_policy", "true", "--trainer.max_staleness", "2"], 2, "on_policy = true means"),
         (["--model.path", "nowhere"], 3, "nowhere: there is no such directory"),
         (["--model.path", "examples/demo"], 3, "config.json is missing"),
         (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),

@@ -83,11 +83,15 @@ def test_greedy_takes_the_likeliest_token(loaded: tuple[Model, Any]) -> None:
 def test_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(loaded: tuple[Model, Any]) -> None:
     model, _ = loaded
     crowd = Driver(model)
-    together = [crowd.submit(p, max_new_tokens=30, sampling_seed=i) for i, p in enumerate(prompts(20))]
+    given = [  # of different lengths, so that rows move
+        {"prompt": prompt, "max_new_tokens": 10 + 7 * i % 23, "sampling_seed": i}
+        for i, prompt in enumerate(prompts(20))
+    ]
+    together = [crowd.submit(**one) for one in given]
     crowd.finish(together)
-    for i in (0, 7, 19):
+    for i in range(20):
         alone = Driver(model)
-        one = alone.submit(together[i].prompt_ids, max_new_tokens=30, sampling_seed=i)
+        one = alone.submit(**given[i])
         alone.finish([one])
         assert one.output_ids == together[i].output_ids
     assert together[0].output_ids != together[1].output_ids
@@ -140,7 +144,7 @@ def test_frozen_in_place_goes_on_with_the_same_tokens_and_cache(loaded: tuple[Mo
     driver.scheduler.call(driver.scheduler.resume)
     driver.finish([got])
     assert got.output_ids == expected.output_ids
-    assert driver.scheduler.counters.tokens_prefilled == 2
+    assert driver.scheduler.totals()["tokens_prefilled"] == 2
     assert got.kv_version is None
 
 
@@ -238,3 +242,126 @@ def test_top_k_and_top_p_keep_to_the_likeliest_and_leave_neighbours_alone(loaded
     expected = [alone.submit(prompt, max_new_tokens=1, sampling_seed=i) for i in range(200)]
     alone.finish(expected)
     assert [g.output_ids for g in free] == [g.output_ids for g in expected]
+
+
+def test_a_cache_is_kept_only_for_requests_that_were_paused_in_place(
+    model: Model, versions: tuple[Path, list[Any], list[Path]]
+) -> None:
+    driver = Driver(model)
+    generation = driver.submit([1, 2, 3, 4], max_new_tokens=12)
+    driver.until(lambda: len(generation.output_ids) == 6)
+    weights = model.read_weights(versions[2][1])
+    driver.scheduler.load(weights, "1", keep_cache=True, abort_all=False)
+    assert driver.scheduler.num_running == 0
+    driver.finish([generation])
+    assert generation.kv_version is None
+    given = torch.tensor(generation.logprobs[6:], dtype=torch.float64)
+    assert float((plain_logprobs(versions[1][1], generation)[6:] - given).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("prefix_bytes", [2**26, 0])
+def test_turns_that_go_on_reuse_what_they_have_in_common(
+    loaded: tuple[Model, Any], prefix_bytes: int
+) -> None:
+    """Two groups of four that begin alike, three turns each; some diverge in the middle."""
+    model, plain = loaded
+    driver = Driver(model, prefix_bytes=prefix_bytes)
+    heads = prompts(2, low=50, high=51, seed=8)
+    turns = [[driver.submit(head, max_new_tokens=9 + i, sampling_seed=i) for i in range(4)] for head in heads]
+    everything = [one for group in turns for one in group]
+    latest = everything
+    for turn in range(2):
+        driver.finish(latest)
+        asked = [one.prompt_ids + one.output_ids + [turn, 3, 5] for one in latest]
+        asked += [prompt[:37] + [1] * 9 for prompt in asked[:2]]
+        latest = [driver.submit(prompt, max_new_tokens=11) for prompt in asked]
+        everything = everything + latest
+    driver.finish(everything)
+    assert max(worst_error(plain, one) for one in everything) < TOLERANCE
+    cached = [one.cached_tokens for one in everything]
+    totals = driver.scheduler.totals()
+    if prefix_bytes:
+        assert sorted(cached[:8]) == [0, 0, *[48] * 6]
+        assert cached[8:16] == [(len(one.past)) // 16 * 16 for one in everything[:8]]
+        assert cached[16:18] == [32, 32]
+        assert totals["tokens_reused"] > 3 * totals["tokens_prefilled"]
+    else:
+        assert (set(cached), totals["tokens_reused"]) == ({0}, 0)
+
+
+def test_nothing_is_reused_across_versions(
+    model: Model, versions: tuple[Path, list[Any], list[Path]]
+) -> None:
+    driver = Driver(model)
+    prompt = prompts(1, low=50, high=51)[0]
+    first = driver.submit(prompt, max_new_tokens=20)
+    driver.finish([first])
+    for mode in ("retract", "in_place"):
+        driver.scheduler.pause(mode)
+        weights = model.read_weights(versions[2][1])
+        driver.scheduler.load(weights, "1", keep_cache=True, abort_all=False)
+        driver.scheduler.resume()
+        second = driver.submit(prompt + first.output_ids, max_new_tokens=5)
+        driver.finish([second])
+        assert second.cached_tokens == 0
+        assert worst_error(versions[1][1], second) < TOLERANCE
+    third = driver.submit(prompt, max_new_tokens=5)
+    driver.finish([third])
+    assert third.cached_tokens > 0
+    driver.scheduler.relabel("2")
+    fourth = driver.submit(prompt, max_new_tokens=5)
+    driver.finish([fourth])
+    assert fourth.cached_tokens == 0
+
+
+def test_keys_of_an_older_version_are_not_remembered(
+    model: Model, versions: tuple[Path, list[Any], list[Path]]
+) -> None:
+    driver = Driver(model)
+    prompt = prompts(1, low=50, high=51)[0]
+    first = driver.submit(prompt, max_new_tokens=20)
+    driver.until(lambda: len(first.output_ids) == 5)
+    driver.scheduler.pause("in_place")
+    weights = model.read_weights(versions[2][1])
+    driver.scheduler.load(weights, "1", keep_cache=True, abort_all=False)
+    driver.scheduler.call(driver.scheduler.resume)
+    driver.finish([first])
+    second = driver.submit(prompt + first.output_ids, max_new_tokens=5)
+    driver.finish([second])
+    assert (first.kv_version, second.cached_tokens, second.kv_version) == ("0", 0, None)
+    assert worst_error(versions[1][1], second) < TOLERANCE
+
+
+def test_rows_at_the_end_of_the_context_are_exact_beside_long_prefills(loaded: tuple[Model, Any]) -> None:
+    """Padding of the short ones reaches beyond the context (256)."""
+    model, plain = loaded
+    driver = Driver(model)
+    near = prompts(2, low=225, high=226, seed=2)
+    first = [driver.submit(prompt, max_new_tokens=1) for prompt in near]
+    driver.finish(first)
+    late = [driver.submit([*prompt, 1, 2, 3], max_new_tokens=99) for prompt in near]
+    others = [driver.submit(prompt, max_new_tokens=9) for prompt in prompts(4, low=20, high=21, seed=4)]
+    driver.finish([*late, *others])
+    assert [one.cached_tokens for one in late] == [224, 224]
+    assert [len(one.output_ids) for one in late] == [28, 28]
+    assert max(worst_error(plain, one) for one in [*late, *others]) < TOLERANCE
+
+
+def test_values_that_are_not_finite_do_not_outlive_the_weights_that_gave_them(
+    model: Model, versions: tuple[Path, list[Any], list[Path]]
+) -> None:
+    _, plain, _ = versions
+    driver = Driver(model)
+    prompt = prompts(1, low=50, high=51)[0]
+    good = {name: tensor.clone() for name, tensor in model.hf_model.state_dict().items()}
+    for tensor in model.hf_model.state_dict().values():
+        tensor.fill_(float("nan"))
+    bad = driver.submit(prompt, max_new_tokens=5)
+    driver.finish([bad])
+    assert bad.error is not None
+    assert "not finite" in bad.error
+    for name, tensor in model.hf_model.state_dict().items():  # behind the engine's back: no cache dropped
+        tensor.copy_(good[name])
+    after = [driver.submit(prompt[:n], max_new_tokens=5) for n in (3, 50)]
+    driver.finish(after)
+    assert max(worst_error(plain[0], one) for one in after) < TOLERANCE

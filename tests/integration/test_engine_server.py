@@ -201,6 +201,28 @@ async def test_weights_change_under_running_requests(
     assert meta["weight_version"] == "4"
 
 
+@pytest.mark.parametrize("flush", [True, False])
+async def test_in_place_keeps_the_cache_only_without_a_flush(
+    client: Client, directories: list[Path], flush: bool
+) -> None:
+    """`flush_cache` is true by default; with it nothing reports failure, and no old keys are left."""
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(client.generate([1, 2, 3], max_new_tokens=100, ignore_eos=True))
+        await client.until(lambda info: info["tokens_sampled"] > 10)
+        await client.post("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": str(directories[1]), "weight_version": 4}
+        status, _ = await client.post(
+            "/update_weights_from_disk", body if flush else {**body, "flush_cache": False}
+        )
+        assert status == 200
+        info = await client.info()
+        assert (info["weight_version"], info["num_running"]) == ("4", 0 if flush else 1)
+        await client.post("/continue_generation")
+    meta = (await waiting)["meta_info"]
+    assert meta.get("kv_version") == (None if flush else "3")
+    assert [span["version"] for span in meta["weight_versions"]] == ["3", "4"]
+
+
 async def test_a_version_can_be_named_alone(client: Client) -> None:
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(client.generate([1, 2], max_new_tokens=LONG, ignore_eos=True))

@@ -129,5 +129,7 @@ async def test_a_turn_that_straddles_a_publish_is_exact(engine: str, models: lis
     after = np.abs(recomputed(models[1], trajectory, 0) - first.logprobs)
     assert before[: old.end].max() < 1e-3
     assert before[new.start :].max() > 1e-2
+    assert first.oldest_version() == 0
+    assert first.kv_version == (0 if mode == "in_place" else None)
     if mode != "in_place":  # there the new weights go on from the old ones' keys and values
         assert after[new.start :].max() < 1e-3

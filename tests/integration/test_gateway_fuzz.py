@@ -112,12 +112,13 @@ async def drive(model: Path, clients: int, cases: int, seed: int) -> None:
         assert stage.gateway.failed is None
 
 
-@pytest.mark.parametrize("template", sorted(TEMPLATES))
+@pytest.mark.parametrize("template", ["mistral", "qwen3"])
 async def test_no_body_makes_the_gateway_fail(tmp_path: Path, template: str) -> None:
-    await drive(make_model_dir(tmp_path / "tiny", template), clients=4, cases=50, seed=1)
+    await drive(make_model_dir(tmp_path / "tiny", template), clients=4, cases=40, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_ten_thousand_bodies(tmp_path: Path) -> None:
-    await drive(make_model_dir(tmp_path / "tiny", "qwen3"), clients=20, cases=500, seed=2)
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+async def test_ten_thousand_bodies(tmp_path: Path, template: str) -> None:
+    await drive(make_model_dir(tmp_path / "tiny", template), clients=20, cases=100, seed=2)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tidegate.engine.requests import Generation, SamplingParams
-from tidegate.engine.sampling import sample, uniforms
+from tidegate.engine.sampling import _inverse_cdf, sample, uniforms
 from tidegate.engine.slots import Slots
 
 
@@ -38,6 +38,11 @@ def test_ids_without_probability_are_never_drawn() -> None:
     ids, logprobs = sample(logits, slots_of(*(SamplingParams(seed=i) for i in range(400))))
     assert set(ids.tolist()) == {2, 4}
     np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
+
+
+def test_a_draw_of_zero_takes_the_first_id_that_has_probability() -> None:
+    logprobs = torch.tensor([[-torch.inf, -torch.inf, 0.0, -torch.inf]])
+    assert _inverse_cdf(logprobs, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
 
 
 def test_logprobs_are_those_of_the_temperature() -> None:

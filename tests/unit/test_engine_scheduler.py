@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.engine import scheduler as scheduling
+from tidegate.engine import rows
 from tidegate.engine.requests import Generation, SamplingParams
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.slots import Slots
@@ -269,7 +269,7 @@ def test_retracted_requests_come_back_before_those_that_waited(
 def test_prefill_batches_are_bounded_and_of_like_length(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduling, "PREFILL_TOKENS", 210)
+    monkeypatch.setattr(rows, "PREFILL_TOKENS", 210)
     scheduler = Scheduler(decoder, max_slots=10, version="0", deliver=lambda _: None)
     lengths = [101, 11, 91, 12, 10, 300, 13, 14]
     requests = [generation([1] * length, 2) for length in lengths]

@@ -131,3 +131,14 @@ def test_a_call_continues_after_what_was_sampled() -> None:
     assert body["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 8}
     assert body["return_logprob"] is True
     assert "logprob_start_len" not in body
+
+
+def test_the_age_of_kept_keys_and_values() -> None:
+    assert read_reply(payload([7])).kv_version is None
+    assert read_reply(payload([7], kv_version="2")).kv_version == 2
+    unknown = read_reply(payload([7], kv_version="latest"))
+    assert (unknown.kv_version, unknown.spans) == (None, [])
+    sampled = Sampled()
+    for version in (None, 3, 2, None, 4):
+        sampled.extend(Sampled([1], [-1.0], [], "abort", 0, version))
+    assert sampled.kv_version == 2

@@ -1,0 +1,85 @@
+"""Settings: read, overridden, refused by name, written and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidegate.config import dump_settings, known_keys, load_settings
+from tidegate.errors import ConfigError
+
+MODEL = ["--model.path", "somewhere"]
+
+
+def test_defaults_overrides_and_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\npath = "m"\n[trainer]\nsteps = 7\n[env.options]\nlevel = 3\n')
+    settings = load_settings(
+        path, ["--trainer.max_staleness=none", "--run.name", "x y", "--engine.urls", '["http://a"]']
+    )
+    assert settings.trainer.steps == 7
+    assert settings.trainer.staleness_bound is None
+    assert settings.run.name == "x y"
+    assert settings.engine.urls == ["http://a"]
+    assert settings.env.options == {"level": 3}
+    again = tmp_path / "b.toml"
+    again.write_text(dump_settings(settings))
+    assert load_settings(again) == settings
+
+
+def test_on_policy_forces_what_makes_it_synchronous() -> None:
+    settings = load_settings(
+        None,
+        [
+            *MODEL,
+            "--trainer.on_policy",
+            "true",
+            "--trainer.max_staleness",
+            "4",
+            "--trainer.publish_interval=3",
+        ],
+    )
+    assert settings.trainer.staleness_bound == 0
+    assert settings.trainer.publish_interval == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([*MODEL, "--trainer.lerning_rate", "1"], "did you mean 'trainer.learning_rate'?"),
+        (
+            [*MODEL, "--group_size", "4"],
+            "there is no setting 'group_size'; did you mean 'trainer.group_size'?",
+        ),
+        ([*MODEL, "--trainer.steps", "many"], "trainer.steps = 'many'"),
+        ([*MODEL, "--trainer.steps", "0"], "trainer.steps = 0"),
+        ([*MODEL, "--trainer.max_staleness", "-1"], "a number of versions ≥ 0, or 'none'"),
+        ([*MODEL, "--trainer.steps"], "--trainer.steps needs a value"),
+        ([*MODEL, "steps=3"], "'steps=3' is not a setting"),
+        ([*MODEL, "--trainer.steps.more", "3"], "trainer.steps"),
+        ([*MODEL, "--sampling.max_tokens", "2000"], "leaves no room for a prompt"),
+        ([*MODEL, "--gateway.host", "0.0.0.0"], "set gateway.admin_key"),
+        ([], "'model' is required"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, overrides)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("a = [", "not valid TOML"), (None, "no such settings file"), ("\xff", "not valid")]
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "c.toml"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_settings(path)
+    assert "c.toml" in str(caught.value)
+
+
+def test_every_setting_is_explained() -> None:
+    assert [key for key, _, text in known_keys() if not text] == []
