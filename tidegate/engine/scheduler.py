@@ -11,22 +11,18 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from tidegate.engine.prefix import BLOCK, PrefixStore
 from tidegate.engine.requests import Generation
-from tidegate.engine.slots import Slots
+from tidegate.engine.rows import Decoder, Rows
 from tidegate.errors import EngineError
 
 log = logging.getLogger("tidegate.engine")
-
-PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass; bounds memory, and how long running requests stand still."""
 
 FAILURES_IN_A_ROW = 3
 """So many requests that fail alone, with none that succeeds between, are no longer their own fault."""
@@ -35,32 +31,14 @@ PauseMode = Literal["abort", "retract", "in_place"]
 T = TypeVar("T")
 
 
-class Decoder(Protocol):
-    """What the scheduler asks of a model; `tidegate.engine.model.Model` is the one there is."""
-
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
-    def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
-    def move(self, source: int, target: int, length: int) -> None: ...
-    def snapshot(self, row: int, length: int) -> Any: ...
-    def restore(self, row: int, snapshot: Any, length: int) -> None: ...
-    def clean(self, row: int) -> None: ...
-    def drop_cache(self) -> None: ...
-    def copy_weights(self, weights: Any) -> None: ...
-
-
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""
 
     tokens_sampled: int = 0
-    tokens_prefilled: int = 0
-    tokens_reused: int = 0
     requests: int = 0
     steps: int = 0
     retractions: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +67,6 @@ class Scheduler:
         finds_stop: Callable[[Generation], str | None] = lambda generation: None,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model = model
         self.version = version
         self.paused: PauseMode | None = None
         self.counters = Counters()
@@ -97,8 +74,7 @@ class Scheduler:
         self._deliver = deliver
         self._finds_stop = finds_stop
         self._on_death = on_death
-        self._slots = Slots(max_slots)
-        self._prefixes = PrefixStore(prefix_bytes)
+        self._rows = Rows(model, max_slots, prefix_bytes)
         self._waiting: deque[Generation] = deque()
         self._live: dict[str, Generation] = {}
         self._notices: list[Generation] = []
@@ -128,9 +104,14 @@ class Scheduler:
         self._put(_Call(action, result))
         return result
 
+    def totals(self) -> dict[str, int]:
+        rows = self._rows
+        reuse = {"tokens_prefilled": rows.tokens_prefilled, "tokens_reused": rows.tokens_reused}
+        return asdict(self.counters) | reuse
+
     @property
     def num_running(self) -> int:
-        return self._slots.count
+        return self._rows.count
 
     @property
     def num_waiting(self) -> int:
@@ -159,9 +140,9 @@ class Scheduler:
             self._end(generation, {"type": "abort", "message": "aborted"})
         gone = set(map(id, hit))
         self._waiting = deque(g for g in self._waiting if id(g) not in gone)
-        for row in range(self._slots.count - 1, -1, -1):
-            if id(self._slots.owners[row]) in gone:
-                self._leave(row)
+        for row in range(self._rows.count - 1, -1, -1):
+            if id(self._rows.owners[row]) in gone:
+                self._rows.leave(row)
         return len(hit)
 
     def pause(self, mode: PauseMode) -> None:
@@ -181,7 +162,7 @@ class Scheduler:
 
     def retract(self) -> None:
         """Take every request out of its row; they come back first, in the order of their arrival."""
-        owners = self._slots.clear()
+        owners = self._rows.clear()
         if not owners:
             return
         self.counters.retractions += len(owners)
@@ -190,9 +171,9 @@ class Scheduler:
 
     def flush(self) -> bool:
         """Free the cache; False (and nothing done) while requests hold rows."""
-        if self._slots.count:
+        if self._rows.count:
             return False
-        self._forget()
+        self._rows.forget()
         return True
 
     def load(self, weights: Any, version: str | None, *, keep_cache: bool, abort_all: bool) -> int:
@@ -204,12 +185,12 @@ class Scheduler:
         if abort_all:
             self.abort("", everything=True)
         in_flight = len(self._live)
-        self._prefixes.clear()
+        self._rows.prefixes.clear()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
-            self._forget()
-        self.model.copy_weights(weights)
-        for generation in self._slots.owners:
+            self._rows.forget()
+        self._rows.model.copy_weights(weights)
+        for generation in self._rows.owners:
             generation.kv_version = generation.kv_version or self.version
         if version is not None:
             self.relabel(version)
@@ -217,14 +198,10 @@ class Scheduler:
 
     def relabel(self, version: str) -> None:
         """Name the version of the live weights; what was sampled so far keeps its label."""
-        self._prefixes.clear()  # what is reused is of the version that it is reused under
+        self._rows.prefixes.clear()  # what is reused is of the version that it is reused under
         for generation in self._live.values():
             generation.close_span(self.version)
         self.version = version
-
-    def _forget(self) -> None:
-        self._prefixes.clear()
-        self.model.drop_cache()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -249,7 +226,7 @@ class Scheduler:
             self._on_death()
 
     def _take_inbox(self) -> None:
-        idle = self.paused is not None or not (self._waiting or self._slots.count)
+        idle = self.paused is not None or not (self._waiting or self._rows.count)
         while True:
             try:
                 item = self._inbox.get(block=idle)
@@ -272,79 +249,28 @@ class Scheduler:
         self._waiting.append(generation)
 
     def _advance(self) -> None:
-        if self._waiting and self._slots.free:
+        if self._waiting and self._rows.free:
             self._admit()
-        elif self._slots.count:
+        elif self._rows.count:
             self._step()
 
     def _admit(self) -> None:
-        """Prefill some of the requests that have waited longest, those with as much to compute together."""
-        # All of these have a row to come; which of them goes first is a matter of padding alone.
-        todo = [(self._uncached(g), g) for g in itertools.islice(self._waiting, self._slots.free)]
-        batch: list[Generation] = []
-        begun: set[int] = set()
-        todo.sort(key=lambda one: one[0][0])
-        cheapest = todo[0][0][0]
-        for (cost, block), generation in todo:
-            if batch and (cost * (len(batch) + 1) > PREFILL_TOKENS or cost > 1.5 * cheapest + 16):
-                break
-            if block in begun:
-                continue  # it begins like one of this batch, and will find that computed
-            if block is not None:
-                begun.add(block)
-            batch.append(generation)
+        """Prefill some of the requests that have waited longest."""
+        # All of these have a row to come; which of them goes first is a matter of cost alone.
+        batch = self._rows.choose(itertools.islice(self._waiting, self._rows.free))
         taken = set(map(id, batch))
         self._waiting = deque(g for g in self._waiting if id(g) not in taken)
         try:
-            self._prefill(batch)
+            self._rows.fill(batch)
         except Exception as error:  # noqa: BLE001 - raised again below, alone with its request
             log.warning("a prefill of %d requests failed (%r): trying them one by one", len(batch), error)
             self._prefill_each(batch)
-
-    def _prefill(self, batch: list[Generation]) -> None:
-        slots = self._slots
-        first = slots.count
-        pasts = [generation.past for generation in batch]
-        held = []
-        for row, (generation, past) in enumerate(zip(batch, pasts, strict=True), first):
-            length, snapshot = self._prefixes.find(past, generation.chain.upto(past))
-            if snapshot is not None:
-                self.model.restore(row, snapshot, length)
-            held.append(length)
-        fresh = [past[length:] for past, length in zip(pasts, held, strict=True)]
-        if any(fresh):
-            # Where nothing is left to compute, a token is written that the next step overwrites.
-            self.model.prefill(first, [ids or [0] for ids in fresh], held)
-        for generation, past, length in zip(batch, pasts, held, strict=True):
-            row = slots.join(generation)
-            if not generation.output_ids:
-                generation.cached_tokens = length
-            self._remember(row, generation, past)
-        self.counters.tokens_prefilled += sum(map(len, fresh))
-        self.counters.tokens_reused += sum(held)
-
-    def _remember(self, row: int, generation: Generation, past: list[int]) -> None:
-        """Keep a row's keys and values for sequences that begin like it."""
-        if self._prefixes.max_bytes == 0 or generation.kv_version is not None:
-            return
-        hashes = generation.chain.upto(past)
-        if not self._prefixes.holds(hashes):
-            self._prefixes.add(past, hashes, self.model.snapshot(row, len(hashes) * BLOCK))
-
-    def _uncached(self, generation: Generation) -> tuple[int, int | None]:
-        """Tokens that its prefill has to compute, and the first block of them that could be shared."""
-        past = generation.past
-        hashes = generation.chain.upto(past)
-        length, _ = self._prefixes.find(past, hashes)
-        blocks = length // BLOCK
-        share = self._prefixes.max_bytes > 0 and blocks < len(hashes)
-        return len(past) - length, hashes[blocks] if share else None
 
     def _prefill_each(self, batch: list[Generation]) -> None:
         """Find the request that the model cannot compute; raises when it can compute none of several."""
         for generation in batch:
             try:
-                self._prefill([generation])
+                self._rows.fill([generation])
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
@@ -355,12 +281,10 @@ class Scheduler:
 
     def _step(self) -> None:
         """Sample one token for every row."""
-        slots = self._slots
-        ids, logprobs = self.model.decode(slots)
+        ids, logprobs = self._rows.sample()
         finite = np.isfinite(logprobs)
-        slots.advance(ids)
         leaving = []
-        rows = zip(slots.owners, ids.tolist(), logprobs.tolist(), strict=True)
+        rows = zip(self._rows.owners, ids.tolist(), logprobs.tolist(), strict=True)
         for row, (generation, token, logprob) in enumerate(rows):
             generation.output_ids.append(token)
             generation.logprobs.append(logprob)
@@ -376,23 +300,22 @@ class Scheduler:
         if not finite.all():
             leaving = sorted({*leaving, *self._poisoned(finite)})
         for row in reversed(leaving):
-            generation = slots.owners[row]
+            generation = self._rows.owners[row]
             if not generation.ended:
                 self._end(generation, self._reason(generation))
-                self._remember(row, generation, generation.past)
-            self._leave(row)
+                self._rows.remember(row)
+            self._rows.leave(row)
         self.counters.tokens_sampled += len(ids)
         self.counters.steps += 1
 
     def _poisoned(self, finite: np.ndarray) -> list[int]:
         """Rows whose logits are not finite: their requests fail, the others go on."""
         rows: list[int] = np.flatnonzero(~finite).tolist()
-        self._prefixes.clear()  # it may hold the same
         for row in rows:
-            generation = self._slots.owners[row]
+            generation = self._rows.owners[row]
             generation.output_ids.pop()
             generation.logprobs.pop()
-            self.model.clean(row)
+            self._rows.poisoned(row)
             self._end(generation, None, "the model's logits are not finite for this request")
         return rows
 
@@ -411,11 +334,6 @@ class Scheduler:
         self._live.pop(generation.rid, None)
         self._notices.append(generation)
 
-    def _leave(self, row: int) -> None:
-        moved = self._slots.leave(row)
-        if moved != row:
-            self.model.move(moved, row, int(self._slots.lengths[row]))
-
     def _hand_over(self) -> None:
         if self._notices:
             notices, self._notices = self._notices, []
@@ -427,7 +345,7 @@ class Scheduler:
         self.death = error
         for generation in list(self._live.values()):
             self._end(generation, None, f"the engine ended: {error}")
-        self._slots.clear()
+        self._rows.clear()
         self._waiting.clear()
         self._fail_inbox()
         self._hand_over()

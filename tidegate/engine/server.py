@@ -283,7 +283,7 @@ async def _model_info(engine: Engine, _: Request) -> Response:
             "paused": scheduler.paused,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
-            **scheduler.counters.as_dict(),
+            **scheduler.totals(),
         }
     )
 
