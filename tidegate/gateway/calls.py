@@ -81,6 +81,7 @@ class Call:
             finish_reason=sampled.finish,
             temperature=float(self.order.params["temperature"]),
             delivered=False,
+            kv_version=sampled.kv_version,
             cached_tokens=sampled.cached_tokens,
             branch=self.branch,
             started=self.started,

@@ -36,6 +36,8 @@ class Sampled:
     spans: list[VersionSpan] = field(default_factory=list)
     finish: str = ""
     cached_tokens: int = 0
+    kv_version: int | None = None
+    """The oldest version among keys and values that were kept across a publish; None: there are none."""
 
     def extend(self, piece: Sampled) -> None:
         """Add what one more engine call gave; neighbouring spans of one version become one."""
@@ -45,6 +47,9 @@ class Sampled:
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.finish = piece.finish
+        if piece.kv_version is not None:
+            known = self.kv_version
+            self.kv_version = piece.kv_version if known is None else min(known, piece.kv_version)
         for version, start, end in piece.spans:
             last = self.spans[-1] if self.spans else None
             if last is not None and last.version == version and last.end == start + offset:
@@ -93,6 +98,10 @@ def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
     sampled = Sampled(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
     cached = meta.get("cached_tokens")
     sampled.cached_tokens = cached if type(cached) is int else 0
+    if meta.get("kv_version") is not None:
+        sampled.kv_version = read_version(meta["kv_version"])
+        if sampled.kv_version is None:
+            sampled.spans = []  # tokens that come from keys and values of unknown age are of unknown age
     return sampled
 
 
