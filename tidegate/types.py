@@ -314,7 +314,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What an environment's rewards made of one episode: the weighted sum and its named parts."""
+    """What an environment's rewards made of one episode: the weighted sum and its named parts.
+
+    `metrics` say how it came about (which extractor read the answer); they join the trajectory's own.
+    """
 
     reward: float
     parts: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)

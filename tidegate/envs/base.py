@@ -11,7 +11,12 @@ from tidegate.errors import ConfigError
 from tidegate.loading import construct, load_object
 from tidegate.types import Message, Scored, Task, Trajectory
 
-BUILT_IN = {"arithmetic": "tidegate.envs.arithmetic:Arithmetic"}
+BUILT_IN = {
+    "arithmetic": "tidegate.envs.arithmetic:Arithmetic",
+    "dataset": "tidegate.envs.dataset:Dataset",
+    "gsm8k": "tidegate.envs.gsm8k:GSM8K",
+    "mixture": "tidegate.envs.mixture:Mixture",
+}
 
 
 class Environment(ABC):
@@ -56,8 +61,22 @@ class Environment(ABC):
             "messages": messages,
             "trajectory": trajectory,
         }
-        parts = {reward.name: reward(given) for reward in self.rewards}
-        return Scored(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+        grades = {reward.name: reward.grade(given) for reward in self.rewards}
+        parts = {name: grade.value for name, grade in grades.items()}
+        metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
+        return Scored(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts, metrics)
+
+    def gold_output(self, task: Task) -> str | None:
+        """What a perfect agent would return; None where the task has no answer to say."""
+        return None if task.answer is None else str(task.answer)
+
+    def train_size(self) -> int | None:
+        """Distinct training tasks: indices 0 to n − 1 give each of them once. None: there is no end."""
+        return None
+
+    def rewarders(self) -> Mapping[str, Environment]:
+        """Who scores a task, by the task's `env`."""
+        return {self.name: self}
 
 
 def load_environment(use: str, options: Mapping[str, Any]) -> Environment:

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -23,15 +23,23 @@ _FINAL = re.compile(rf"####\s*+({_NUMBER})(?![./][0-9]|[eE][+-]?[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
+class Grade:
+    """A reward with a word on how it came about: `metrics` are kept with the episode."""
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """One named part of a reward: `weight` × `fn(…)`.
 
-    `fn` is pure and returns a finite number (or a bool). Raises ConfigError where it asks for an
-    argument that is not among ARGUMENTS.
+    `fn` is pure and returns a finite number (or a bool), or a `Grade`. Raises ConfigError where it asks
+    for an argument that is not among ARGUMENTS.
     """
 
     name: str
-    fn: Callable[..., float]
+    fn: Callable[..., float | Grade]
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -46,16 +54,23 @@ class Reward:
 
     def __call__(self, given: Mapping[str, Any]) -> float:
         """The unweighted value; raises RewardError where the function raises or gives no finite number."""
+        return self.grade(given).value
+
+    def grade(self, given: Mapping[str, Any]) -> Grade:
+        """The unweighted value with its metrics; raises RewardError as a call does."""
         try:
-            value: Any = self.fn(**{name: given[name] for name in _asked(self.fn)})
+            found: Any = self.fn(**{name: given[name] for name in _asked(self.fn)})
+        except RewardError as error:
+            raise RewardError(f"the reward {self.name!r}: {error}") from error
         except Exception as error:
             raise RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}") from error
+        value, metrics = (found.value, found.metrics) if isinstance(found, Grade) else (found, {})
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"the reward {self.name!r} returned {value!r}, not a finite number")
-        return float(value)
+        return Grade(float(value), metrics)
 
 
-def _asked(fn: Callable[..., float]) -> list[str]:
+def _asked(fn: Callable[..., float | Grade]) -> list[str]:
     """The arguments that a function must be given; those with a default of their own only if known."""
     asked = []
     for name, parameter in inspect.signature(fn).parameters.items():
