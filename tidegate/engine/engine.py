@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from tidegate.engine.model import Model, load_model
@@ -12,6 +14,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation, Limits
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.text import Text
+from tidegate.engine.weights import CheckedWeights
 
 T = TypeVar("T")
 
@@ -53,6 +56,14 @@ class Engine:
     async def call(self, action: Callable[[], T]) -> T:
         """Run something between two steps; raises what it raises, or EngineError."""
         return await asyncio.wrap_future(self.scheduler.call(action))
+
+    async def read_weights(self, directory: Path) -> CheckedWeights:
+        """Read and check weights while requests run; raises WeightsError, or EngineError."""
+        read = partial(self.model.read_weights, directory)
+        if self.model.converts_weights:
+            # transformers sets torch's default type for all threads while it builds a model.
+            return await self.call(read)
+        return await asyncio.to_thread(read)
 
     def _deliver(self, generations: list[Generation]) -> None:
         # A closed loop has no one left to tell.

@@ -24,7 +24,13 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation, SamplingParams
 from tidegate.engine.sampling import sample
 from tidegate.engine.slots import Slots
-from tidegate.engine.weights import CheckedWeights, WeightsError, copy_weights, read_weights
+from tidegate.engine.weights import (
+    CheckedWeights,
+    WeightsError,
+    converts_weights,
+    copy_weights,
+    read_weights,
+)
 from tidegate.errors import StartError
 
 PROBE_LENGTHS = (7, 3, 5)
@@ -42,6 +48,7 @@ class Model:
         self.dtype: torch.dtype = hf_model.dtype
         self.vocab_size: int = hf_model.get_input_embeddings().num_embeddings
         self.eos_ids = _eos_ids(hf_model)
+        self.converts_weights = converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
         # Where a model can do without the logits of other positions.

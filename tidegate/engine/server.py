@@ -222,7 +222,7 @@ async def _update_weights(engine: Engine, request: Request) -> Response:
     scheduler = engine.scheduler
     async with engine.loading:
         try:
-            weights = await asyncio.to_thread(engine.model.read_weights, Path(path))
+            weights = await engine.read_weights(Path(path))
         except EngineError:
             raise
         except TidegateError as error:

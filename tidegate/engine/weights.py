@@ -32,12 +32,17 @@ class CheckedWeights:
     pairs: list[tuple[Tensor, Tensor]]
 
 
+def converts_weights(hf_model: Any) -> bool:
+    """Whether this family's files hold other tensors than the model (experts one by one, say)."""
+    return bool(get_model_conversion_mapping(hf_model, add_legacy=False))
+
+
 def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
     """Read a directory of safetensors and check names, shapes and types against the live model.
 
     Raises WeightsError, which names the file or the tensor.
     """
-    if get_model_conversion_mapping(hf_model, add_legacy=False):
+    if converts_weights(hf_model):
         return _read_converted(hf_model, directory)
     names_of = _live_tensors(hf_model)
     targets = {name: tensor for names, tensor in names_of for name in names}
@@ -64,8 +69,7 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
 
 
 def _read_converted(hf_model: Any, directory: Path) -> CheckedWeights:
-    """For models whose files hold other tensors than the model (experts one by one, for example):
-    transformers converts them, into a second model."""
+    """Let transformers convert the files' tensors, into a second model."""
     _files(directory)
     try:
         fresh, found = type(hf_model).from_pretrained(
