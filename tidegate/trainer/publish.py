@@ -24,6 +24,8 @@ from tidegate.errors import EngineError, PublishError
 CALL_S = 60.0
 KEPT = 2
 ATTEMPTS = 5
+BACKOFF_S = 1.0
+BACKOFF_MAX_S = 8.0
 
 
 class EngineControl:
@@ -141,7 +143,7 @@ class Publisher:
                 if not error.retryable or attempt == ATTEMPTS - 1:
                     raise
             # A killed engine is being restarted meanwhile, and comes up at `live`.
-            await asyncio.sleep(min(8.0, 1.0 * 2**attempt))
+            await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_S * 2**attempt))
 
     def _prune(self, newest: Path) -> None:
         """Keep the last two published versions."""

@@ -1,0 +1,182 @@
+"""Publish: the order of moves, what happens half-way, and who is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tidegate.errors import EngineError, PublishError
+from tidegate.trainer import publish
+from tidegate.trainer.publish import Publisher
+
+
+@dataclass
+class ControlEngine:
+    """Only the control calls; `broken` maps a path to the status that it answers."""
+
+    version: str = "0"
+    calls: list[str] = field(default_factory=list)
+    broken: dict[str, list[int]] = field(default_factory=dict)
+    lies: str | None = None
+    url: str = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        path = request.path.strip("/")
+        self.calls.append(path)
+        if self.broken.get(path):
+            return web.json_response({"error": "no"}, status=self.broken[path].pop(0))
+        body: dict[str, Any] = await request.json() if request.method == "POST" else {}
+        if path == "pause_generation":
+            assert body == {"mode": "retract"}
+        if path == "update_weights_from_disk":
+            assert body["flush_cache"] is True
+            assert body["abort_all_requests"] is False
+            self.version = body["weight_version"]
+        return web.json_response({"weight_version": self.lies or self.version})
+
+
+MOVES = ["pause_generation", "update_weights_from_disk", "model_info", "continue_generation"]
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[ControlEngine]]:
+    found, servers = [], []
+    for _ in range(2):
+        engine, app = ControlEngine(), web.Application()
+        app.router.add_route("*", "/{path:.*}", engine.handle)
+        server = TestServer(app)
+        await server.start_server()
+        engine.url = str(server.make_url("")).rstrip("/")
+        found.append(engine)
+        servers.append(server)
+    yield found
+    for server in servers:
+        await server.close()
+
+
+@dataclass
+class Stage:
+    """A publisher before engines, and what it told."""
+
+    publisher: Publisher
+    doomed: list[int]
+    quarantined: list[str]
+    urls: list[str]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(publish, "BACKOFF_S", 0.001)
+    doomed: list[int] = []
+    quarantined: list[str] = []
+    urls = [engine.url for engine in engines]
+
+    async def cancel_doomed(version: int) -> None:
+        assert all("pause_generation" not in engine.calls for engine in engines), "cancel before pause"
+        doomed.append(version)
+
+    async def quarantine(url: str, why: str) -> None:
+        quarantined.append(url)
+
+    def save(directory: Path) -> None:
+        directory.mkdir(parents=True)
+
+    publisher = Publisher(tmp_path, save, lambda: urls, cancel_doomed, quarantine, (tmp_path, 0))
+    return Stage(publisher, doomed, quarantined, urls)
+
+
+async def test_the_moves_in_their_order_on_every_engine(stage: Stage, engines: list[ControlEngine]) -> None:
+    await stage.publisher.publish(1)
+    assert [engine.calls for engine in engines] == [MOVES, MOVES]
+    assert [engine.version for engine in engines] == ["1", "1"]
+    assert stage.doomed == [1]
+    assert stage.publisher.live[1] == 1
+
+
+async def test_an_engine_that_refuses_is_resumed_and_quarantined(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    engines[0].broken["update_weights_from_disk"] = [400]
+    await stage.publisher.publish(1)
+    assert engines[0].calls == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+    assert stage.quarantined == [engines[0].url]
+    assert engines[1].version == "1"
+
+
+async def test_an_engine_that_attests_another_version_is_not_believed(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    engines[0].lies = "7"
+    engines[1].lies = "default"
+    with pytest.raises(PublishError) as caught:
+        await stage.publisher.publish(1)
+    assert "attests version 7 after loading 1" in str(caught.value)
+    assert "'default', which is no number" in str(caught.value)
+    assert [engine.calls[-1] for engine in engines] == ["continue_generation"] * 2
+
+
+async def test_server_errors_are_tried_again(stage: Stage, engines: list[ControlEngine]) -> None:
+    engines[0].broken["update_weights_from_disk"] = [503, 500]
+    await stage.publisher.publish(1)
+    assert engines[0].version == "1"
+    assert stage.quarantined == []
+    assert engines[0].calls.count("continue_generation") == 3, "resumed after every try"
+
+
+async def test_no_engine_left_is_an_error_that_names_them(stage: Stage) -> None:
+    stage.urls[:] = ["http://127.0.0.1:9"]
+    with pytest.raises(PublishError, match=r"version 1 could not be published to any engine.*127\.0\.0\.1:9"):
+        await stage.publisher.publish(1)
+    stage.urls.clear()
+    with pytest.raises(PublishError, match="the run has none"):
+        await stage.publisher.publish(2)
+
+
+async def test_the_last_two_published_are_kept(
+    stage: Stage, tmp_path: Path, engines: list[ControlEngine]
+) -> None:
+    for version in range(1, 5):
+        for engine in engines:
+            engine.calls.clear()
+        await stage.publisher.publish(version)
+    assert sorted(os.listdir(tmp_path)) == ["v000003", "v000004"]
+
+
+async def test_a_failed_save_touches_no_engine(stage: Stage, engines: list[ControlEngine]) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    stage.publisher.save = full
+    with pytest.raises(OSError, match="No space"):
+        await stage.publisher.publish(1)
+    assert [engine.calls for engine in engines] == [[], []]
+    assert stage.publisher.live[1] == 0
+
+
+async def test_a_hanging_engine_has_a_deadline(
+    stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "CALL_S", 0.05)
+    monkeypatch.setattr(publish, "ATTEMPTS", 1)
+
+    async def hang(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    stage.urls[0] = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await stage.publisher.publish(1)
+    assert stage.quarantined == [stage.urls[0]]
+    server.close()
+
+
+def test_engine_errors_say_whether_to_try_again() -> None:
+    assert EngineError("x", retryable=True).retryable
+    assert not EngineError("x").retryable

@@ -1,0 +1,206 @@
+"""Rollout before a scripted gateway and worker: retries, drops, staleness, stopping, hopelessness."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tidegate.config import load_settings
+from tidegate.errors import GatewayError, HopelessError
+from tidegate.trainer import rollout as module
+from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
+from tidegate.types import Outcome, Task
+
+
+@dataclass
+class Script:
+    """Stands for gateway and worker. `outcome(attempt)` says how an attempt ends; `hold` keeps it open."""
+
+    outcome: Callable[[str], Outcome] = lambda _: Outcome.COMPLETED
+    hold: asyncio.Event | None = None
+    sealed: dict[str, list[str]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
+    cancelled: int = 0
+    kept: list[str] = field(default_factory=list)
+    broken: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def open_session(self, **arguments: Any) -> Any:
+        if self.broken:
+            raise GatewayError("the gateway is away")
+        attempt = arguments["metadata"]["attempt"]
+        self.opened.append(attempt)
+        self.changed.set()
+        return SimpleNamespace(session_id=f"s-{attempt}", base_url="", api_key="")
+
+    async def run(self, name: str, *_: Any, **__: Any) -> Any:
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.changed.set()
+            raise
+        found = self.outcome(name)
+        return SimpleNamespace(
+            outcome=None if found.trainable else found, output="", reward=None, metrics={}, error=str(found)
+        )
+
+    async def finish(self, session_id: str, *, outcome: Outcome | None, **_: Any) -> Any:
+        return SimpleNamespace(
+            outcome=outcome or Outcome.COMPLETED, error=outcome, sampled_tokens=3, session_id=session_id
+        )
+
+    async def trajectory(self, session_id: str) -> Any:
+        return session_id
+
+    async def delete_session(self, session_id: str) -> None:
+        pass
+
+    async def seal_group(self, group_id: str, _: str, sessions: list[str]) -> None:
+        self.sealed[group_id] = sessions
+        self.changed.set()
+
+    async def drop_group(self, group_id: str) -> None:
+        self.dropped.append(group_id)
+        self.changed.set()
+
+    async def list_groups(self) -> list[Any]:
+        groups = sorted({one.split(".")[0] for one in self.opened})
+        return [SimpleNamespace(id=group, oldest_version=0) for group in groups]
+
+
+class Tasks:
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", "arithmetic", [])
+
+
+@dataclass
+class Stage:
+    rollout: Rollout
+    core: Admission
+    book: list[Any]
+    script: Script
+
+    async def until(self, wanted: Callable[[], bool]) -> None:
+        """Drive the rollout until something holds; its own error is raised."""
+        async with self.running() as rollout:
+            await self.settle(rollout, wanted)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        rollout = asyncio.create_task(self.rollout.run())
+        try:
+            yield rollout
+        finally:
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+
+    async def settle(self, rollout: asyncio.Task[None], wanted: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not wanted():
+                self.script.changed.clear()
+                waiting = asyncio.create_task(self.script.changed.wait())
+                await asyncio.wait([rollout, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if rollout.done():
+                    await rollout
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.0)
+
+    def build(script: Script, **changes: Any) -> Stage:
+        settings = load_settings(None, ["--model.path=x"])
+        rules = Rules(
+            **({"groups_per_batch": 2, "group_size": 2, "min_group_size": 2, "max_staleness": 0} | changes)
+        )
+        book: list[Any] = []
+        core = Admission(rules, book.append)
+        episodes = Episodes(cast(Any, script), cast(Any, script), 5.0)
+        keep = lambda trajectory, attempt: script.kept.append(attempt)  # noqa: E731
+        return Stage(Rollout(settings, core, episodes, Tasks(), keep), core, book, script)
+
+    return build
+
+
+async def test_groups_fill_the_gate_and_are_sealed_with_their_sessions(make: Callable[..., Stage]) -> None:
+    stage = make(Script())
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.1", "s-g1-000001.1.1"]
+    assert len(stage.script.opened) == 4, "the gate admits two groups of two, and no more"
+    assert stage.rollout.sampled_tokens == 12
+    assert stage.rollout.sessions == {}
+
+
+async def test_a_failed_slot_is_attempted_again_as_a_new_session(make: Callable[..., Stage]) -> None:
+    stage = make(Script(lambda name: Outcome.TIMEOUT if name == "g1-000001.0.1" else Outcome.COMPLETED))
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.2", "s-g1-000001.1.1"]
+    assert stage.script.kept == ["g1-000001.0.1"]
+
+
+async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
+    make: Callable[..., Stage],
+) -> None:
+    stage = make(Script(lambda name: Outcome.AGENT_ERROR if "g1-000001" in name else Outcome.COMPLETED))
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    assert stage.script.dropped == ["g1-000001"]
+    assert stage.core.quarantined == {"t0"}
+    tries = Counter(one.rpartition(".")[0] for one in stage.script.opened)
+    assert max(tries.values()) == stage.core.rules.max_attempts
+
+
+async def test_when_everything_fails_it_says_so_with_the_last_reason(make: Callable[..., Stage]) -> None:
+    stage = make(Script(lambda _: Outcome.AGENT_ERROR))
+    with pytest.raises(HopelessError, match=r"the last 8 groups all failed.*agent_error"):
+        await stage.until(lambda: False)
+
+
+async def test_a_gateway_that_is_away_is_an_infra_error_of_the_attempt(make: Callable[..., Stage]) -> None:
+    stage = make(Script(broken=True))
+    with pytest.raises(HopelessError, match="the gateway is away"):
+        await stage.until(lambda: False)
+    assert {one["outcome"] for one in stage.book if one["event"] == "ended" and one["kind"] == "attempt"} <= {
+        "infra_error", "cancelled",
+    }  # fmt: skip
+
+
+async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: Callable[..., Stage]) -> None:
+    stage = make(Script(hold=asyncio.Event()))
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
+        version = stage.core.publishing(1)
+        await cancel_doomed(version, stage.core, cast(Any, stage.script), stage.rollout.end_stale)
+        stage.core.publish(version)
+        assert stage.core.group_counts["stale"] == 2
+        assert stage.script.dropped == ["g1-000001", "g1-000002"]
+        await stage.settle(rollout, lambda: stage.script.cancelled == 4 and len(stage.script.opened) == 8)
+    replaced = [one["replaces"] for one in stage.book if one["kind"] == "group" and one["event"] == "issued"]
+    assert replaced == [None, None, "g1-000001", "g1-000002"]
+
+
+async def test_stopping_cancels_what_runs_and_leaves_nothing_live(make: Callable[..., Stage]) -> None:
+    stage = make(Script(hold=asyncio.Event()))
+    await stage.until(lambda: len(stage.script.opened) == 4)
+    assert stage.script.cancelled == 4
+    assert stage.core.group_counts["cancelled"] == 2
+    assert stage.core.attempt_counts["live"] == 0
+    assert stage.rollout.sessions == {}
+
+
+async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage]) -> None:
+    stage = make(Script())
+    stage.core.quarantined = {f"t{n}" for n in range(module.MAX_SKIPPED + 1)}
+    with pytest.raises(HopelessError, match="every task is quarantined"):
+        await stage.until(lambda: False)
