@@ -1,0 +1,44 @@
+"""From `tidegate init` to a run whose reward rises: what a new user types, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def typed(*words: str, cwd: Path, timeout_s: float) -> str:
+    """The output of a command; fails the test where it does not end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    typed("tidegate", "init", "mine", cwd=tmp_path, timeout_s=60)
+    return tmp_path / "mine"
+
+
+def test_its_own_test_passes_at_once(project: Path) -> None:
+    assert "passed" in typed("pytest", "-q", "-c", os.devnull, "--rootdir", ".", cwd=project, timeout_s=60)
+
+
+@pytest.mark.slow
+def test_its_reward_rises(project: Path) -> None:
+    typed("tidegate", "train", "config.toml", cwd=project, timeout_s=1200)
+    rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    assert 0.05 <= rewards[0] <= 0.5
+    assert rewards[-1] >= 0.8
