@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.gateway.rewards import Rewarder
 
 
 def add(verbs: Verbs) -> None:
@@ -30,10 +35,9 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and arguments.admin_key is None:
         raise ConfigError(f"--host {arguments.host} is reachable by others: set --admin-key")
     log_to_stderr()
-    rewarders = {}
+    rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
-        environment = load_environment(arguments.env, arguments.env_options)
-        rewarders[environment.name] = environment
+        rewarders = load_environment(arguments.env, arguments.env_options).rewarders()
     options = GatewayOptions(
         model=arguments.model,
         engine_urls=arguments.engine,
