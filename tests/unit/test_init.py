@@ -1,0 +1,119 @@
+"""`tidegate init`: a project that is whole or not there, and touches nothing that exists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidegate.agents.base import load_agent
+from tidegate.cli import main
+from tidegate.config import load_settings
+from tidegate.envs.base import load_environment
+from tidegate.errors import ConfigError
+from tidegate.scaffold import init
+from tidegate.scaffold.init import FILES, make_project
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_project_has_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my-shop"]) == 0
+    said = capsys.readouterr().out
+    assert [line.strip() for line in said.splitlines()[-3:]] == [
+        "cd my-shop && python -m pytest",
+        "tidegate doctor",
+        "tidegate train config.toml",
+    ]
+    project = tmp_path / "my-shop"
+    assert sorted(one.name for one in project.iterdir()) == sorted([*FILES, "model", ".gitignore"])
+    assert [one.name for one in tmp_path.iterdir()] == ["my-shop"]
+    assert not any(one.is_symlink() for one in project.rglob("*"))
+
+
+def test_its_settings_agent_and_environment_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make_project("p1", tmp_path))
+    settings = load_settings(Path("config.toml"))
+    assert settings.run_dir == Path("runs/p1")
+    assert settings.model.path.is_dir()
+    load_agent(settings.agent.use, settings.agent.options)
+    environment = load_environment(settings.env.use, settings.env.options)
+    assert environment.names == ["correct"]
+    assert len(environment.eval_sets()[""]) >= settings.eval.tasks
+
+
+@pytest.mark.parametrize(
+    "name", ["", "1st", "-x", "_x", "a/b", "../a", "a b", "a.b", ".", "..", "é", "a\n", "x" * 65, "$(id)"]
+)
+def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a name for a project"):
+        make_project(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "broken link"])
+def test_what_exists_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    taken = tmp_path / "mine"
+    if kind == "folder":
+        taken.mkdir()
+    elif kind == "file":
+        taken.write_text("dear to me")
+    else:
+        taken.symlink_to("nowhere")
+    before = os.lstat(taken)
+    with pytest.raises(ConfigError, match="exists already"):
+        make_project("mine", tmp_path)
+    assert os.lstat(taken) == before
+
+
+def test_a_project_that_cannot_be_made_whole_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(init.shutil, "copytree", fails)
+    with pytest.raises(ConfigError, match="mine cannot be made: No space left on device"):
+        make_project("mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be made: No such file"):
+        make_project("mine", tmp_path / "nowhere")
+
+
+def test_the_bundled_model_is_small() -> None:
+    assert sum(one.stat().st_size for one in init.TINY_BASE.iterdir()) <= 4_000_000
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_the_project_and_the_model(tmp_path: Path) -> None:
+    """An installed package, not a checkout: built, unpacked, run from there."""
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("tidegate", "examples/tiny_base"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
+    for file in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    (source / "README.md").touch()
+    python = [sys.executable, "-m"]
+    build = [*python, "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "w", str(source)]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=300)
+    (wheel,) = (tmp_path / "w").glob("*.whl")
+    subprocess.run([*python, "zipfile", "-e", str(wheel), "site"], cwd=tmp_path, check=True)
+    site = str(tmp_path / "site")
+    code = (
+        f"import sys; sys.path.insert(0, {site!r}); import tidegate.cli\n"
+        f"assert tidegate.cli.__file__.startswith({site!r})\n"
+        "sys.exit(tidegate.cli.main(['init', 'mine']))"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "mine" / "model" / "model.safetensors").stat().st_size > 1_000_000

@@ -1,0 +1,33 @@
+"""`tidegate init`: a project of one's own, ready to train."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tidegate.cli.verbs import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "init",
+        help="make a project of your own",
+        description="Make a directory with an agent, an environment, settings, a test and a small base "
+        "model. It trains at once, and is yours to change.",
+    )
+    verb.add_argument("name", help="of the directory, which is made here")
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.scaffold.init import make_project
+
+    project = make_project(arguments.name, Path.cwd())
+    print(
+        f"Made {project.name}/: agent.py, env.py, config.toml, test_project.py and a base model.\n\n"
+        "Next:\n"
+        f"  cd {project.name} && python -m pytest\n"
+        "  tidegate doctor\n"
+        "  tidegate train config.toml"
+    )
+    return 0

@@ -1,0 +1,51 @@
+"""A new project: an agent, an environment, settings, a test and a small base model, that train at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from tidegate.errors import ConfigError
+
+HERE = Path(__file__).parent
+TINY_BASE = HERE / "tiny_base"
+"""The bundled base model; in a checkout a link to `examples/tiny_base/model`."""
+FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+def make_project(name: str, where: Path) -> Path:
+    """Make the directory `where/name`, complete or not at all; nothing that exists is touched.
+
+    The base model is copied into it, so that the project stands alone and can be moved.
+    Raises ConfigError where the name is none, is taken, or the directory can't be written.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name!r} is not a name for a project: letters, digits, '-' and '_' after a letter, at most 64"
+        )
+    project = where / name
+    if os.path.lexists(project):
+        raise ConfigError(f"{project} exists already and is left as it is; choose another name")
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
+            partial = Path(folder, name)
+            _fill(partial, name)
+            partial.rename(project)
+    except OSError as error:
+        raise ConfigError(f"{project} cannot be made: {error.strerror or error}") from error
+    return project
+
+
+def _fill(folder: Path, name: str) -> None:
+    folder.mkdir()
+    for file in FILES:
+        text = (HERE / "project" / f"{file}.tmpl").read_text(encoding="utf-8")
+        if file == "config.toml":
+            text = text.replace("{name}", name)
+        (folder / file).write_text(text, encoding="utf-8")
+    (folder / ".gitignore").write_text("runs/\n__pycache__/\n", encoding="utf-8")
+    shutil.copytree(TINY_BASE, folder / "model")
