@@ -87,6 +87,10 @@ class BookKeeper:
             return None
         return "trained" if self._kept(item, committed) else item.state
 
+    def is_abandoned(self, group_id: str) -> bool:
+        """Whether the run was resumed at a point before the group's end: it is not part of what stands."""
+        return group_id in self._abandoned
+
     def _kept(self, item: _Item, committed: int) -> bool:
         return item.state == "stepped" and item.seq < committed and item.group not in self._abandoned
 

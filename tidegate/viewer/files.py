@@ -77,21 +77,34 @@ def read_run(run_dir: Path) -> RunFiles:
 
     Raises ConfigError where there is no such directory, or nothing of a run in it.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no such run directory")
+    run_directory(run_dir)
     run = RunFiles(run_dir)
-    config, metrics = run_dir / "config.toml", run_dir / "metrics.jsonl"
-    if not config.exists() and not metrics.exists():
-        raise ConfigError(f"{run_dir} holds neither config.toml nor metrics.jsonl: it is not a run")
-    if config.exists():
-        try:
-            run.settings = tomllib.loads(config.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            run.remarks.append(f"config.toml is not valid TOML: {error}")
+    run.settings = read_settings(run_dir, run.remarks)
+    metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         run.rows, run.redone = lineage(objects(metrics, run.remarks))
     run.evaluations = evaluations(run_dir, run.last("step"))
     return run
+
+
+def run_directory(run_dir: Path) -> None:
+    """Raises ConfigError where there is no such directory, or nothing of a run in it."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such run directory")
+    if not any((run_dir / name).exists() for name in ("config.toml", "metrics.jsonl")):
+        raise ConfigError(f"{run_dir} holds neither config.toml nor metrics.jsonl: it is not a run")
+
+
+def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:
+    """What `config.toml` holds; nothing, and a remark, where it can't be read."""
+    config = run_dir / "config.toml"
+    if not config.exists():
+        return {}
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        remarks.append(f"config.toml is not valid TOML: {error}")
+        return {}
 
 
 def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:

@@ -40,6 +40,8 @@ class Score:
     before: float | None
     after: float
     over: str
+    step: int
+    """The step of `after`."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -128,11 +130,14 @@ def scores(run: RunFiles) -> list[Score]:
     """The first and the last value of each evaluation score; `before` is None where there is only one."""
     found = []
     for key, name in SCORES.items():
-        values = [value for _, value in run.series(key)]
+        points = run.series(key)
+        values = [value for _, value in points]
         counts = [value for _, value in run.series(key.replace("reward", "episodes"))]
         if values:
             over = problems(counts[0], counts[-1]) if counts else ""
-            found.append(Score(name, values[0] if len(values) > 1 else None, values[-1], over))
+            found.append(
+                Score(name, values[0] if len(values) > 1 else None, values[-1], over, int(points[-1][0]))
+            )
     return found
 
 
@@ -156,7 +161,8 @@ def banners(run: RunFiles, books: Books | None) -> Iterator[str]:
 def tiles(run: RunFiles, books: Books | None) -> Iterator[Tile]:
     for score in scores(run)[1:]:
         before = "" if score.before is None else f"{number(score.before)} → "
-        yield Tile(score.name.capitalize(), f"{before}{number(score.after)}")
+        once = f"at step {score.step}" if score.before is None else ""
+        yield Tile(score.name.capitalize(), f"{before}{number(score.after)}", once)
     planned = run.settings.get("trainer", {}).get("steps")
     yield Tile("Optimiser steps", number(run.last("step") or 0, 0), f"of {planned}" if planned else "")
     seconds = run.seconds(books.starts if books is not None else ())

@@ -1,0 +1,100 @@
+"""`tidegate view`: a run as a page in the browser; without a run, the runs that there are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidegate.cli.verbs import Verbs, add_address
+from tidegate.errors import ConfigError, StartError
+
+if TYPE_CHECKING:
+    import socket
+
+    from tidegate.serve import Listen
+
+PORT = 8080
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "view",
+        help="look at a run in the browser, down to single tokens",
+        description="Serve a page on a run's files, while the run goes on or afterwards. It only reads.",
+    )
+    verb.add_argument(
+        "run_dir", metavar="RUN", nargs="?", type=Path, help="its directory, or a name in --dir"
+    )
+    verb.add_argument("--dir", type=Path, default=Path("runs"), help="where runs are (default: runs)")
+    add_address(verb, PORT)
+    # Without --port another port does as well where 8080 is taken.
+    verb.set_defaults(run=run, port=None)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    if arguments.run_dir is None:
+        return _list(arguments.dir)
+    from tidegate.serve import Listen, url_of
+    from tidegate.viewer.dashboard.app import is_loopback, serve
+    from tidegate.viewer.dashboard.run import FollowedRun
+
+    followed = FollowedRun(_found(arguments.run_dir, arguments.dir))
+    listen = Listen(arguments.host, arguments.port or 0, arguments.announce, arguments.owned)
+    sock = _bind(listen, chosen=arguments.port is not None)
+    print(f"{followed.dir} is shown at {url_of(sock)}  (Ctrl-C ends this)", flush=True)
+    if not is_loopback(arguments.host):
+        warning = "anyone who reaches this address can read the run: nothing guards it"
+        print(f"tidegate: --host {arguments.host}: {warning}", file=sys.stderr)
+    serve(followed, listen, sock)
+    return 0
+
+
+def _bind(listen: Listen, *, chosen: bool) -> socket.socket:
+    """On the chosen port; else on 8080, or on a free one where that is taken."""
+    from dataclasses import replace
+
+    from tidegate.serve import bind
+
+    if chosen:
+        return bind(listen)
+    try:
+        return bind(replace(listen, port=PORT))
+    except StartError:
+        return bind(replace(listen, port=0))
+
+
+def _found(wanted: Path, parent: Path) -> Path:
+    """A directory as it was given, or a run's name among the runs."""
+    named = parent / wanted
+    return named if not wanted.exists() and named.is_dir() else wanted
+
+
+def _list(parent: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tidegate.viewer.dashboard.run import list_runs
+    from tidegate.viewer.files import read_run
+    from tidegate.viewer.text import number, printable
+
+    runs = list_runs(parent)
+    if not runs:
+        raise ConfigError(
+            f"there are no runs in {parent}: name one (tidegate view DIRECTORY), or tidegate train one"
+        )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("run", "step", "held-out reward", "last written"):
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
+    for path in runs:
+        files = read_run(path)
+        held = [value for _, value in files.series("eval/reward")]
+        told = " → ".join(dict.fromkeys(number(value) for value in (*held[:1], *held[-1:]))) or "–"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "metrics.jsonl").stat().st_mtime))
+        table.add_row(Text(printable(path.name)), number(files.last("step"), 0), told, when)
+    Console().print(table)
+    print(f"\nLook at one:  tidegate view {runs[0].name}")
+    return 0

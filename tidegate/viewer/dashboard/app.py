@@ -1,0 +1,208 @@
+"""The dashboard's server: a page, its few files, and the run as JSON. It answers GET and nothing else.
+
+No request names a file: a step is a number, an episode a line, a group an id that is looked up, and the
+page's own files are a fixed table. Text of models, agents and settings reaches the browser as JSON only and
+is put into the page as text; the content security policy allows no script but the page's own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import orjson
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from tidegate.serve import Listen, run_app
+from tidegate.viewer.dashboard import views
+from tidegate.viewer.dashboard.episode import Part
+from tidegate.viewer.dashboard.records import Kind
+from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.run import FollowedRun
+
+log = logging.getLogger(__name__)
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+Number = Annotated[int, Query(ge=0, lt=2**53)]
+Most = Annotated[int, Query(ge=1, le=1000)]
+Tokens = Annotated[int, Query(ge=1, le=20_000)]
+
+
+def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
+    """The app for one run. On a loopback `host` it answers to loopback names alone, so that no page of
+    another site can read the run by pointing its own name here."""
+    app = FastAPI(title="tidegate view", docs_url=None, redoc_url=None, openapi_url=None)
+    _guard(app, loopback=is_loopback(host))
+    _refuse(app)
+    _serve_page(app)
+    _serve_run(app, run)
+    _serve_episodes(app, run)
+    return app
+
+
+def serve(run: FollowedRun, listen: Listen, sock: Any) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT."""
+    run_app(create_app(run, listen.host), sock, listen)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _json(found: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(found), status, media_type="application/json")
+
+
+def _refusal(status: int, message: str) -> Response:
+    return _json({"error": {"message": message}}, status)
+
+
+def _guard(app: FastAPI, *, loopback: bool) -> None:
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        if loopback and not is_loopback(name):
+            response = _refusal(
+                400,
+                f"this page is served to this machine alone, and was asked for as {name!r}; "
+                "open it as http://127.0.0.1 or start it with --host",
+            )
+        elif request.method not in ("GET", "HEAD"):
+            response = _refusal(405, f"{request.method} is not allowed: a run is only looked at, with GET")
+        else:
+            response = await answer(request)
+        response.headers.update(HEADERS)
+        return response
+
+
+def _refuse(app: FastAPI) -> None:
+    @app.exception_handler(NotThere)
+    async def not_there(_: Request, error: NotThere) -> Response:
+        return _refusal(404, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(_: Request, error: RequestValidationError) -> Response:
+        told = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+        return _refusal(422, f"the address is not right: {told}")
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        missing = f"there is nothing at {request.url.path}"
+        return _refusal(error.status_code, missing if error.status_code == 404 else str(error.detail))
+
+    @app.exception_handler(OSError)
+    async def unreadable(_: Request, error: OSError) -> Response:
+        log.warning("a file of the run could not be read: %s", error)
+        return _refusal(503, f"a file of the run could not be read: {error.strerror or error}; try again")
+
+
+def _serve_page(app: FastAPI) -> None:
+    files = page_files()
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(files["index.html"], media_type=TYPES[".html"])
+
+    @app.get("/static/{name}")
+    async def static(name: str) -> Response:
+        if name not in files:
+            return _refusal(404, f"the page has no file {name!r}")
+        return Response(files[name], media_type=TYPES[Path(name).suffix])
+
+
+def page_files() -> dict[str, bytes]:
+    """Everything the page is made of, by name; the charts' style and script are the report's."""
+    viewer = resources.files("tidegate.viewer")
+    own = viewer.joinpath("dashboard", "pages")
+    found = [*own.iterdir(), viewer.joinpath("report.css"), viewer.joinpath("report.js")]
+    return {one.name: one.read_bytes() for one in found if Path(one.name).suffix in TYPES}
+
+
+def _serve_run(app: FastAPI, run: FollowedRun) -> None:
+    @app.get("/api/state")
+    def state() -> Response:
+        return _json(views.state(run))
+
+    @app.get("/api/overview")
+    def overview() -> Response:
+        return _json(views.overview(run))
+
+    @app.get("/api/steps")
+    def steps(before: Number | None = None, most: Most = 200) -> Response:
+        return _json(views.steps(run, before, most))
+
+    @app.get("/api/step")
+    def step(step: Number) -> Response:
+        return _json(views.step(run, step))
+
+    @app.get("/api/evaluations")
+    def evaluations() -> Response:
+        return _json(views.evaluations(run))
+
+    @app.get("/api/failures")
+    def failures(start: Number = 0, most: Most = 100) -> Response:
+        return _json(views.failures(run, start, most))
+
+    @app.get("/api/settings")
+    def settings() -> Response:
+        return _json(views.settings(run))
+
+
+def _serve_episodes(app: FastAPI, run: FollowedRun) -> None:
+    @app.get("/api/groups")
+    def groups(step: Number, state: str | None = None, start: Number = 0, most: Most = 200) -> Response:
+        return _json(views.groups(run, step, state, start, most))
+
+    @app.get("/api/group")
+    def group(step: Number, id: str) -> Response:
+        return _json(views.group(run, step, id))
+
+    @app.get("/api/compared")
+    def compared(
+        before: Number,
+        after: Number,
+        set: str = "",
+        mode: str = "sampled",
+        task: str | None = None,
+        start: Number = 0,
+        most: Most = 500,
+    ) -> Response:
+        return _json(views.compared(run, before, after, (set, mode), task, start, most))
+
+    @app.get("/api/episode")
+    def episode(kind: Kind, line: Number, step: Number = 0, budget: Tokens = 4000) -> Response:
+        return _json(views.one_episode(run, kind, step, line, budget))
+
+    @app.get("/api/tokens")
+    def tokens(
+        kind: Kind,
+        line: Number,
+        turn: Number,
+        part: Part,
+        start: Number,
+        step: Number = 0,
+        most: Tokens = 2000,
+    ) -> Response:
+        return _json(views.more_tokens(run, kind, step, line, turn, part, start, most))

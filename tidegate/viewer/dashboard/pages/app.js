@@ -1,0 +1,174 @@
+// The frame of the page: which view is shown, what is new in the run, what the keys do.
+import { ago, ask, forgetRequests, h, place, Refusal, whole } from "./dom.js";
+import { chosenBy } from "./episodes.js";
+import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
+import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
+import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
+import { choose, hideTip, QUANTITIES } from "./tokens.js";
+
+const main = document.getElementById("content");
+const BUSY_MS = 2000;
+const IDLE_MS = 10000;
+
+let state = {};
+let refresh = null;
+let turn = 0;
+
+function view([first, ...rest]) {
+  const digits = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
+  const [one, two, three, four] = rest;
+  if (first === undefined) return () => overviewPage(main, state);
+  if (first === "steps") return () => stepsPage(main, state);
+  if (first === "settings") return () => settingsPage(main);
+  if (first === "evaluations") return one === "task" ? () => taskPage(main, two ?? "") : () => evaluationsPage(main);
+  if (first === "failures") return one === "episode" && digits(two) !== null ? () => failedPage(main, digits(two)) : () => failuresPage(main);
+  const step = digits(one);
+  if (step === null) return null;
+  if (first === "eval" && two === "episode" && digits(three) !== null) return () => evalEpisodePage(main, step, digits(three));
+  if (first !== "step") return null;
+  if (two === undefined) return () => stepPage(main, step);
+  if (two === "episode" && digits(three) !== null) return () => memberPage(main, step, null, digits(three));
+  if (two !== "group" || three === undefined) return null;
+  if (four === "episode" && digits(rest[4]) !== null) return () => memberPage(main, step, three, digits(rest[4]));
+  return () => groupPage(main, step, three);
+}
+
+const PAGES = { steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", settings: "#/settings" };
+
+async function show({ keepPlace = false } = {}) {
+  const mine = ++turn;
+  forgetRequests();
+  hideTip();
+  refresh = null;
+  const { segments } = place();
+  const current = segments.length ? PAGES[segments[0]] : "#/";
+  for (const one of document.querySelectorAll(".top nav a")) one.toggleAttribute("aria-current", one.getAttribute("href") === current);
+  const draw = view(segments);
+  const scrolled = scrollY;
+  main.setAttribute("aria-busy", "true");
+  try {
+    if (!draw) throw new Refusal("There is no such page. The links above lead to those that there are.");
+    const again = await draw();
+    if (mine === turn) refresh = again ?? null;
+  } catch (error) {
+    if (mine !== turn || error.name === "AbortError") return;
+    main.replaceChildren(h("div", { class: "card banner bad", role: "alert" }, h("p", {}, error instanceof Refusal ? error.message : `The page failed: ${error.message}`)));
+    if (!(error instanceof Refusal)) console.error(error);
+  } finally {
+    if (mine === turn) main.removeAttribute("aria-busy");
+  }
+  const where = segments.join(" ");
+  document.title = `${where ? `${where} · ` : ""}${state.name ?? ""} · Tidegate`;
+  if (keepPlace) scrollTo(0, scrolled);
+  else if (!segments.includes("turn")) scrollTo(0, 0);
+}
+
+function showState() {
+  document.getElementById("name").textContent = state.name ?? "";
+  const box = document.getElementById("status");
+  const words = { running: "running", ended: "ended", quiet: "nothing new" };
+  const text = [
+    state.step === null ? null : `step ${whole(state.step)}${state.planned ? ` of ${whole(state.planned)}` : ""}`,
+    state.version === null ? null : `version ${whole(state.version)}`,
+    state.status === "ended" ? null : `written ${ago(state.silence)}`,
+  ].filter(Boolean).join(" · ");
+  box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`);
+  box.title = state.why ? `The run ended: ${state.why}` : "";
+}
+
+async function poll() {
+  let wait = BUSY_MS;
+  try {
+    const found = await ask("state", {}, { signal: AbortSignal.timeout(20000) });
+    const changed = found.stamp !== state.stamp;
+    state = Object.assign(state, found);
+    showState();
+    if (changed && refresh && !document.hidden) {
+      const mine = turn;
+      const anew = await refresh().catch((error) => (error.name === "AbortError" ? false : Promise.reject(error)));
+      if (anew && mine === turn) await show({ keepPlace: true });
+    }
+    wait = state.status === "running" ? BUSY_MS : IDLE_MS;
+  } catch (error) {
+    const box = document.getElementById("status");
+    box.replaceChildren(h("span", { class: "light lost" }, "no answer"), " is tidegate view still running?");
+    wait = BUSY_MS;
+    if (!(error instanceof Refusal) && error.name !== "TimeoutError") console.error(error);
+  }
+  setTimeout(poll, document.hidden ? IDLE_MS : wait);
+}
+
+const THEMES = ["light dark", "light", "dark"];
+
+function applyTheme(theme) {
+  document.documentElement.style.colorScheme = theme;
+  document.getElementById("theme").textContent = { light: "Light", dark: "Dark" }[theme] ?? "Auto";
+}
+
+function nextTheme() {
+  const next = THEMES[(THEMES.indexOf(localStorage.getItem("theme") ?? THEMES[0]) + 1) % THEMES.length];
+  localStorage.setItem("theme", next);
+  applyTheme(next);
+}
+
+function row(by) {
+  const links = [...main.querySelectorAll("[data-row]")];
+  if (!links.length) return;
+  const at = links.indexOf(document.activeElement);
+  links[at < 0 ? (by > 0 ? 0 : links.length - 1) : Math.max(0, Math.min(links.length - 1, at + by))].focus();
+}
+
+function toTokens() {
+  const tokens = [...main.querySelectorAll(".tok.chosen, .flow.sampled .tok, .flow .tok")].filter((one) => one.closest(".flow") && one.getClientRects().length);
+  const token = main.querySelector(".flow .tok.chosen") ?? tokens.find((one) => one.closest(".sampled")) ?? tokens[0];
+  if (token) choose(token);
+}
+
+const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
+const goTo = { o: "#/", s: "#/steps", e: "#/evaluations", f: "#/failures", c: "#/settings" };
+let going = 0;
+
+function colourBy(index) {
+  const key = Object.keys(QUANTITIES)[index];
+  const input = main.querySelector(`.palette input[value="${key}"]`);
+  if (input && key !== chosenBy()) input.click();
+}
+
+const KEYS = {
+  j: () => row(1), k: () => row(-1), "[": () => follow("before"), "]": () => follow("after"), m: () => follow("messages"),
+  u: () => main.dataset.up && (location.hash = main.dataset.up), x: toTokens, t: nextTheme,
+  "?": () => document.getElementById("help").showModal(),
+  1: () => colourBy(0), 2: () => colourBy(1), 3: () => colourBy(2), 4: () => colourBy(3),
+};
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input[type=text], textarea, dialog")) return;
+  if (event.key === "Escape") return hideTip();
+  if (Date.now() - going < 1500 && goTo[event.key]) {
+    going = 0;
+    location.hash = goTo[event.key];
+  } else if (event.key === "g") going = Date.now();
+  else if (KEYS[event.key]) {
+    KEYS[event.key]();
+    event.preventDefault();
+  }
+});
+
+document.getElementById("theme").addEventListener("click", nextTheme);
+document.getElementById("keys").addEventListener("click", KEYS["?"]);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+addEventListener("hashchange", () => show());
+addEventListener("scroll", hideTip, { passive: true });
+applyTheme(localStorage.getItem("theme") ?? THEMES[0]);
+
+try {
+  Object.assign(state, await ask("state"));
+  showState();
+} catch (error) {
+  console.error(error);
+}
+await show();
+setTimeout(poll, BUSY_MS);

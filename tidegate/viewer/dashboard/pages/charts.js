@@ -1,0 +1,40 @@
+// The report's charts, drawn by the server; a click on one opens the step under the pointer.
+import { h, link } from "./dom.js";
+
+const NAMESPACE = "http://www.w3.org/2000/svg";
+
+function drawing(text) {
+  const parsed = new DOMParser().parseFromString(text.replace("<svg ", `<svg xmlns="${NAMESPACE}" `), "image/svg+xml");
+  return document.importNode(parsed.documentElement, true);
+}
+
+function sample(tone, form) {
+  const shape = (name, attributes) => {
+    const element = document.createElementNS(NAMESPACE, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const svg = shape("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" });
+  if (form === "area") svg.append(shape("rect", { class: `area ${tone}`, x: 5, y: -1, width: 12, height: 12, rx: 2 }));
+  else svg.append(shape("polyline", { class: `${form} ${tone}`, points: "0,5 22,5" }));
+  if (form.includes("dots")) svg.append(shape("circle", { class: `dot ${tone}`, cx: 11, cy: 5, r: 4 }));
+  return svg;
+}
+
+export function figure(chart) {
+  const found = h(
+    "figure",
+    { class: "card", "data-chart": chart.data, "data-title": chart.title },
+    h("figcaption", {}, h("h3", {}, chart.title), h("span", { class: "soft" }, chart.note)),
+    chart.legend.length
+      ? h("ul", { class: "legend" }, chart.legend.map(([name, tone, form]) => h("li", {}, sample(tone, form), name)))
+      : null,
+  );
+  found.append(drawing(chart.svg));
+  globalThis.readable(found);
+  found.addEventListener("click", () => {
+    const step = Number(found.dataset.step);
+    if (step >= 1) location.hash = link(["step", step]);
+  });
+  return found;
+}

@@ -1,0 +1,112 @@
+// The run at a glance; what failed; its settings.
+import { figure } from "./charts.js";
+import { ask, crumbs, h, link, more, number, percent, plural, stateTag, whole } from "./dom.js";
+import { episodePage } from "./episodes.js";
+
+const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share, 1) } }));
+const right = (text) => h("td", { class: "number" }, text);
+
+function verdict(scores) {
+  if (!scores.length) return "";
+  const [first] = scores;
+  return h("div", { class: "verdict" },
+    first.before === null ? null : [h("span", { class: "big from" }, number(first.before)), h("span", { class: "big from" }, "→")],
+    h("span", { class: "big to" }, number(first.after)),
+    h("span", { class: "soft" }, `mean reward, ${first.name}${first.over ? `, ${first.over}` : ""}`));
+}
+
+function counted(title, pairs, label = (one) => one) {
+  if (!pairs.length) return null;
+  const total = pairs.reduce((sum, [, count]) => sum + count, 0);
+  return [h("h3", {}, title), h("table", {}, pairs.map(([name, count]) => h("tr", {}, h("td", {}, label(name)), right(whole(count)), h("td", {}, bar(count / total)))))];
+}
+
+function booksOf(books) {
+  if (!books) return [];
+  const issued = Math.max(1, books.issued[0]);
+  return [
+    h("h2", {}, "The ledger"),
+    h("p", { class: "soft" }, "Every group and every slot attempt is entered once and ends once. ", h("code", {}, "stepped"), " was trained on and awaits the next checkpoint."),
+    h("div", { class: "columns" },
+      h("div", { class: "card wide" }, h("h3", {}, "Where everything ended"), h("table", {},
+        h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "state"), h("th", { class: "number", scope: "col" }, "groups"), h("th", {}), h("th", { class: "number", scope: "col" }, "attempts"))),
+        h("tbody", {}, books.states.map(([state, groups, attempts]) => h("tr", {}, h("th", { scope: "row" }, stateTag(state)), right(whole(groups)), h("td", {}, bar(groups / issued)), right(whole(attempts))))),
+        h("tfoot", {}, h("tr", {}, h("th", { scope: "row" }, "issued"), right(whole(books.issued[0])), h("td", {}), right(whole(books.issued[1])))))),
+      h("div", { class: "card wide" },
+        counted("Staleness of what was trained on, in versions", books.staleness),
+        counted("Outcomes of attempts", books.outcomes),
+        counted("Why attempts failed", books.reasons))),
+  ];
+}
+
+export async function overviewPage(main, state) {
+  const draw = async () => {
+    const found = await ask("overview");
+    const charts = [found.reward, ...found.charts].filter(Boolean);
+    main.replaceChildren(
+      h("div", { class: "heading" }, h("h1", {}, state.name)),
+      h("p", { class: "soft" }, found.opening),
+      verdict(found.scores),
+      ...found.banners.map((text) => h("div", { class: "card banner" }, h("p", {}, text))),
+      h("dl", { class: "tiles" }, found.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", {}, tile.value, tile.more ? h("small", {}, ` ${tile.more}`) : null)))),
+      h("h2", {}, "How it learned"),
+      found.reward ? figure(found.reward) : h("p", { class: "soft" }, "No two steps have been written yet."),
+      ...(found.charts.length ? [h("h2", {}, "How it flowed"), h("div", { class: "charts" }, found.charts.map(figure))] : []),
+      ...(charts.length ? [h("p", { class: "soft small" }, "A click on a chart opens the step under the pointer.")] : []),
+      ...booksOf(found.books),
+      ...(found.health.length ? [h("h2", {}, "Signs of health"), h("div", { class: "charts health" }, found.health.map(figure))] : []));
+  };
+  await draw();
+  main.dataset.up = "#/";
+  return async () => {
+    // Not under the pointer of someone who is reading a chart.
+    if (!main.querySelector("figure:hover")) await draw();
+    return false;
+  };
+}
+
+function failedRow(one) {
+  return h("tr", {},
+    h("th", { scope: "row" }, h("a", { href: link(["failures", "episode", one.line]), "data-row": true }, one.attempt || one.task || `episode ${one.line}`)),
+    h("td", {}, one.task), h("td", {}, one.outcome), right(whole(one.turns)), h("td", {}, one.error));
+}
+
+export async function failuresPage(main) {
+  const body = h("tbody");
+  const foot = h("div");
+  const load = async (start) => {
+    const page = await ask("failures", { start });
+    body.append(...page.episodes.map(failedRow));
+    const next = start + page.episodes.length;
+    foot.replaceChildren(next < page.total ? more(plural(page.total - next, "older one"), () => load(next)) : "");
+    return page;
+  };
+  const found = await load(0);
+  const heads = [["attempt"], ["task"], ["outcome"], ["turns", "number"], ["why"]];
+  main.replaceChildren(...[
+    crumbs([["Failures", null]]), h("div", { class: "heading" }, h("h1", {}, "Failures")),
+    h("p", { class: "soft" }, "A failure is never reward 0: a failed attempt is not trained on, its slot is tried again, and a task whose slot is out of attempts is quarantined."),
+    h("div", { class: "columns" },
+      found.reasons.length ? h("div", { class: "card wide" }, counted("Why attempts failed", found.reasons)) : null,
+      found.outcomes.length ? h("div", { class: "card wide" }, counted("Outcomes of attempts", found.outcomes)) : null),
+    found.quarantined.length ? [h("h2", {}, "Quarantined tasks"), h("div", { class: "card wide" }, h("table", {}, found.quarantined.map((one) => h("tr", {}, h("th", { scope: "row" }, one.task), h("td", { class: "mono" }, one.group), h("td", {}, one.outcome), h("td", {}, one.why)))))] : null,
+    h("h2", {}, "Failed episodes"),
+    found.total ? h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, heads.map(([name, side]) => h("th", { class: side, scope: "col" }, name)))), body)) : h("p", { class: "soft" }, "No episode has failed."),
+    foot,
+  ].flat().filter(Boolean));
+  main.dataset.up = "#/";
+}
+
+export async function failedPage(main, line) {
+  await episodePage(main, [["Failures", "#/failures"]], { kind: "failed", line }, "#/failures", null);
+}
+
+export async function settingsPage(main) {
+  const found = await ask("settings");
+  main.replaceChildren(
+    crumbs([["Settings", null]]), h("div", { class: "heading" }, h("h1", {}, "Settings")),
+    h("p", { class: "soft" }, "As the run resolved them, from ", h("code", {}, `${found.dir}/config.toml`), "."),
+    found.sections.length ? h("div", { class: "card" }, h("div", { class: "settings" }, found.sections.map((section) =>
+      h("section", {}, h("h3", {}, section.name), h("table", {}, section.rows.map(([key, value]) => h("tr", {}, h("td", {}, key), h("td", { class: "mono" }, value)))))))) : h("p", { class: "soft" }, "The run has no readable config.toml."));
+  main.dataset.up = "#/";
+}

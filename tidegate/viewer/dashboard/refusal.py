@@ -1,0 +1,9 @@
+"""What the page asked for and is not there."""
+
+from __future__ import annotations
+
+from tidegate.errors import TidegateError
+
+
+class NotThere(TidegateError):
+    """A step, group, episode or turn that the run's files do not hold; the message names it."""

@@ -1,0 +1,121 @@
+"""Token ids as text, by the run's own tokenizer, which is loaded when the first token is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.viewer.books import newest_checkpoint
+from tidegate.viewer.text import printable
+
+LONGEST_CHARACTER = 4
+"""Tokens that one character may be spread over: UTF-8 has at most four bytes."""
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Texts side by side with the ids; `parts` are the places of tokens that hold a part of a character
+    only, whose text stands at the token that completes it."""
+
+    texts: list[str]
+    parts: list[int]
+    special: list[int]
+
+
+class Texts:
+    """Decodes the ids of one run. `problem` says why it cannot, in a sentence; ids are then shown bare."""
+
+    def __init__(self, run_dir: Path, model: str | None) -> None:
+        self._run_dir = run_dir
+        self._model = model
+        self._lock = threading.Lock()
+        self._decode: Decode | None = None
+        self._special: frozenset[int] = frozenset()
+        self._tried: tuple[Path, ...] | None = None
+        self.problem: str | None = None
+
+    def pieces(self, ids: Sequence[int], before: Sequence[int] = ()) -> Pieces | None:
+        """The text of each id, following a few ids `before`; None without a tokenizer."""
+        decode = self._decoder()
+        if decode is None:
+            return None
+        context = list(before)[-LONGEST_CHARACTER:]
+        texts, parts = in_pieces(decode, [*context, *ids], len(context))
+        special = [place for place, one in enumerate(ids) if one in self._special]
+        return Pieces([printable(text) for text in texts], parts, special)
+
+    def _decoder(self) -> Decode | None:
+        with self._lock:
+            places = tuple(self._places())
+            # A checkpoint may appear while a run goes on: then it is tried.
+            if self._decode is None and places != self._tried:
+                self._tried = places
+                self._load(places)
+            return self._decode
+
+    def _places(self) -> list[Path]:
+        """Where the tokenizer may lie: with the newest checkpoint, else where the model was."""
+        newest = newest_checkpoint(self._run_dir)
+        places = [newest] if newest is not None else []
+        if self._model:
+            path = Path(self._model)
+            bases = [Path(), *self._run_dir.resolve().parents[:2]]
+            places += [path] if path.is_absolute() else [base / path for base in bases]
+        return list(dict.fromkeys(places))
+
+    def _load(self, places: Sequence[Path]) -> None:
+        why = "the settings name no model"
+        for place in places:
+            if not place.is_dir():
+                why = f"{place} is not there"
+                continue
+            try:
+                self._decode, self._special = load(place)
+                self.problem = None
+                return
+            except Exception as error:  # noqa: BLE001 - libraries raise what they like; told on the page
+                why = f"{place}: {error}"
+        self.problem = printable(f"Tokens are shown as ids, for there is no tokenizer: {why}")[:500]
+
+
+def load(directory: Path) -> tuple[Decode, frozenset[int]]:
+    """A function from ids to text, special tokens included, and the ids of those."""
+    fast = directory / "tokenizer.json"
+    if fast.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(fast))
+        added = tokenizer.get_added_tokens_decoder()
+        special = frozenset(one for one, token in added.items() if token.special)
+        return (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))), special
+    from transformers import AutoTokenizer
+
+    slow: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return (lambda ids: str(slow.decode(ids, **options))), frozenset(slow.all_special_ids)
+
+
+def in_pieces(decode: Decode, ids: Sequence[int], skip: int) -> tuple[list[str], list[int]]:
+    """The text that each id adds to those before it, from place `skip` on.
+
+    An id is decoded together with a few before it, since some tokenizers drop a leading space at the start
+    of a text, and since a character's bytes may lie in several tokens.
+    """
+    texts: list[str] = []
+    parts: list[int] = []
+    start = read = 0  # text up to `read` has been given out; decoding begins at `start`
+    for place in range(len(ids)):
+        known, longer = decode(list(ids[start:read])), decode(list(ids[start : place + 1]))
+        waiting = longer.endswith("\ufffd") and place + 1 - read < LONGEST_CHARACTER
+        if waiting and place + 1 < len(ids):
+            texts.append("")
+            parts.append(place)
+            continue
+        texts.append(longer[len(known) :] if longer.startswith(known) else longer)
+        start, read = read, place + 1
+    return texts[skip:], [place - skip for place in parts if place >= skip]

@@ -1,0 +1,318 @@
+"""What the page asks for, as plain data: every text in it is safe to print, and none is HTML but charts."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tidegate.viewer.books import STATES
+from tidegate.viewer.chart import Chart
+from tidegate.viewer.dashboard import episode
+from tidegate.viewer.dashboard.records import Kind, RecordFile, Summary
+from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.files import Row
+from tidegate.viewer.plots import health_charts, main_charts, reward_chart
+from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
+from tidegate.viewer.text import printable
+
+Wire = dict[str, Any]
+
+STEP_COLUMNS = {
+    "step": "step",
+    "version": "version",
+    "time": "time",
+    "reward": "reward/mean",
+    "staleness": "staleness/mean",
+    "staleness_max": "staleness/max",
+    "dropped": "selection/dropped_ratio",
+    "waited": "time/wait_for_batch",
+    "seconds": "time/step",
+    "tokens": "tokens/trained",
+    "length": "length/mean",
+    "lag_kl": "lag_kl",
+    "entropy": "entropy",
+    "eval": "eval/reward",
+}
+
+
+def state(run: FollowedRun) -> Wire:
+    """What changes while a run goes on, small enough to be asked for every second or two."""
+    stamp = run.look()
+    planned = run.files.settings.get("trainer", {}).get("steps")
+    return {
+        "name": run_name(run.files),
+        "stamp": str(stamp),
+        "step": run.files.last("step"),
+        "planned": planned if isinstance(planned, int) else None,
+        "version": run.book.version if run.book.version is not None else run.files.last("version"),
+        "bound": staleness_bound(run.files.settings.get("trainer", {})),
+        "status": run.status(),
+        "why": run.book.ended,
+        "silence": run.silence(),
+        "failed": stamp.failed > 0,
+    }
+
+
+def overview(run: FollowedRun) -> Wire:
+    found: Wire = run.made("overview", lambda: _overview(run))
+    return found
+
+
+def _overview(run: FollowedRun) -> Wire:
+    files, books = run.files, run.books()
+    reward = reward_chart(files)
+    bound = staleness_bound(files.settings.get("trainer", {}))
+    told = [one for one in banners(files, books) if "going on, or it was cut off" not in one]
+    return {
+        "opening": opening(files),
+        "banners": [printable(text) for text in [*told, *run.remarks()]],
+        "scores": [asdict(one) for one in scores(files)],
+        "tiles": [asdict(one) for one in tiles(files, books)],
+        "reward": None if reward is None else _chart(reward),
+        "charts": [_chart(one) for one in main_charts(files, bound)],
+        "health": [_chart(one) for one in health_charts(files)],
+        "books": None
+        if books is None
+        else {
+            "states": [[one, books.groups[one], books.attempts[one]] for one in STATES],
+            "issued": [books.groups.total(), books.attempts.total()],
+            "staleness": sorted(books.staleness.items()),
+            "outcomes": books.outcomes.most_common(),
+            "reasons": books.reasons.most_common(8),
+        },
+        "quarantined": [asdict(one) for one in run.book.quarantined[-50:]],
+    }
+
+
+def _chart(chart: Chart) -> Wire:
+    """`svg` is markup of our own making; `data` is what a pointer reads, as JSON."""
+    return {
+        "title": chart.title,
+        "note": chart.note,
+        "svg": str(chart.svg),
+        "legend": chart.legend,
+        "data": chart.data,
+    }
+
+
+def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
+    """The newest steps first, those below `before`."""
+    run.look()
+    with run.lock:
+        rows = run.files.rows
+        end = len(rows) if before is None else _at(rows, before)
+        shown = [row for row in reversed(rows[max(0, end - most) : end]) if row["step"] >= 1]
+        more = bool(shown) and shown[-1]["step"] > 1 and end - most > 0
+        return {"steps": [_step_row(row) for row in shown], "more": more}
+
+
+def _at(rows: Sequence[Row], step: int) -> int:
+    """The place of the first row that is not below a step."""
+    return bisect.bisect_left(rows, float(step), key=lambda row: row["step"])
+
+
+def _step_row(row: Row) -> Wire:
+    return {name: row.get(key) for name, key in STEP_COLUMNS.items()}
+
+
+def step(run: FollowedRun, number: int) -> Wire:
+    """A step's metrics and its neighbours. Raises NotThere for a step that was not taken."""
+    run.look()
+    with run.lock:
+        rows = run.files.rows
+        at = _at(rows, number)
+        row = rows[at] if at < len(rows) and rows[at]["step"] == number else None
+        before = [int(one["step"]) for one in rows[max(0, at - 1) : at] if one["step"] >= 1]
+        after = [int(one["step"]) for one in rows[at + (row is not None) :][:1]]
+    written = number in run.records.numbers("step")
+    if row is None and not written:
+        raise NotThere(f"the run has not taken step {number}")
+    return {
+        "step": number,
+        "metrics": row,
+        "before": before[0] if before else None,
+        "after": after[0] if after else None,
+        "written": written,
+    }
+
+
+def groups(run: FollowedRun, number: int, which: str | None, start: int, most: int) -> Wire:
+    """The groups of a step: those trained on, then those dropped while its batch was gathered."""
+    run.look()
+    file = run.records.file("step", number)
+    counts: dict[str, int] = {}
+    chosen = []
+    for group_id, members in file.groups.items():
+        ended = run.state_of(members[0])
+        counts[ended] = counts.get(ended, 0) + 1
+        if which in (None, ended):
+            chosen.append((group_id, ended, members))
+    page = chosen[start : start + most]
+    return {
+        "counts": counts,
+        "total": len(chosen),
+        "groups": [_group_row(run, *one) for one in page],
+        "episodes": len(file.summaries),
+    }
+
+
+def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Summary]) -> Wire:
+    ordered = sorted(members, key=lambda one: (one.slot is None, one.slot or 0, one.line))
+    rewards = [one.reward for one in members if one.reward is not None]
+    entry = run.group_entry(group_id)
+    return {
+        "id": group_id,
+        "task": members[0].task,
+        "state": ended,
+        "members": [
+            {"line": one.line, "slot": one.slot, "reward": one.reward, "outcome": one.outcome}
+            for one in ordered
+        ],
+        "mean": statistics.fmean(rewards) if rewards else None,
+        "tokens": statistics.fmean(one.tokens for one in members),
+        "oldest": _least(one.oldest for one in members),
+        "newest": max((one.newest for one in members if one.newest is not None), default=None),
+        "staleness": None if entry is None else entry.staleness,
+        "lost": 0 if entry is None else len(entry.lost),
+        "replaces": "" if entry is None else entry.replaces,
+    }
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((one for one in values if one is not None), default=None)
+
+
+def group(run: FollowedRun, number: int, group_id: str) -> Wire:
+    """One group with its members, its entry in the ledger, and its neighbours in the file."""
+    run.look()
+    file = run.records.file("step", number)
+    members = file.group(group_id)
+    ended = run.state_of(members[0])
+    names = list(file.groups)
+    at = names.index(group_id)
+    entry = run.group_entry(group_id)
+    return {
+        **_group_row(run, group_id, ended, members),
+        "members": [one.to_wire() for one in members],
+        "ledger": None if entry is None else entry.to_wire(),
+        "before": names[at - 1] if at else None,
+        "after": names[at + 1] if at + 1 < len(names) else None,
+    }
+
+
+def one_episode(run: FollowedRun, kind: Kind, number: int, line: int, budget: int) -> Wire:
+    run.look()
+    one, record = run.records.read(kind, number, line)
+    return episode.shown(one, record, run.state_of(one), run.texts, budget)
+
+
+def more_tokens(
+    run: FollowedRun, kind: Kind, number: int, line: int, turn: int, part: episode.Part, start: int, most: int
+) -> Wire:
+    _, record = run.records.read(kind, number, line)
+    return episode.tokens(episode.Tree(record), turn, part, run.texts, start, most)
+
+
+def evaluations(run: FollowedRun) -> Wire:
+    """The evaluations with their scores, and the held-out sets and modes of the first one's file."""
+    run.look()
+    with run.lock:
+        last = run.files.last("step")
+        rows = {
+            int(row["step"]): {key: row[key] for key in row if key.startswith("eval/")}
+            for row in run.files.rows
+            if any(key.startswith("eval/") for key in row)
+        }
+    written = [one for one in run.records.numbers("eval") if last is None or one <= last]
+    kinds: list[tuple[str, str]] = []
+    for number in {*written[:1], *written[-1:]}:
+        file = run.records.file("eval", number)
+        kinds += dict.fromkeys((one.eval_set, one.mode) for one in file.summaries)
+    kinds = sorted(dict.fromkeys(kinds), key=lambda kind: (kind[1] == "greedy", kind[0]))
+    return {
+        "evaluations": [
+            {"step": number, "scores": rows.get(number, {}), "written": number in written}
+            for number in sorted({*rows, *written})
+        ],
+        "kinds": [{"set": one, "mode": mode} for one, mode in kinds],
+    }
+
+
+def compared(
+    run: FollowedRun,
+    before: int,
+    after: int,
+    chosen: tuple[str, str],
+    task: str | None,
+    start: int,
+    most: int,
+) -> Wire:
+    """The problems of one held-out set and mode in two evaluations, those that gained most first; or one
+    `task` of them, alone."""
+    first, last = _by_task(run, before, chosen), _by_task(run, after, chosen)
+    found = [(name, _gain(first.get(name), last.get(name))) for name in {**first, **last}]
+    gains = [gain for _, gain in found if gain is not None]
+    found.sort(key=lambda one: (one[1] is None, -(one[1] or 0.0)))
+    wanted = [one for one in found if task in (None, one[0])]
+    rows = [
+        {"task": name, "gain": gain, "before": _short(first.get(name)), "after": _short(last.get(name))}
+        for name, gain in wanted[start : start + most]
+    ]
+    return {
+        "total": len(wanted),
+        "tasks": rows,
+        "better": sum(gain > 0 for gain in gains),
+        "same": sum(gain == 0 for gain in gains),
+        "worse": sum(gain < 0 for gain in gains),
+    }
+
+
+def _gain(before: Summary | None, after: Summary | None) -> float | None:
+    if before is None or after is None or before.reward is None or after.reward is None:
+        return None
+    return after.reward - before.reward
+
+
+def _by_task(run: FollowedRun, number: int, chosen: tuple[str, str]) -> dict[str, Summary]:
+    """The first episode of each task."""
+    file: RecordFile = run.records.file("eval", number)
+    found: dict[str, Summary] = {}
+    for one in file.summaries:
+        if (one.eval_set, one.mode) == chosen:
+            found.setdefault(one.task, one)
+    return found
+
+
+def _short(one: Summary | None) -> Wire | None:
+    if one is None:
+        return None
+    return {"line": one.line, "reward": one.reward, "outcome": one.outcome, "tokens": one.tokens}
+
+
+def failures(run: FollowedRun, start: int, most: int) -> Wire:
+    """Failed episodes, the newest first; none where the run has written no such file."""
+    run.look()
+    try:
+        summaries = run.records.file("failed", 0).summaries
+    except NotThere:
+        summaries = []
+    books = run.books()
+    page = summaries[::-1][start : start + most]
+    return {
+        "total": len(summaries),
+        "episodes": [one.to_wire() for one in page],
+        "reasons": [] if books is None else books.reasons.most_common(20),
+        "outcomes": [] if books is None else books.outcomes.most_common(),
+        "quarantined": [asdict(one) for one in run.book.quarantined],
+    }
+
+
+def settings(run: FollowedRun) -> Wire:
+    return {
+        "dir": printable(run.dir),
+        "sections": [{"name": name, "rows": rows} for name, rows in shown_settings(run.files.settings)],
+    }
