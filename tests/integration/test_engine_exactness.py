@@ -336,14 +336,15 @@ def test_rows_at_the_end_of_the_context_are_exact_beside_long_prefills(loaded: t
     """Padding of the short ones reaches beyond the context (256)."""
     model, plain = loaded
     driver = Driver(model)
-    near = prompts(2, low=225, high=226, seed=2)
+    near = prompts(2, low=245, high=246, seed=2)
     first = [driver.submit(prompt, max_new_tokens=1) for prompt in near]
     driver.finish(first)
     late = [driver.submit([*prompt, 1, 2, 3], max_new_tokens=99) for prompt in near]
-    others = [driver.submit(prompt, max_new_tokens=9) for prompt in prompts(4, low=20, high=21, seed=4)]
+    others = [driver.submit(prompt, max_new_tokens=9) for prompt in prompts(4, low=25, high=26, seed=4)]
     driver.finish([*late, *others])
-    assert [one.cached_tokens for one in late] == [224, 224]
-    assert [len(one.output_ids) for one in late] == [28, 28]
+    assert driver.scheduler.counters.steps == 1 + 9  # they were prefilled together
+    assert [one.cached_tokens for one in late] == [240, 240]
+    assert [len(one.output_ids) for one in late] == [8, 8]
     assert max(worst_error(plain, one) for one in [*late, *others]) < TOLERANCE
 
 

@@ -118,10 +118,8 @@ class Scheduler:
         return len(self._waiting)
 
     def _put(self, item: Generation | _Call) -> None:
-        if self.death is None:
-            self._inbox.put(item)
-        if self.death is not None:
-            self._fail_inbox()  # it may have died after the item went in
+        self._inbox.put(item)
+        if self.death is not None:  # else it will find the item, were it to die now
             raise EngineError(f"the engine's scheduler died: {self.death!r}", retryable=True)
 
     # -- between steps
