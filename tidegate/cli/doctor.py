@@ -1,0 +1,89 @@
+"""`tidegate doctor`: what is wrong, in words, before a run is started."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidegate.cli.verbs import Verbs
+
+if TYPE_CHECKING:
+    from tidegate.config import Settings
+    from tidegate.doctor.findings import Finding
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "doctor",
+        help="find what is wrong before a run is started",
+        description="Check install, ports, model, environment, rewards and engine, then run one real episode "
+        "of the agent. Exits with 1 where something is wrong.",
+        epilog="Without settings: ./config.toml if it is there, else the bundled model, `arithmetic` and "
+        "`solver`. Any setting can be given as --section.key value.",
+    )
+    verb.add_argument("--config", type=Path, help="a TOML file of settings, as for train")
+    verb.add_argument("--agent", metavar="FILE.py:NAME", help="the agent to examine (agent.use)")
+    verb.add_argument("--env", metavar="FILE.py:NAME", help="the environment to examine (env.use)")
+    verb.add_argument("--engine", metavar="URL", help="an engine that runs already; else one is started")
+    verb.add_argument("--episodes", type=int, default=1, metavar="N", help="episodes that are run")
+    verb.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    verb.set_defaults(run=run, takes_settings=True)
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from tidegate.doctor.examine import Examination
+    from tidegate.doctor.findings import failed
+
+    settings = _settings(arguments, overrides)
+    folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
+    tell = (lambda _: None) if arguments.json else _print
+    sick = True
+    try:
+        examination = Examination(settings, folder, tell, max(1, arguments.episodes))
+        findings = asyncio.run(examination.run())
+        sick = failed(findings)
+    finally:
+        if not sick:
+            shutil.rmtree(folder, ignore_errors=True)
+    logs = str(folder / "logs") if sick and (folder / "logs").is_dir() else None
+    if arguments.json:
+        print(json.dumps({"ok": not sick, "logs": logs, "findings": [one.to_wire() for one in findings]}))
+    else:
+        print(_summary(findings, logs))
+    return 1 if sick else 0
+
+
+def _settings(arguments: argparse.Namespace, overrides: list[str]) -> Settings:
+    from tidegate.config import load_settings
+    from tidegate.scaffold.init import TINY_BASE
+
+    config = arguments.config
+    if config is None and Path("config.toml").is_file():
+        config = Path("config.toml")
+    given = {"agent.use": arguments.agent, "env.use": arguments.env}
+    words = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    if arguments.engine is not None:
+        words.append(f"--engine.urls={json.dumps([arguments.engine])}")
+    if config is None:
+        words.insert(0, f"--model.path={json.dumps(str(TINY_BASE))}")
+    return load_settings(config, [*words, *overrides])
+
+
+def _print(finding: Finding) -> None:
+    level = finding.level.value
+    shown = level.upper() if level == "error" else level
+    print(f"{finding.check:<12}{shown:<9}{finding.text}", flush=True)
+    if finding.fix:
+        print(f"{'':<21}→ {finding.fix}", flush=True)
+
+
+def _summary(findings: list[Finding], logs: str | None) -> str:
+    levels = [finding.level.value for finding in findings]
+    counts = [f"{levels.count(level)} {level}s" for level in ("error", "warning") if level in levels]
+    where = f"; the processes' logs: {logs}" if logs else ""
+    return f"\n{', '.join(counts) or 'nothing is wrong'}{where}"

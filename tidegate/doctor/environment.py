@@ -1,0 +1,229 @@
+"""Do the environment's tasks hold together, and do its rewards tell gold from garbage?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tidegate.config import Settings
+from tidegate.doctor.deadline import within
+from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
+from tidegate.envs.base import Environment, load_environment
+from tidegate.errors import ConfigError, RewardError
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.render import Renderer
+from tidegate.types import Outcome, Task, Trajectory
+
+TASKS = 8
+TRAINED = 256
+"""Training tasks that are compared with the held-out ones."""
+CALL_S = 10.0
+GARBAGE = ("", "I do not know.")
+
+
+def check_environment(
+    settings: Settings, renderer: Renderer | None
+) -> tuple[list[Finding], Environment | None]:
+    """Load the environment and look at its tasks; None where nothing can be run on it."""
+    use = settings.env.use
+    try:
+        environment = within(60.0, lambda: load_environment(use, settings.env.options))
+    except (ConfigError, TimeoutError) as failure:
+        return [error("environment", "environment_unloadable", str(failure))], None
+    except Exception as failure:  # noqa: BLE001 - a user's constructor may raise anything
+        text = f"making the environment {use!r} raised {type(failure).__name__}: {failure}"
+        return [error("environment", "environment_raised", text)], None
+    try:
+        found = within(CALL_S * 3, lambda: list(_tasks(settings, environment, renderer)))
+    except TimeoutError as failure:
+        text = f"train_task and eval_sets of {use!r} don't end: {failure}"
+        return [error("environment", "environment_hung", text)], None
+    except Exception as failure:  # noqa: BLE001 - so may its methods
+        text = f"train_task or eval_sets of {use!r} raised {type(failure).__name__}: {failure}"
+        return [error("environment", "environment_raised", text)], None
+    return found or [ok("environment", f"{use}: its tasks hold together")], environment
+
+
+def first_tasks(environment: Environment, number: int) -> list[Task]:
+    size = environment.train_size()
+    return [environment.train_task(index) for index in range(number if size is None else min(number, size))]
+
+
+def _tasks(settings: Settings, environment: Environment, renderer: Renderer | None) -> Iterator[Finding]:
+    tasks = first_tasks(environment, TASKS)
+    again = first_tasks(environment, TASKS)
+    if not tasks:
+        yield error("environment", "no_tasks", "the environment has no training task")
+        return
+    if [task.to_wire() for task in tasks] != [task.to_wire() for task in again]:
+        yield error(
+            "environment",
+            "tasks_change",
+            "train_task gives another task for the same index: a run could not be resumed",
+            "draw from random.Random(index)",
+        )
+    scorers = set(environment.rewarders())
+    strange = {task.env for task in tasks} - scorers
+    if strange:
+        yield error(
+            "environment",
+            "task_env",
+            f"tasks say env = {strange.pop()!r}, and the environment's "
+            f"name is {', '.join(map(repr, sorted(scorers)))}: no reward would be found for "
+            "them",
+            "Task(env=self.name)",
+        )
+    yield from _wire(tasks[0])
+    if renderer is not None:
+        yield from _prompt(settings, tasks[0], renderer)
+    yield from _held_out(environment)
+
+
+def _wire(task: Task) -> Iterator[Finding]:
+    try:
+        json.dumps(task.to_wire())
+    except (TypeError, ValueError) as failure:
+        yield error(
+            "environment",
+            "task_not_json",
+            f"the task {task.id} can't be sent to the gateway: {failure}",
+            "answer, info and messages must be JSON values",
+        )
+
+
+def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Finding]:
+    try:
+        size = len(renderer.root(list(task.messages), None, {}))
+    except Refusal as failure:
+        yield error("environment", "prompt_refused", f"the task {task.id}: {failure}")
+        return
+    room = settings.engine.max_context - size
+    if room <= 0:
+        yield error(
+            "environment",
+            "prompt_too_long",
+            f"the task {task.id} has {size} tokens, more than "
+            f"engine.max_context = {settings.engine.max_context}",
+            "raise engine.max_context",
+        )
+    elif room < settings.sampling.max_tokens:
+        yield warning(
+            "environment",
+            "prompt_too_long",
+            f"the task {task.id} leaves {room} tokens of "
+            f"engine.max_context to replies, less than sampling.max_tokens = "
+            f"{settings.sampling.max_tokens}",
+            "raise engine.max_context",
+        )
+
+
+def _held_out(environment: Environment) -> Iterator[Finding]:
+    sets = environment.eval_sets()
+    if not sets.get(""):
+        yield error("environment", "no_held_out", 'eval_sets() has no main held-out set: the key ""')
+        return
+    trained = {json.dumps(list(task.messages)) for task in first_tasks(environment, TRAINED)}
+    both = [task.id for task in sets[""] if json.dumps(list(task.messages)) in trained]
+    if both:
+        yield warning(
+            "environment",
+            "held_out_trained",
+            f"{len(both)} of {len(sets[''])} held-out tasks are "
+            f"among the first {TRAINED} training tasks ({both[0]}): the held-out reward would "
+            "say less than it seems to",
+            "split by a hash of the problem",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One task's rewards: of its gold answer, and of each garbage output."""
+
+    task: Task
+    gold: float
+    garbage: list[float]
+
+
+def check_rewards(environment: Environment) -> list[Finding]:
+    """Grade gold answers and garbage; a reward that can't tell them apart teaches nothing."""
+    scorers = environment.rewarders().values()
+    if not any(scorer.names for scorer in scorers):
+        return [
+            note(
+                "rewards",
+                "agent_rewards",
+                "the environment has no reward: the agent's own counts (Result.reward)",
+            )
+        ]
+    tasks = first_tasks(environment, TASKS)
+    golds = [environment.gold_output(task) for task in tasks]
+    if None in golds:
+        return [
+            note("rewards", "no_gold", "tasks have no gold answer, so the rewards were not tried"),
+            *_failures(environment, tasks[0], GARBAGE),
+        ]
+    graded = []
+    for task, gold in zip(tasks, golds, strict=True):
+        assert gold is not None
+        other = next((one for one in golds if one is not None and one != gold), None)
+        outputs = [gold, *GARBAGE, *([other] if other is not None else [])]
+        failures = _failures(environment, task, outputs)
+        if failures:
+            return failures
+        scores = [_score(environment, task, output) for output in outputs]
+        graded.append(Graded(task, scores[0], scores[1:]))
+    return [_verdict(graded)]
+
+
+def _verdict(graded: Sequence[Graded]) -> Finding:
+    every = {score for one in graded for score in (one.gold, *one.garbage)}
+    if len(every) == 1:
+        return error(
+            "rewards",
+            "reward_constant",
+            f"your reward is constant: gold answers and garbage all "
+            f"earn {every.pop():g}, so nothing can be learned",
+        )
+    gold = sum(one.gold for one in graded) / len(graded)
+    garbage = sum(max(one.garbage) for one in graded) / len(graded)
+    poor = [one for one in graded if one.gold <= max(one.garbage)]
+    told = f"gold earns {gold:.3g} and the best garbage {garbage:.3g}, on average of {len(graded)} tasks"
+    fix = "tidegate eval --gold grades every answer; see gold_output() if gold is more than the answer"
+    if gold <= garbage:
+        return error("rewards", "gold_no_better", f"gold scores no better than garbage: {told}", fix)
+    if poor:
+        return warning(
+            "rewards",
+            "gold_sometimes_no_better",
+            f"gold scores no better than garbage on "
+            f"{len(poor)} of {len(graded)} tasks, such as {poor[0].task.id}; {told}",
+            fix,
+        )
+    return ok("rewards", told)
+
+
+def _failures(environment: Environment, task: Task, outputs: Sequence[str]) -> list[Finding]:
+    """The first output on which the reward raises, hangs, or gives no number."""
+    for output in outputs:
+        on = f"on the output {output[:60]!r} of task {task.id}"
+        try:
+            _score(environment, task, output)
+        except TimeoutError:
+            return [error("rewards", "reward_hung", f"your reward took longer than {CALL_S:g} s {on}")]
+        except RewardError as failure:
+            code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
+            return [error("rewards", code, f"your reward failed {on}: {failure}")]
+        except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
+            said = f"your reward raised {type(failure).__name__} {on}: {failure}"
+            return [Finding("rewards", Level.ERROR, "reward_raised", said)]
+    return []
+
+
+def _score(environment: Environment, task: Task, output: str) -> float:
+    messages = [*task.messages, {"role": "assistant", "content": output}]
+    trajectory = Trajectory(
+        "doctor", task.id, task.env, "train", Outcome.COMPLETED, [], output=output, messages=messages
+    )
+    scorer = environment.rewarders()[task.env]
+    return within(CALL_S, lambda: scorer.score(task, trajectory, output, messages)).reward

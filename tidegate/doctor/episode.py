@@ -1,0 +1,246 @@
+"""One real episode of the agent, through the gateway and an engine, and what is to be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tidegate.config import Settings
+from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
+from tidegate.gateway.client import GatewayClient, Summary
+from tidegate.gateway.render import Renderer
+from tidegate.gateway.toolcalls import OPEN
+from tidegate.trainer.workers import AgentResult, AgentWorker
+from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
+
+MODEL = "policy"
+ERROR_SHOWN = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What the agent did by its own process's account, and what the gateway recorded."""
+
+    told: AgentResult
+    summary: Summary
+    trajectory: Trajectory
+    refusals: dict[str, int]
+    """Calls that the gateway refused, by code."""
+
+
+async def run_episode(
+    settings: Settings, gateway: GatewayClient, worker: AgentWorker, task: Task, name: str
+) -> Episode:
+    """Open a session, run the agent on it, finish it. Raises GatewayError, StartError."""
+    sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
+    before = refusals(await gateway.metrics())
+    access = await gateway.open_session(
+        task=task, sampling=sampling, deadline_s=settings.agent.deadline_s, seed=0
+    )
+    told = await worker.run(
+        name,
+        task.view(),
+        base_url=access.base_url,
+        api_key=access.api_key,
+        model=MODEL,
+        seed=0,
+        deadline_s=settings.agent.deadline_s,
+    )
+    summary = await gateway.finish(
+        access.session_id,
+        output=told.output,
+        outcome=told.outcome,
+        reward=told.reward,
+        metrics=told.metrics,
+        error=told.error,
+    )
+    trajectory = await gateway.trajectory(access.session_id)
+    after = refusals(await gateway.metrics())
+    new = {code: number - before.get(code, 0) for code, number in after.items()}
+    return Episode(told, summary, trajectory, {code: number for code, number in new.items() if number})
+
+
+def refusals(prometheus: str) -> dict[str, int]:
+    """The refused calls by code, from the gateway's metrics."""
+    found = {}
+    for line in prometheus.splitlines():
+        name, _, rest = line.partition('{code="')
+        if name == "tidegate_gateway_refusals_total":
+            code, _, number = rest.rpartition('"} ')
+            found[code] = int(float(number))
+    return found
+
+
+def judge_episode(episode: Episode, settings: Settings, renderer: Renderer) -> list[Finding]:
+    """Everything that is to be said of one episode."""
+    found = [*_ending(episode, settings), *_refused(episode)]
+    turns = episode.trajectory.turns
+    if turns:
+        found += [
+            *_length(turns, settings),
+            *_tool_calls(turns, settings, renderer),
+            *_branches(turns),
+            *_delivery(episode),
+            *_version(episode),
+        ]
+    if failed(found):
+        return found
+    summary = episode.summary
+    reward = "no reward" if summary.reward is None else f"reward {summary.reward:g}"
+    text = (
+        f"one episode: {_count(len(turns), 'reply', 'replies')}, {summary.sampled_tokens} tokens, {reward}, "
+        f"{summary.seconds:.1f} s"
+    )
+    return [*found, ok("episode", text)]
+
+
+def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
+    told, summary = episode.told, episode.summary
+    why = (summary.error or told.error or "")[:ERROR_SHOWN].strip()
+    silent = "" if episode.trajectory.turns else "; it never called the gateway"
+    if summary.outcome is Outcome.INFRA_ERROR:
+        yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
+    elif told.outcome is Outcome.TIMEOUT and "blocked" in (told.error or ""):
+        yield error(
+            "episode",
+            "agent_blocked",
+            f"your agent blocked its process: {why}{silent}",
+            "make it a plain (not async) function, or await what takes time",
+        )
+    elif told.outcome is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
+        yield error(
+            "episode",
+            "agent_hung",
+            f"your agent hung: it had not ended by its deadline of {settings.agent.deadline_s:g} s{silent}",
+            "raise agent.deadline_s if it needs more",
+        )
+    elif told.outcome is Outcome.CANCELLED:
+        yield error(
+            "episode",
+            "agent_exited",
+            f"your agent ended its own process: {why}{silent}",
+            "an agent returns its output; it must not exit",
+        )
+    elif told.outcome is Outcome.AGENT_ERROR:
+        yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
+    elif not any(turn.delivered for turn in episode.trajectory.turns):
+        yield error(
+            "episode",
+            "never_called",
+            "your agent never called the gateway, or never took a reply",
+            "it must use session.base_url and session.api_key, or session.openai()",
+        )
+    elif summary.outcome is Outcome.REWARD_ERROR:
+        yield error("episode", "reward_failed", f"the episode has no reward: {why}")
+    elif told.output is None:
+        yield warning(
+            "episode",
+            "agent_no_output",
+            "your agent returned no output: rewards see None",
+            "return the answer as text",
+        )
+
+
+def _hint(episode: Episode) -> str:
+    if "context_length_exceeded" in episode.refusals:
+        return "its prompt is longer than engine.max_context allows"
+    if not episode.trajectory.turns and "Connection" in (episode.told.error or ""):
+        return "it must call session.base_url, not an address of its own"
+    return ""
+
+
+def _refused(episode: Episode) -> Iterator[Finding]:
+    for code, number in episode.refusals.items():
+        yield warning(
+            "episode",
+            "calls_refused",
+            f"the gateway refused {_count(number, 'call', 'calls')} of your agent: {code}",
+            "the error it got says why",
+        )
+
+
+def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
+    cut = sum(turn.finish_reason == "length" for turn in turns)
+    if cut:
+        yield warning(
+            "episode",
+            "cut_by_length",
+            f"{cut} of {_count(len(turns), 'reply', 'replies')} cut by "
+            f"length: sampling.max_tokens = {settings.sampling.max_tokens}, engine.max_context = "
+            f"{settings.engine.max_context}",
+            "raise the one that is too small",
+        )
+
+
+def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> Iterator[Finding]:
+    bad = [turn for turn in turns if turn.parse == "malformed"]
+    if bad:
+        text = renderer.decode(bad[0].output_ids.tolist())[:120]
+        yield warning(
+            "episode",
+            "tool_calls_malformed",
+            f"tool calls could not be parsed in {len(bad)} of "
+            f"{_count(len(turns), 'reply', 'replies')}: {text!r}",
+            "a weak model has to learn it; a strong one writes another form: see gateway.tool_parser",
+        )
+    unread = [
+        turn for turn in turns if turn.parse is None and OPEN in renderer.decode(turn.output_ids.tolist())
+    ]
+    if unread:
+        why = (
+            "gateway.tool_parser is 'none'"
+            if settings.gateway.tool_parser == "none"
+            else "your agent passed no tools with that call"
+        )
+        yield warning(
+            "episode",
+            "tool_calls_unread",
+            f"tool calls came back as text in {len(unread)} of "
+            f"{_count(len(turns), 'reply', 'replies')}: {why}",
+        )
+
+
+def _branches(turns: list[Turn]) -> Iterator[Finding]:
+    branches = [turn for turn in turns[1:] if turn.branch is not None]
+    if not branches:
+        return
+    reason = branches[-1].branch
+    if len(branches) == len(turns) - 1 and len(branches) > 1:
+        yield warning(
+            "episode",
+            "every_turn_branches",
+            "your agent re-words history, so that every turn is a "
+            f"branch ({reason}): each is trained as a sequence of its own, at its own cost",
+            "send past replies back as they came: message.model_dump(exclude_none=True)",
+        )
+    else:
+        yield note(
+            "episode",
+            "branches",
+            f"{len(branches)} of {len(turns)} turns are branches, the last one: {reason}",
+        )
+
+
+def _delivery(episode: Episode) -> Iterator[Finding]:
+    lost = sum(not turn.delivered for turn in episode.trajectory.turns)
+    if lost and episode.told.outcome is None:
+        yield warning(
+            "episode",
+            "undelivered",
+            f"your agent did not wait for {_count(lost, 'reply', 'replies')}; "
+            "what it did not take is never trained on",
+        )
+
+
+def _version(episode: Episode) -> Iterator[Finding]:
+    delivered = list(episode.trajectory.delivered_turns())
+    if delivered and episode.trajectory.oldest_version() is None:
+        yield error(
+            "episode",
+            "version_unknown",
+            "the engine attested no version for some tokens: they are never admitted to training",
+        )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

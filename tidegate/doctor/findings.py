@@ -1,0 +1,54 @@
+"""What a check comes to: findings, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    """Training is possible, and will be worse or slower for it."""
+    ERROR = "error"
+    """Training would fail, or learn nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was found. `code` names it for programs and never changes; `fix` says what to do."""
+
+    check: str
+    level: Level
+    code: str
+    text: str
+    fix: str = ""
+
+    def to_wire(self) -> dict[str, str]:
+        return asdict(self)
+
+
+Tell = Callable[[Finding], None]
+"""Who is told of each finding as soon as there is one."""
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, Level.OK, "ok", text)
+
+
+def note(check: str, code: str, text: str) -> Finding:
+    return Finding(check, Level.NOTE, code, text)
+
+
+def warning(check: str, code: str, text: str, fix: str = "") -> Finding:
+    return Finding(check, Level.WARNING, code, text, fix)
+
+
+def error(check: str, code: str, text: str, fix: str = "") -> Finding:
+    return Finding(check, Level.ERROR, code, text, fix)
+
+
+def failed(findings: list[Finding]) -> bool:
+    return any(finding.level is Level.ERROR for finding in findings)

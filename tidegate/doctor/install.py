@@ -1,0 +1,98 @@
+"""Is what Tidegate needs installed, and can it listen where it is told to?"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from tidegate import __version__
+from tidegate.config import Settings
+from tidegate.doctor.findings import Finding, error, note, ok, warning
+from tidegate.errors import StartError
+from tidegate.serve import Listen, bind
+
+OLDEST_PYTHON = (3, 11)
+
+
+def check_install(settings: Settings) -> list[Finding]:
+    """Python, the packages that are needed with their versions, and torch where something needs it."""
+    found = []
+    if sys.version_info < OLDEST_PYTHON:
+        found.append(
+            error("install", "old_python", f"Python {platform.python_version()} is too old: 3.11 is needed")
+        )
+    wanted = _requirements()
+    if wanted is None:
+        found.append(
+            note(
+                "install", "not_installed", "tidegate runs from its source, so its packages were not checked"
+            )
+        )
+    for requirement in wanted or ():
+        found += _package(requirement)
+    if not found:
+        found.append(ok("install", f"tidegate {__version__}, Python {platform.python_version()}, packages"))
+    return [*found, _torch(settings)]
+
+
+def _requirements() -> list[Requirement] | None:
+    try:
+        lines = metadata.requires("tidegate") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = []
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found.append(requirement)
+    return found
+
+
+def _package(requirement: Requirement) -> list[Finding]:
+    name = requirement.name
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return [error("install", "package_missing", f"the package {name} is missing", f"pip install {name}")]
+    if requirement.specifier.contains(version, prereleases=True):
+        return []
+    text = f"{name} {version} is installed; {requirement.specifier} is needed"
+    return [error("install", "package_version", text, f"pip install '{name}{requirement.specifier}'")]
+
+
+def _torch(settings: Settings) -> Finding:
+    try:
+        return ok("install", f"torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        pass
+    fix = "pip install 'tidegate[train]'"
+    if settings.engine.urls:
+        return warning("install", "no_torch", "torch is not installed: this machine can't train", fix)
+    return error(
+        "install",
+        "no_torch",
+        "torch is not installed: neither the embedded engine nor training can start",
+        fix,
+    )
+
+
+def check_port(settings: Settings) -> Finding:
+    """Whether the gateway could listen where the settings say."""
+    gateway = settings.gateway
+    where = f"{gateway.host}:{gateway.port}"
+    try:
+        bind(Listen(gateway.host, gateway.port)).close()
+    except StartError as failure:
+        return error(
+            "port",
+            "port_taken",
+            f"the port is taken, or the address is not this machine's: {failure}",
+            "gateway.port = 0 takes a free one",
+        )
+    return ok("port", "the gateway takes a free port" if gateway.port == 0 else f"{where} is free")
