@@ -14,7 +14,7 @@ from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.types import Message
 
 ASKED: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
-REPLY: Message = {"role": "assistant", "content": "It is 5."}
+REPLIES = ("It is 5.", "<think>\nTwo and three.\n</think>\n\nIt is 5.")
 AGAIN: list[Message] = [{"role": "user", "content": "And 4 + 4?"}]
 TOOL = {
     "type": "function",
@@ -93,7 +93,7 @@ def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
         )
     config = _read(model / "config.json")
     size = (config.get("text_config") or config).get("vocab_size")
-    highest = max([*renderer.root(ASKED, None, {}).tolist(), *renderer.stop_ids])
+    highest = max([*renderer.encode("What is 2 + 3?"), *renderer.stop_ids])
     if isinstance(size, int) and highest >= size:
         found.append(
             error(
@@ -116,29 +116,26 @@ def check_template(renderer: Renderer) -> list[Finding]:
         first = renderer.root(ASKED, None, {}).tolist()
     except Refusal as failure:
         return [error("model", "template_fails", f"the chat template fails on a plain question: {failure}")]
-    recorded = [*first, *renderer.encode("It is 5."), *renderer.closing_ids[:1]]
+    found = []
     try:
-        added = renderer.follow_up(lambda: ASKED, REPLY, AGAIN, None, {}, recorded[-1]).tolist()
+        kept = [_extends(renderer, first, reply) for reply in REPLIES]
     except Unrenderable as failure:
         return [
             warning(
                 "model",
                 "template_branches",
-                "the chat template gives no text of its own for what "
-                f"follows a reply, so every turn becomes a branch: {failure}",
+                "the chat template gives no text of its own for what follows a reply, so every turn becomes "
+                f"a branch: {failure}",
                 "give the model a template that writes replies as they are",
             )
         ]
-    found = []
-    whole = renderer.root([*ASKED, REPLY, *AGAIN], None, {}).tolist()
-    if whole != recorded + added:
+    if not all(kept):
         found.append(
             note(
                 "model",
                 "template_rewrites",
-                "the chat template writes a past reply in another "
-                "way than a new one (reasoning is taken out, say); the gateway keeps what was "
-                "sampled",
+                "the chat template writes past replies in another way than they are sampled (it takes "
+                "reasoning out, say); the gateway keeps what was sampled",
             )
         )
     if renderer.root(ASKED, [TOOL], {}).tolist() == first:
@@ -151,3 +148,12 @@ def check_template(renderer: Renderer) -> list[Finding]:
             )
         )
     return found
+
+
+def _extends(renderer: Renderer, first: list[int], reply: str) -> bool:
+    """Whether the whole history, rendered anew, is what was recorded with what follows put after it."""
+    message: Message = {"role": "assistant", "content": reply}
+    recorded = [*first, *renderer.encode(reply), *renderer.closing_ids[:1]]
+    added = renderer.follow_up(lambda: ASKED, message, AGAIN, None, {}, recorded[-1]).tolist()
+    whole = renderer.root([*ASKED, message, *AGAIN], None, {}).tolist()
+    return bool(whole == recorded + added)
