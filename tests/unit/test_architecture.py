@@ -32,6 +32,16 @@ ALLOWED = {
         "trainer.services",
         "trainer.workers",
     },
+    "evaluation": {
+        "envs.base",
+        "gateway.client",
+        "gateway.rewards",
+        "trainer.guard",
+        "trainer.rollout",
+        "trainer.services",
+        "trainer.trajectories",
+        "trainer.workers",
+    },
     "envs": {"rag.client"},
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tidegate import __version__
-from tidegate.cli import audit, doctor, engine, gateway, init, report, train, view
+from tidegate.cli import audit, doctor, engine, evaluate, gateway, init, report, train, view
 from tidegate.errors import TidegateError
 
-VERBS = (init, doctor, train, gateway, engine, audit, view, report)
+VERBS = (init, doctor, train, evaluate, gateway, engine, audit, view, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

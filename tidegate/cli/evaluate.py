@@ -1,0 +1,196 @@
+"""`tidegate eval`: any agent on any environment, with a run, a model or an endpoint; or the gold answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidegate.cli.verbs import Verbs
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.config import Settings
+    from tidegate.evaluation.direct import Endpoint
+    from tidegate.evaluation.target import Target
+
+
+def add(verbs: Verbs) -> None:
+    verb = verbs.add_parser(
+        "eval",
+        help="evaluate a run, a model or an endpoint; --gold grades the gold answers",
+        usage="tidegate eval [RUN | CHECKPOINT | MODEL_DIR] [options] [--section.key value ...]",
+        description="Evaluate an agent on an environment's held-out tasks. What is evaluated is a run (its "
+        "newest checkpoint, with its own agent and environment), a checkpoint or a model's directory (an "
+        "engine and a gateway are started for it), or an OpenAI-compatible endpoint (--url, --model).",
+    )
+    what = verb.add_argument_group("what")
+    what.add_argument("--config", type=Path, help="a TOML file of settings; a run has its own")
+    what.add_argument("--env", metavar="USE", help="a built-in environment, or file.py:Name")
+    what.add_argument("--env-options", type=json.loads, metavar="JSON", help="its options")
+    what.add_argument("--data", metavar="PATH", help="short for the environment's option path")
+    what.add_argument("--agent", metavar="USE", help="a built-in agent, or file.py:Name")
+    what.add_argument("--agent-options", type=json.loads, metavar="JSON", help="its options")
+    what.add_argument("--url", help="an OpenAI-compatible base URL, as http://host:8000/v1")
+    what.add_argument("--model", help="the model's name at --url")
+    what.add_argument("--api-key-env", metavar="NAME", help="the environment variable with the key of --url")
+    what.add_argument("--gold", action="store_true", help="grade every gold answer; no model is needed")
+    how = verb.add_argument_group("how")
+    how.add_argument("--n", type=int, default=1, metavar="N", help="samples of each task")
+    how.add_argument("--k", metavar="K,K", help="the k of pass@k; else the powers of two up to n, and n")
+    how.add_argument("--tasks", type=int, metavar="N", help="the first N tasks of each set; else all")
+    how.add_argument("--sets", metavar="NAME,NAME", help="held-out sets; main is the main one; else all")
+    how.add_argument("--temperature", type=float, help="0 is greedy; else sampling.temperature")
+    how.add_argument("--threshold", type=float, default=1.0, help="the reward that counts as right (1)")
+    how.add_argument("--out", type=Path, metavar="DIR", help="where results go; else evals/N of the run")
+    how.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    verb.set_defaults(run=run, takes_settings=True)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from tidegate.evaluation.target import find_target, split_words
+
+    words, overrides = split_words(rest)
+    if len(words) > 1:
+        raise ConfigError(f"one thing is evaluated at a time, not {' and '.join(words)}")
+    target = find_target(Path(words[0])) if words else None
+    settings = _settings(arguments, target, overrides)
+    if arguments.gold:
+        return _gold(arguments, settings)
+    return _evaluate(arguments, target, settings)
+
+
+def _gold(arguments: argparse.Namespace, settings: Settings) -> int:
+    from tidegate.envs.base import load_environment
+    from tidegate.evaluation.gold import grade_gold
+    from tidegate.evaluation.report import gold_lines, gold_results
+
+    environment = load_environment(settings.env.use, settings.env.options)
+    splits = grade_gold(environment, arguments.threshold)
+    if arguments.json:
+        print(json.dumps(gold_results(settings.env.model_dump(), splits), default=str))
+    else:
+        print("\n".join(gold_lines(settings.env.use, splits)))
+    return 1 if any(split.misses for split in splits) else 0
+
+
+def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Settings) -> int:
+    import asyncio
+
+    from tidegate.evaluation.evaluate import Job, evaluate, next_directory
+    from tidegate.evaluation.progress import Progress
+    from tidegate.evaluation.report import result_lines
+
+    endpoint = _endpoint(arguments, target)
+    if endpoint is None and not settings.engine.urls:
+        _check_weights(settings)
+    if arguments.n < 1 or (arguments.tasks is not None and arguments.tasks < 1):
+        raise ConfigError("--n and --tasks are at least 1")
+    parent = target.run_dir if target is not None and target.run_dir is not None else settings.run.dir
+    job = Job(
+        settings=settings,
+        directory=arguments.out or next_directory(parent / "evals"),
+        endpoint=endpoint,
+        temperature=_temperature(arguments, settings),
+        samples=arguments.n,
+        ks=_ks(arguments),
+        threshold=arguments.threshold,
+        sets=[name for name in (arguments.sets or "").split(",") if name],
+        tasks=arguments.tasks,
+    )
+    results = asyncio.run(evaluate(job, Progress("evaluation")))
+    if arguments.json:
+        print(json.dumps({**results, "directory": str(job.directory)}))
+    else:
+        print("\n".join(result_lines(results)))
+        print(f"episodes and results: {job.directory}")
+    return 0 if results["status"] == "completed" else 130
+
+
+def _settings(arguments: argparse.Namespace, target: Target | None, overrides: list[str]) -> Settings:
+    """The run's or the file's settings with everything that the command line says laid over them."""
+    from tidegate.config import AgentSettings, EngineSettings, EnvSettings, load_settings
+
+    config = arguments.config or (target.config if target is not None else None)
+    words = list(overrides)
+    if target is not None:
+        words.append(f"--model.path={json.dumps(str(target.weights))}")
+    elif arguments.config is None:
+        words.insert(0, "--model.path=''")  # settings need one; what needs the weights looks for them
+    settings = load_settings(config, words)
+    changed: dict[str, Any] = {}
+    env = EnvSettings(use=arguments.env) if arguments.env else settings.env
+    options = dict(env.options if arguments.env_options is None else arguments.env_options)
+    if arguments.data is not None:
+        options["path"] = arguments.data
+    changed["env"] = env.model_copy(update={"options": options})
+    if arguments.agent:
+        changed["agent"] = settings.agent.model_copy(update={"use": arguments.agent, "options": {}})
+    if arguments.agent_options is not None:
+        agent: AgentSettings = changed.get("agent", settings.agent)
+        changed["agent"] = agent.model_copy(update={"options": dict(arguments.agent_options)})
+    if not any(word.startswith("--engine.urls") for word in overrides):
+        # A run's engines may be gone, or hold other weights by now.
+        changed["engine"] = EngineSettings(**{**settings.engine.model_dump(), "urls": []})
+    return settings.model_copy(update=changed)
+
+
+def _endpoint(arguments: argparse.Namespace, target: Target | None) -> Endpoint | None:
+    from tidegate.evaluation.direct import Endpoint
+
+    if arguments.url is None:
+        for name in ("model", "api_key_env"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} goes with --url; a model's directory is named without it: "
+                    "tidegate eval DIRECTORY"
+                )
+        return None
+    if target is not None:
+        raise ConfigError(f"either {target.weights} or --url is evaluated, not both")
+    if arguments.model is None:
+        raise ConfigError("--url needs --model: the model's name at that endpoint")
+    if arguments.temperature is not None:
+        raise ConfigError(
+            "--temperature does not reach --url: the agent talks to it directly; set it in the agent"
+        )
+    key = "none"
+    if arguments.api_key_env is not None:
+        key = os.environ.get(arguments.api_key_env, "")
+        if not key:
+            raise ConfigError(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
+    return Endpoint(arguments.url.rstrip("/"), arguments.model, key)
+
+
+def _check_weights(settings: Settings) -> None:
+    path = settings.model.path
+    if path == Path():
+        raise ConfigError(
+            "what is to be evaluated? name a run, a checkpoint or a model's directory, or an endpoint with "
+            "--url and --model"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path = {path}: there is no model here (no config.json)")
+
+
+def _temperature(arguments: argparse.Namespace, settings: Settings) -> float:
+    if arguments.temperature is None:
+        return settings.sampling.temperature
+    if not 0 <= arguments.temperature < float("inf"):
+        raise ConfigError(f"--temperature {arguments.temperature:g} is not a number from 0 on")
+    return float(arguments.temperature)
+
+
+def _ks(arguments: argparse.Namespace) -> list[int]:
+    n = arguments.n
+    if arguments.k is None:
+        return sorted({1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n})
+    try:
+        ks = sorted({int(word) for word in arguments.k.split(",")})
+    except ValueError:
+        raise ConfigError(f"--k {arguments.k} is no list of numbers such as 1,4") from None
+    if not 1 <= ks[0] <= ks[-1] <= n:
+        raise ConfigError(f"--k {arguments.k}: pass@k needs 1 ≤ k ≤ n, and --n is {n}")
+    return ks

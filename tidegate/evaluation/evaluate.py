@@ -1,0 +1,189 @@
+"""An evaluation from its settings to its result file; whatever ends it early, what was done is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tidegate.config import Settings
+from tidegate.envs.base import Environment, load_environment
+from tidegate.errors import ConfigError
+from tidegate.evaluation.direct import Endpoint, direct
+from tidegate.evaluation.hosted import hosted
+from tidegate.evaluation.sampler import Attempt, Episode, Sampler
+from tidegate.evaluation.tally import Tally
+from tidegate.loading import nearest
+from tidegate.trainer.guard import Guard
+from tidegate.trainer.trajectories import readable
+from tidegate.types import Sampling, Task
+
+RESULTS = "results.json"
+EPISODES = "episodes.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to evaluate, and how.
+
+    `settings` name the agent, the environment and, where there is no `endpoint`, the weights.
+    """
+
+    settings: Settings
+    directory: Path
+    """Where the results go; it must not hold any yet."""
+    endpoint: Endpoint | None = None
+    temperature: float = 1.0
+    samples: int = 1
+    ks: Sequence[int] = (1,)
+    threshold: float = 1.0
+    """The reward from which on an episode counts as right for pass@k."""
+    sets: Sequence[str] = ()
+    """Names of held-out sets; none: all of them. The main one is `main`."""
+    tasks: int | None = None
+    """Of each set, the first so many; None: all."""
+
+    @property
+    def target(self) -> str:
+        if self.endpoint is not None:
+            return f"{self.endpoint.model} at {self.endpoint.base_url}"
+        return ", ".join(self.settings.engine.urls) or str(self.settings.model.path)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, max_tokens=self.settings.sampling.max_tokens)
+
+
+async def evaluate(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Run it and write `results.json` and `episodes.jsonl`; returns what the former holds.
+
+    The first Ctrl-C ends it with what there is (`status` is then `interrupted`), a second one at once.
+    Raises TidegateError after writing what there is.
+    """
+    environment = load_environment(job.settings.env.use, job.settings.env.options)
+    sets = choose(environment, job.sets, job.tasks)
+    if (job.directory / RESULTS).exists():
+        raise ConfigError(f"{job.directory} holds results already; choose another directory")
+    job.directory.mkdir(parents=True, exist_ok=True)
+    tally, began = Tally(job.threshold, job.ks), time.monotonic()
+    with (job.directory / EPISODES).open("wb") as file:
+
+        def keep(episode: Episode) -> None:
+            tally.add(episode)
+            file.write(_line(episode, job.temperature))
+
+        guard = Guard()
+        status = "failed"
+        reasons: Counter[str] = Counter()
+        try:
+            async with _attempts(job, environment, guard) as attempt:
+                sampler = Sampler(
+                    attempt, sets, job.samples, job.settings.eval.max_concurrency, job.settings.run.seed,
+                    job.settings.trainer.max_attempts, keep, progress,
+                )  # fmt: skip
+                reasons = sampler.reasons
+                status = await _until_stopped(guard.run(sampler.run()))
+        finally:
+            results = {
+                "status": status,
+                **_described(job),
+                "seconds": round(time.monotonic() - began, 3),
+                "sets": {name or "main": tally.summary(name) for name in sets},
+                "failures": dict(reasons.most_common(5)),
+            }
+            (job.directory / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    return results
+
+
+def choose(environment: Environment, names: Sequence[str], tasks: int | None) -> dict[str, list[Task]]:
+    """The held-out sets that are asked for. Raises ConfigError that names the ones there are."""
+    sets = {name: list(found) for name, found in environment.eval_sets().items()}
+    known = [name or "main" for name in sets]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{environment.name}: there is no held-out set {name!r}{nearest(name, known)}; "
+                f"there are {', '.join(known)}"
+            )
+    chosen = {name: found[:tasks] for name, found in sets.items() if not names or (name or "main") in names}
+    if not any(chosen.values()):
+        raise ConfigError(f"{environment.name}: its held-out sets are empty")
+    return chosen
+
+
+@contextlib.asynccontextmanager
+async def _attempts(job: Job, environment: Environment, guard: Guard) -> AsyncIterator[Attempt]:
+    if job.endpoint is not None:
+        async with direct(job.settings, environment, job.endpoint, job.directory) as attempt:
+            yield attempt
+    else:
+        async with hosted(job.settings, job.sampling, job.directory, guard) as attempt:
+            yield attempt
+
+
+async def _until_stopped(work: Any) -> str:
+    """`completed`, or `interrupted` where SIGINT or SIGTERM came first."""
+    loop, main = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        if stopped:
+            os._exit(130)
+        stopped = True
+        main.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await main
+        return "completed"
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        return "interrupted"
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _described(job: Job) -> dict[str, Any]:
+    settings = job.settings
+    sampling: dict[str, Any] | None = job.sampling.to_wire() if job.endpoint is None else None
+    return {
+        "target": job.target,
+        "env": settings.env.model_dump(),
+        "agent": {"use": settings.agent.use, "options": settings.agent.options},
+        "samples": job.samples,
+        "sampling": sampling,
+        "threshold": job.threshold,
+        "seed": settings.run.seed,
+    }
+
+
+def _line(episode: Episode, temperature: float) -> bytes:
+    line = {
+        "eval_set": episode.eval_set,
+        "mode": "sampled" if temperature > 0 else "greedy",
+        "sample": episode.sample,
+        "answer": episode.task.answer,
+        **readable(episode.trajectory),
+    }
+    return orjson.dumps(line, default=str) + b"\n"
+
+
+def next_directory(parent: Path) -> Path:
+    """The first free `<parent>/N`."""
+    number = 1
+    while (parent / str(number)).exists():
+        number += 1
+    return parent / str(number)

@@ -1,0 +1,95 @@
+"""Gold answers, graded as if an agent had returned them: do the rewards know a right answer?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidegate.envs.base import Environment
+from tidegate.errors import ConfigError, RewardError
+from tidegate.types import Task
+
+ENDLESS_TRAIN = 1000
+"""Training tasks that are graded where the split has no end."""
+EXTRACTOR = "extractor/"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A gold answer that was not graded as right."""
+
+    task_id: str
+    answer: Any
+    why: str
+
+
+@dataclass(slots=True)
+class GoldSplit:
+    """What came of one split."""
+
+    name: str
+    total: int = 0
+    misses: list[Miss] = field(default_factory=list)
+    extractors: Counter[str] = field(default_factory=Counter)
+    """How often each extractor found the answer."""
+
+    @property
+    def right(self) -> int:
+        return self.total - len(self.misses)
+
+
+def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
+    """Grade every gold answer of every split; a task that is in two splits counts in the first.
+
+    Right is a reward of at least `threshold`. Raises ConfigError where the environment has no reward of
+    its own.
+    """
+    if not environment.names:
+        raise ConfigError(
+            f"{environment.name}: it has no reward of its own, so there is nothing to grade with"
+        )
+    seen: set[str] = set()
+    splits = []
+    for name, tasks in _splits(environment):
+        split = GoldSplit(name)
+        for task in tasks:
+            if task.id not in seen:
+                seen.add(task.id)
+                _grade(environment, task, threshold, split)
+        if split.total:
+            splits.append(split)
+    return splits
+
+
+def _splits(environment: Environment) -> Iterator[tuple[str, Sequence[Task]]]:
+    size = environment.train_size()
+    name = "train" if size is not None else f"train (first {ENDLESS_TRAIN:,})"
+    count = ENDLESS_TRAIN if size is None else size
+    yield name, [environment.train_task(index) for index in range(count)]
+    for set_name, tasks in environment.eval_sets().items():
+        yield set_name or "held-out", tasks
+
+
+def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
+    split.total += 1
+    output = environment.gold_output(task)
+    if output is None:
+        split.misses.append(Miss(task.id, None, "it has no gold answer"))
+        return
+    messages = [*task.messages, {"role": "assistant", "content": output}]
+    try:
+        scored = environment.score(task, None, output, messages)
+    except RewardError as error:
+        split.misses.append(Miss(task.id, task.answer, str(error)))
+        return
+    split.extractors.update(
+        key.removeprefix(EXTRACTOR)
+        for key, value in scored.metrics.items()
+        if value and key.startswith(EXTRACTOR)
+    )
+    if scored.reward < threshold:
+        parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts.items())
+        unread = "; nothing could be read from it" if scored.metrics.get("unparseable") else ""
+        split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))

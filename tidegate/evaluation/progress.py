@@ -1,0 +1,30 @@
+"""How far something is, on standard error: one line that is written over, or a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_LINES = 10
+_REDRAW_S = 0.1
+
+
+class Progress:
+    """Called with (done, total) as things end."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._tty = sys.stderr.isatty()
+        self._drawn = 0.0
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._tty:
+            now = time.monotonic()
+            if done == total or now - self._drawn > _REDRAW_S:
+                self._drawn = now
+                end = "\n" if done == total else ""
+                print(f"\r{self._what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+        elif done * _LINES // total > self._tenths:
+            self._tenths = done * _LINES // total
+            print(f"{self._what}: {done:,} of {total:,}", file=sys.stderr, flush=True)

@@ -1,0 +1,121 @@
+"""Runs an agent on tasks, several samples each, with bounded concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidegate.errors import GatewayError, HopelessError
+from tidegate.trainer.rollout import attempt_seed
+from tidegate.types import Outcome, Task, Trajectory
+
+GIVE_UP_AFTER = 16
+"""So many episodes that all failed, and none that did not, mean that nothing can succeed."""
+_RETRY_S = 1.0
+
+
+class Attempt(Protocol):
+    """One run of the agent on a task, rewarded. Raises GatewayError where it could not be made."""
+
+    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One sample: the held-out set it is of, its number (from 0), and what came of it."""
+
+    eval_set: str
+    task: Task
+    sample: int
+    trajectory: Trajectory
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Samples every task of `sets` `samples` times; first all tasks once, then again.
+
+    An episode that ends as `infra_error` is attempted `max_attempts` times; every other one once.
+    """
+
+    attempt: Attempt
+    sets: Mapping[str, Sequence[Task]]
+    samples: int
+    concurrency: int
+    seed: int
+    max_attempts: int
+    keep: Callable[[Episode], None]
+    """Is handed every episode as it ends."""
+    progress: Callable[[int, int], None]
+    done: int = 0
+    succeeded: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why episodes failed."""
+
+    @property
+    def total(self) -> int:
+        return self.samples * sum(len(tasks) for tasks in self.sets.values())
+
+    async def run(self) -> None:
+        """Until all is sampled; may be cancelled. Raises HopelessError where everything fails."""
+        order = self._order()
+        workers = [
+            asyncio.create_task(self._work(order), name=f"sampler {n}")
+            for n in range(min(self.concurrency, self.total))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        if not self.succeeded:
+            raise self._hopeless()
+
+    def _order(self) -> Iterator[tuple[str, Task, int]]:
+        for sample in range(self.samples):
+            for name, tasks in self.sets.items():
+                for task in tasks:
+                    yield name, task, sample
+
+    async def _work(self, order: Iterator[tuple[str, Task, int]]) -> None:
+        for name, task, sample in order:
+            trajectory = await self._settle(f"{name or 'main'}/{task.id}/{sample}", task)
+            self.done += 1
+            if trajectory.reward is None:
+                self.reasons[_reason(trajectory)] += 1
+            else:
+                self.succeeded += 1
+            self.keep(Episode(name, task, sample, trajectory))
+            self.progress(self.done, self.total)
+            if not self.succeeded and self.done >= GIVE_UP_AFTER:
+                raise self._hopeless()
+
+    async def _settle(self, name: str, task: Task) -> Trajectory:
+        seed = attempt_seed(self.seed, name)
+        for number in range(self.max_attempts):
+            try:
+                trajectory = await self.attempt(f"{name}/{number}", task, seed)
+            except GatewayError as error:
+                trajectory = failed(task, Outcome.INFRA_ERROR, str(error))
+            if trajectory.outcome is not Outcome.INFRA_ERROR:
+                break
+            if number + 1 < self.max_attempts:
+                await asyncio.sleep(_RETRY_S * 2**number)
+        return trajectory
+
+    def _hopeless(self) -> HopelessError:
+        reason, number = self.reasons.most_common(1)[0]
+        return HopelessError(f"none of {self.done} episodes succeeded; {number} of them: {reason}")
+
+
+def failed(task: Task, outcome: Outcome, error: str) -> Trajectory:
+    """The trajectory of an episode of which nothing else is known."""
+    return Trajectory("", task.id, task.env, "eval", outcome, [], error=error)
+
+
+def _reason(trajectory: Trajectory) -> str:
+    """The first line of what went wrong, so that equal failures are counted together."""
+    return f"{trajectory.outcome}: {(trajectory.error or 'unknown').splitlines()[0]}"

@@ -1,0 +1,82 @@
+"""pass@k, and how sure a mean is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LEVEL = 0.95
+_Z = 1.959963984540054
+"""The normal distribution's quantile at (1 + LEVEL) / 2."""
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `tasks` tasks with its interval at `level`, and how that was made."""
+
+    mean: float
+    low: float
+    high: float
+    tasks: int
+    method: str
+    level: float = LEVEL
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that at least one of k samples is right, estimated without bias from `right` of `samples`.
+
+    1 − C(n − c, k) ÷ C(n, k), as a product (Chen et al. 2021, arXiv:2107.03374, equation 1). Raises
+    ValueError unless 1 ≤ k ≤ samples and 0 ≤ right ≤ samples.
+    """
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {right} right of {samples} samples")
+    if samples - right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / n for n in range(samples - right + 1, samples + 1))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one value a task, with its interval.
+
+    Where every value is 0 or 1, Wilson's score interval (Wilson 1927, JASA 22:209), which is right for
+    few tasks and for means at the ends too; else the percentiles of RESAMPLES bootstrap resamples of the
+    tasks (Efron 1979), so that the samples of one task are not taken for independent ones. Raises
+    ValueError without values.
+    """
+    if not len(values):
+        raise ValueError("there is nothing to estimate from")
+    found = np.asarray(values, dtype=np.float64)
+    if bool(np.isin(found, (0.0, 1.0)).all()):
+        low, high = wilson(int(found.sum()), len(found))
+        return Estimate(float(found.mean()), low, high, len(found), "Wilson score interval")
+    low, high = bootstrap(found)
+    return Estimate(
+        float(found.mean()), low, high, len(found), f"bootstrap over tasks, {RESAMPLES} resamples"
+    )
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The score interval of a share at LEVEL."""
+    share, z2 = right / total, _Z**2
+    centre = share + z2 / (2 * total)
+    half = _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    scale = 1 + z2 / total
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def bootstrap(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
+    """The percentile interval of the mean at LEVEL; `values` has shape [tasks]."""
+    rng = np.random.default_rng(seed)
+    means = np.array([rng.choice(values, len(values)).mean() for _ in range(RESAMPLES)])
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(means, [tail, 100 - tail])
+    return float(low), float(high)

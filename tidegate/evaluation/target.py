@@ -1,0 +1,62 @@
+"""What is evaluated: a run, one of its checkpoints, or a model's directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.errors import ConfigError
+
+MARKER = "COMMITTED"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The weights, and the run that they are of (None: of none)."""
+
+    weights: Path
+    run_dir: Path | None = None
+
+    @property
+    def config(self) -> Path | None:
+        """The run's own settings."""
+        return None if self.run_dir is None else self.run_dir / "config.toml"
+
+
+def find_target(path: Path) -> Target:
+    """A run's newest committed checkpoint, a checkpoint within a run, or a directory with a model.
+
+    Raises ConfigError where there is none of them.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory; name a run, a checkpoint or a model")
+    if (path / "config.json").is_file():
+        run_dir = path.absolute().parent.parent
+        of_run = path.absolute().parent.name == "checkpoints" and (run_dir / "config.toml").is_file()
+        return Target(path, run_dir if of_run else None)
+    if (path / "checkpoints").is_dir() and (path / "config.toml").is_file():
+        return Target(newest_checkpoint(path), path)
+    raise ConfigError(f"{path} is neither a run (config.toml, checkpoints/) nor a model (config.json)")
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The committed checkpoint of the highest step. Raises ConfigError where there is none."""
+    found = [marker.parent for marker in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")]
+    steps = {int(match[1]): one for one in found if (match := re.fullmatch(r"step_(\d+)", one.name))}
+    if not steps:
+        raise ConfigError(f"{run_dir} has no committed checkpoint to evaluate; was it trained at all?")
+    return steps[max(steps)]
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that are targets, and settings: `--section.key value` or `--section.key=value`."""
+    targets, overrides, waiting = [], [], False
+    for word in words:
+        if waiting or word.startswith("--"):
+            overrides.append(word)
+            waiting = not waiting and "=" not in word
+        else:
+            targets.append(word)
+    return targets, overrides
