@@ -14,6 +14,8 @@ from tidegate.viewer.text import printable
 LONGEST_CHARACTER = 4
 """Tokens that one character may be spread over: UTF-8 has at most four bytes."""
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
 Decode = Callable[[list[int]], str]
 
 
@@ -71,8 +73,8 @@ class Texts:
     def _load(self, places: Sequence[Path]) -> None:
         why = "the settings name no model"
         for place in places:
-            if not place.is_dir():
-                why = f"{place} is not there"
+            if not any((place / name).is_file() for name in FILES):
+                why = f"{place} {'holds none' if place.is_dir() else 'is not there'}"
                 continue
             try:
                 self._decode, self._special = load(place)

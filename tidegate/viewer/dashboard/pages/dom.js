@@ -140,7 +140,16 @@ export function neighbours(before, after, what) {
 }
 
 export const more = (text, act) =>
-  h("button", { type: "button", class: "more", onclick: async (event) => {
-    event.target.disabled = true;
-    await act(event.target);
-  } }, text);
+  h("button", { type: "button", class: "more", onclick: ({ target }) => pressed(target, act) }, text);
+
+// A button that asks the server: it can't be pressed twice, and says why where there is no answer.
+export async function pressed(button, act) {
+  button.disabled = true;
+  try {
+    await act();
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    button.disabled = false;
+    button.textContent = `${error.message} Try again`;
+  }
+}

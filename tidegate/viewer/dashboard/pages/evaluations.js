@@ -19,7 +19,7 @@ function scoresTable(found, choice) {
     ? h("input", { type: "radio", name: which, "aria-label": `${which}: step ${step}`, checked: choice[which] === step, onchange: () => {
       location.hash = link(["evaluations"], { ...choice, [which]: step });
     } }) : "");
-  return h("table", { class: "list" },
+  return h("table", { class: "list fit" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "step"), keys.map((key) => h("th", { class: "number", scope: "col" }, named(key))), h("th", { class: "number", scope: "col" }, "before"), h("th", { class: "number", scope: "col" }, "after"))),
     h("tbody", {}, found.evaluations.map((one) => h("tr", {}, h("th", { scope: "row" }, whole(one.step)), keys.map((key) => h("td", { class: "number" }, number(one.scores[key], 3))), pick(one.step, "before", one.written), pick(one.step, "after", one.written)))));
 }
@@ -28,11 +28,10 @@ const verdict = (one) => (one === null ? h("span", { class: "soft" }, "not asked
 
 export async function evaluationsPage(main) {
   const found = await ask("evaluations");
-  const trail = crumbs([["Evaluations", null]]);
   const title = h("div", { class: "heading" }, h("h1", {}, "Evaluations"));
   main.dataset.up = "#/";
   if (!found.kinds.length) {
-    main.replaceChildren(trail, title, h("p", { class: "soft" }, "No evaluation has been written yet."));
+    main.replaceChildren(title, h("p", { class: "soft" }, "No evaluation has been written yet."));
     return;
   }
   const choice = choiceOf(found, place().query);
@@ -53,7 +52,7 @@ export async function evaluationsPage(main) {
   };
   const page = await load(0);
   main.replaceChildren(
-    trail, title,
+    title,
     h("div", { class: "card wide" }, scoresTable(found, choice)),
     h("h2", {}, `Problems: step ${choice.before} against step ${choice.after}`), kinds,
     h("p", { class: "soft" }, `${whole(page.better)} scored higher after, ${whole(page.same)} the same, ${whole(page.worse)} lower. Those that gained most come first.`),

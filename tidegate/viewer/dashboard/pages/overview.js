@@ -1,6 +1,6 @@
 // The run at a glance; what failed; its settings.
 import { figure } from "./charts.js";
-import { ask, crumbs, h, link, more, number, percent, plural, stateTag, whole } from "./dom.js";
+import { ask, h, link, more, number, percent, plural, stateTag, whole } from "./dom.js";
 import { episodePage } from "./episodes.js";
 
 const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share, 1) } }));
@@ -84,7 +84,7 @@ export async function failuresPage(main) {
   const found = await load(0);
   const heads = [["attempt"], ["task"], ["outcome"], ["turns", "number"], ["why"]];
   main.replaceChildren(...[
-    crumbs([["Failures", null]]), h("div", { class: "heading" }, h("h1", {}, "Failures")),
+    h("div", { class: "heading" }, h("h1", {}, "Failures")),
     h("p", { class: "soft" }, "A failure is never reward 0: a failed attempt is not trained on, its slot is tried again, and a task whose slot is out of attempts is quarantined."),
     h("div", { class: "columns" },
       found.reasons.length ? h("div", { class: "card wide" }, counted("Why attempts failed", found.reasons)) : null,
@@ -104,7 +104,7 @@ export async function failedPage(main, line) {
 export async function settingsPage(main) {
   const found = await ask("settings");
   main.replaceChildren(
-    crumbs([["Settings", null]]), h("div", { class: "heading" }, h("h1", {}, "Settings")),
+    h("div", { class: "heading" }, h("h1", {}, "Settings")),
     h("p", { class: "soft" }, "As the run resolved them, from ", h("code", {}, `${found.dir}/config.toml`), "."),
     found.sections.length ? h("div", { class: "card" }, h("div", { class: "settings" }, found.sections.map((section) =>
       h("section", {}, h("h3", {}, section.name), h("table", {}, section.rows.map(([key, value]) => h("tr", {}, h("td", {}, key), h("td", { class: "mono" }, value)))))))) : h("p", { class: "soft" }, "The run has no readable config.toml."));

@@ -41,7 +41,7 @@ export async function stepsPage(main, state) {
   await load();
   const empty = body.children.length ? null : h("p", { class: "soft" }, "No step was taken yet. This page shows the first one by itself.");
   main.replaceChildren(
-    crumbs([["Steps", null]]), h("div", { class: "heading" }, h("h1", {}, "Steps")),
+    h("div", { class: "heading" }, h("h1", {}, "Steps")),
     empty ?? h("div", { class: "card wide" }, h("table", { class: "list" }, head(HEADS), body)), foot);
   main.dataset.up = "#/";
   return async () => {

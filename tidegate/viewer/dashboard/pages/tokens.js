@@ -1,5 +1,5 @@
 // Tokens as coloured text: what each is told about, how it is coloured, and how one moves among them.
-import { ask, h, number, percent, signed, whole } from "./dom.js";
+import { ask, h, number, percent, pressed, signed, whole } from "./dom.js";
 
 export const QUANTITIES = { logprob: "Logprob", version: "Version", advantage: "Advantage", mask: "Mask" };
 
@@ -54,15 +54,14 @@ function visible(text) {
 
 function rest(element, start, left) {
   const { address, turn, part } = flows.get(element);
-  return h("button", { type: "button", class: "more inline", onclick: async (event) => {
-    event.target.disabled = true;
+  return h("button", { type: "button", class: "more inline", onclick: ({ target }) => pressed(target, async () => {
     const next = await ask("tokens", { ...address, turn, part, start });
     const { columns } = flows.get(element);
     for (const name of ["ids", "texts", "logprobs", "versions"]) if (columns[name]) columns[name] = columns[name].concat(next[name]);
-    event.target.remove();
+    target.remove();
     fill(element, next);
     paint(element, element.closest("[data-by]")?.dataset.by ?? "logprob");
-  } }, `${whole(left)} more tokens`);
+  }) }, `${whole(left)} more tokens`);
 }
 
 // All that is known of one token.
