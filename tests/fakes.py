@@ -19,9 +19,10 @@ from typing import Any
 import orjson
 import uvicorn
 from aiohttp import web
+from openai import AsyncOpenAI
 
 from tidegate.gateway.app import create_app
-from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway, GatewayOptions
 
 
@@ -240,6 +241,12 @@ class Stage:
     client: GatewayClient
     engine: FakeEngine
     url: str
+    stack: contextlib.AsyncExitStack
+
+    async def llm(self, access: SessionAccess, **options: Any) -> AsyncOpenAI:
+        """The real SDK with a session's access; closed with the stage."""
+        made = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, **options)
+        return await self.stack.enter_async_context(made)
 
     def say(self, text: str, *, ended: bool = True) -> list[int]:
         """Script the next reply; returns its ids."""
@@ -257,10 +264,10 @@ async def staged(model: Path, **options: Any) -> AsyncIterator[Stage]:
     renderer = gateway.renderer
     engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
     await engine.start()
-    try:
-        async with served(create_app(gateway)) as url, GatewayClient(url, "admin") as client:
-            await client.add_engine(engine.url)
-            yield Stage(gateway, client, engine, url)
-    finally:
-        engine.release()
-        await engine.stop()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.stop)
+        stack.callback(engine.release)
+        url = await stack.enter_async_context(served(create_app(gateway)))
+        client = await stack.enter_async_context(GatewayClient(url, "admin"))
+        await client.add_engine(engine.url)
+        yield Stage(gateway, client, engine, url, stack)

@@ -44,7 +44,7 @@ async def stage(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncOpenAI]:
     access = await stage.client.open_session(**{"task": TASK, "deadline_s": 20.0, **options})
-    return access, AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+    return access, await stage.llm(access, max_retries=0)
 
 
 async def test_a_reply_and_the_turn_it_makes(stage: Stage) -> None:
@@ -356,7 +356,7 @@ async def test_a_prompt_over_the_budget_is_refused_and_never_cut(stage: Stage) -
 
 async def test_models_and_the_plain_v1_address(stage: Stage) -> None:
     access, llm = await opened(stage)
-    plain = AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=access.api_key, max_retries=0)
+    plain = llm.with_options(base_url=f"{stage.url}/v1")
     for client in (llm, plain):
         assert [model.id async for model in client.models.list()] == ["tiny"]
         await client.chat.completions.create(model="m", messages=ASK)
@@ -410,6 +410,24 @@ async def test_a_retry_of_a_delivered_turn_is_a_sample_of_its_own(stage: Stage) 
     assert len(stage.engine.requests) == 2
 
 
+async def test_a_retry_of_an_abandoned_call_does_not_share_its_twins_sample(stage: Stage) -> None:
+    """Two identical calls run; one client leaves and retries: the other one's reply is not for it."""
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    stage.engine.faults.extend([Fault("hold"), Fault("hang")])
+    async with aiohttp.ClientSession() as http:
+        twin = asyncio.create_task(post(access, http, body))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+        left = asyncio.create_task(post(access, http, body))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 2)
+        left.cancel()
+        await stage.engine.until(lambda: bool(stage.engine.aborted))
+        retried = await post(access, http, body, **{"x-stainless-retry-count": "1"})
+        stage.engine.release()
+        assert (await twin)[1]["id"] != retried[1]["id"]
+    assert len(stage.engine.requests) == 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_aborts_its_generation(stage: Stage, stream: bool) -> None:
     access, llm = await opened(stage)
@@ -446,3 +464,16 @@ async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_th
     assert len(stage.engine.requests) == 1
     await stage.client.finish(access.session_id, reward=0)
     assert [t.delivered for t in (await stage.client.trajectory(access.session_id)).turns] == [True]
+
+
+async def test_who_quotes_a_reply_has_it(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    session = stage.gateway.session(access.session_id)
+    stage.say("lost, it seemed")
+    body = orjson.dumps({"model": "m", "messages": ASK})
+    ask = chat.read_request(orjson.loads(body), digest_of(body), None, False).ask
+    await stage.gateway.turns.call(session, ask).news()
+    history = [*ASK, {"role": "assistant", "content": "lost, it seemed"}, ASK[1]]
+    await llm.chat.completions.create(model="m", messages=history)
+    assert [node.turn.delivered for node in session.tree.nodes] == [True, True]
+    assert stage.gateway.metrics.undelivered_turns == 0

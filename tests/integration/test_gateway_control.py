@@ -231,11 +231,13 @@ async def test_orphans_expire_and_sealed_groups_do_not(
     monkeypatch.setattr(gateway_module, "SWEEP_S", 0.02)
     model = make_model_dir(tmp_path / "tiny")
     async with staged(model, rewarders={"sums": rewarder}, grace_s=0.1, retention_s=0.1) as stage:
-        await stage.client.seal_group("a", "t1", [await episode(stage, group_id="a")])
+        sealed = await episode(stage, group_id="a")
+        await stage.client.seal_group("a", "t1", [sealed])
         orphan = await stage.client.open_session(task=TASK, deadline_s=0.1)
         kept = await stage.client.open_session(task=TASK, deadline_s=60.0)
         await episode(stage)
         await eventually(lambda: len(stage.gateway.sessions) == 2)
+        assert (await stage.client.trajectory(sealed)).reward == 1.0
         with pytest.raises(openai.AuthenticationError):
             await ask(orphan)
         assert await ask(kept)

@@ -20,7 +20,7 @@ from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
-FAST = PoolTimes(connect_s=1.0, probe_every_s=0.1, probe_timeout_s=0.2)
+FAST = PoolTimes(connect_s=5.0, probe_every_s=0.1, probe_timeout_s=10.0)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 
 async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncOpenAI]:
     access = await stage.client.open_session(**{"task": TASK, "deadline_s": 20.0, **options})
-    return access, AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=3)
+    return access, await stage.llm(access, max_retries=3)
 
 
 async def ask(llm: AsyncOpenAI, stream: bool = False, messages: list[Any] = ASK) -> str:
@@ -83,25 +83,22 @@ async def test_a_dead_engine_that_comes_back_at_its_address_goes_on(stage: Stage
     assert (await ended(stage, access)).outcome is Outcome.COMPLETED
 
 
-async def test_an_engine_that_hangs_is_found_and_its_calls_move_on(stage: Stage) -> None:
+async def test_an_engine_that_hangs_is_found_and_its_calls_move_on(tmp_path: Path) -> None:
     """The process accepts connections and says nothing, neither to calls nor to the probe."""
-    _, llm = await opened(stage)
-    other = FakeEngine(stage.engine.decode, stop_id=2)
-    stage.engine.faults.append(Fault("hang"))
-    call = asyncio.create_task(ask(llm))
-    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
-    await other.start()
-    try:
+    times = PoolTimes(probe_every_s=0.1, probe_timeout_s=0.3)
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=times) as stage:
+        _, llm = await opened(stage)
+        other = FakeEngine(stage.engine.decode, stop_id=2)
+        await other.start()
+        stage.stack.push_async_callback(other.stop)
+        stage.engine.faults.append(Fault("hang"))
+        call = asyncio.create_task(ask(llm))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
         await stage.client.add_engine(other.url)
         stage.engine.info_hangs = True
-        assert await asyncio.wait_for(call, 10)
-        assert len(other.requests) == 1
-        assert {row["url"]: row["healthy"] for row in await stage.client.list_engines()} == {
-            stage.engine.url: False,
-            other.url: True,
-        }
-    finally:
-        await other.stop()
+        assert await asyncio.wait_for(call, 20)
+        assert other.requests
+        assert not stage.gateway.pool.engines()[0].healthy
 
 
 async def test_a_slow_engine_is_not_taken_for_one_that_hangs(stage: Stage) -> None:
@@ -234,24 +231,24 @@ async def test_a_stream_that_breaks_off_is_continued(stage: Stage) -> None:
 async def test_sessions_keep_their_engine_and_new_ones_go_where_there_is_room(stage: Stage) -> None:
     other = FakeEngine(stage.engine.decode, stop_id=2)
     await other.start()
-    try:
-        await stage.client.add_engine(other.url)
-        stage.engine.faults.append(Fault("hold"))
-        other.faults.append(Fault("hold"))
-        busy = [await opened(stage) for _ in range(2)]
-        calls = [asyncio.create_task(ask(llm)) for _, llm in busy]
-        for engine in (stage.engine, other):  # one call each
-            await engine.until(lambda e=engine: len(e.requests) == 1)
-            engine.release()
-        await asyncio.gather(*calls)
-        for _ in range(3):
-            await asyncio.gather(*(ask(llm) for _, llm in busy))
-        assert [len(engine.requests) for engine in (stage.engine, other)] == [4, 4]
-        await other.stop()
+    stage.stack.push_async_callback(other.stop)
+    await stage.client.add_engine(other.url)
+    await eventually(lambda: all(engine.healthy for engine in stage.gateway.pool.engines()))
+    stage.engine.faults.append(Fault("hold"))
+    other.faults.append(Fault("hold"))
+    busy = [await opened(stage) for _ in range(2)]
+    calls = [asyncio.create_task(ask(llm)) for _, llm in busy]
+    for engine in (stage.engine, other):  # one call each
+        await engine.until(lambda e=engine: len(e.requests) == 1)
+    for engine in (stage.engine, other):
+        engine.release()
+    await asyncio.gather(*calls)
+    for _ in range(3):
         await asyncio.gather(*(ask(llm) for _, llm in busy))
-        assert len(stage.engine.requests) == 6
-    finally:
-        await other.stop()
+    assert [len(engine.requests) for engine in (stage.engine, other)] == [4, 4]
+    await other.stop()
+    await asyncio.gather(*(ask(llm) for _, llm in busy))
+    assert len(stage.engine.requests) == 6
 
 
 async def test_a_call_after_the_end_is_refused_and_changes_nothing(stage: Stage) -> None:

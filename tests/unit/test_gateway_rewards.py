@@ -118,4 +118,4 @@ async def test_the_sessions_deadline_bounds_the_reward() -> None:
     release = threading.Event()
     one = await ended(Rewarding(lambda: release.wait(30)), left_s=0.05)
     release.set()
-    assert one.outcome is Outcome.REWARD_ERROR
+    assert (one.outcome, one.error) == (Outcome.REWARD_ERROR, "the reward was not there after 0.05 s")

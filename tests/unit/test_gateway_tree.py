@@ -155,6 +155,13 @@ def test_of_two_replies_that_read_alike_the_delivered_one_is_continued() -> None
     assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).parent == kept.index
 
 
+def test_of_two_delivered_replies_that_read_alike_the_newest_is_continued() -> None:
+    driver = Driver()
+    driver.turn([user("a")], said("b"))
+    driver.turn([user("a")], said("b"))
+    assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).parent == 1
+
+
 def test_an_injected_assistant_message_is_only_more_prompt() -> None:
     driver = Driver()
     driver.turn([user("a")], said("b"))

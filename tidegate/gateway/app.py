@@ -165,7 +165,7 @@ def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.post("/engines", dependencies=admin)
     async def add_engine(body: bodies.EngineUrl) -> dict[str, str]:
-        await gateway.pool.add(body.url)
+        await gateway.pool.add(body.url, wait_s=2.0)
         return {}
 
     @app.delete("/engines", dependencies=admin)

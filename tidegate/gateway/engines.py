@@ -46,6 +46,7 @@ class Engine:
     """Calls under way, by request id; the timeout ends one that waits on an engine that hangs."""
     probe: asyncio.Task[None] | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -108,13 +109,18 @@ class EnginePool:
 
     # -- membership ------------------------------------------------------------------------------
 
-    async def add(self, url: str) -> Engine:
+    async def add(self, url: str, wait_s: float = 0.0) -> Engine:
+        """Take an engine in; waits up to `wait_s` for its first probe to end. Idempotent."""
         url = url.rstrip("/")
-        if url in self._engines:
-            return self._engines[url]
-        engine = self._engines[url] = Engine(url)
-        engine.probe = asyncio.create_task(self._watch(engine), name=f"probe {url}")
-        engine.probe.add_done_callback(self._probe_ended)
+        engine = self._engines.get(url)
+        if engine is None:
+            engine = self._engines[url] = Engine(url)
+            engine.probe = asyncio.create_task(self._watch(engine), name=f"probe {url}")
+            engine.probe.add_done_callback(self._probe_ended)
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await engine.probed.wait()
         return engine
 
     async def remove(self, url: str) -> bool:
@@ -287,6 +293,7 @@ class EnginePool:
                 engine.calls.clear()
                 wait = min(wait * 2, self._times.probe_every_s)
                 pause = wait * random.uniform(0.5, 1.0)
+            engine.probed.set()
             engine.wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
