@@ -1,0 +1,276 @@
+"""The dashboard in a real browser: seen, reached by keys alone, safe from what models write, and live."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import chromium
+from tests.e2e.chromium import Page
+from tests.unit.dashboard_run import EVIL, write_dashboard_run, write_step
+from tidegate.trainer.entries import entry
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.find() is None, reason="there is no Chromium here"),
+]
+
+HASH = "decodeURIComponent(location.hash)"
+TIP = "document.getElementById('tooltip')"
+
+
+@contextlib.contextmanager
+def viewed(run_dir: Path, scratch: Path) -> Iterator[str]:
+    """Serves a run; gives the address."""
+    announced = scratch / f"{run_dir.name}.address"
+    command = [sys.executable, "-m", "tidegate", "view", str(run_dir), "--port", "0", "--owned",
+               "--announce", str(announced)]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not announced.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield json.loads(announced.read_text())["url"]
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with chromium.browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    scratch = tmp_path_factory.mktemp("browser")
+    with viewed(write_dashboard_run(scratch / "run").dir, scratch) as found:
+        yield found
+
+
+def clean(page: Page, url: str) -> None:
+    assert page.errors == []
+    strangers = [one for one in page.asked if not one.startswith(url)]
+    assert strangers == []
+
+
+async def test_the_overview_has_its_charts(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        titles = await page.look("[...document.querySelectorAll('figure h3')].map(one => one.textContent)")
+        assert titles[:5] == [
+            "Reward",
+            "Staleness",
+            "Who waits for whom",
+            "Tokens per second",
+            "Where the groups went",
+        ]
+        assert {"Entropy", "Lag KL", "Mismatch KL"} <= set(titles)
+        heights = (
+            "[...document.querySelectorAll('figure > svg')].map(one => one.getBoundingClientRect().height)"
+        )
+        assert min(await page.look(heights)) > 60
+        assert "bound" in await page.look(
+            "document.querySelector('[data-title=Staleness] .legend').textContent"
+        )
+        assert await page.look("document.getElementById('status').textContent.includes('step 3 of 4')")
+        clean(page, url)
+
+
+async def test_from_the_overview_to_a_token_by_keys_alone(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        await page.press("g", "s")
+        await page.until("document.querySelectorAll('main tbody tr').length === 3")
+        await page.press("j", "j", "Enter")
+        await page.until("document.querySelector('h1')?.textContent === 'Step 2'")
+        await page.until("document.querySelector('[data-row]')")
+        await page.press("j", "Enter")
+        await page.until("document.querySelectorAll('.member').length === 2")
+        await page.press("j", "j", "Enter")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 1')")
+        await page.press("x")
+        await page.until(f"!{TIP}.hidden")
+        assert await page.look(HASH) == "#/step/2/group/g2-good/episode/1/turn/0/token/0"
+        assert "forced by a grammar" not in await page.look(f"{TIP}.textContent")
+        assert "a grammar left no choice" in await page.look(f"{TIP}.textContent")
+        await page.press("ArrowRight")
+        told = await page.look(f"{TIP}.textContent")
+        assert "trained" in told
+        assert "logprob−0.5000" in told
+        assert "probability60.7%" in told
+        assert "version1" in told
+        assert "advantage+0.707" in told
+        assert await page.look("document.getElementById('spoken').textContent.startsWith('token: 2 of 6')")
+        await page.press("End")
+        assert (await page.look(HASH)).endswith("/turn/3/token/4")
+        await page.press("ArrowUp")
+        assert (await page.look(HASH)).count("/turn/3/given/") == 1
+        await page.press("[")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 0')")
+        await page.press("u")
+        await page.until("document.querySelectorAll('.member').length === 2")
+        await page.press("u")
+        await page.until("document.querySelector('h1')?.textContent === 'Step 2'")
+        await page.press("]")
+        await page.until("document.querySelector('h1')?.textContent === 'Step 3'")
+        await page.press("?")
+        assert await page.look("document.getElementById('help').open")
+        await page.press("Escape")
+        assert not await page.look("document.getElementById('help').open")
+        clean(page, url)
+
+
+async def test_what_models_write_is_text(port: int, url: str) -> None:
+    places = ("", "steps", "step/1", "step/1/group/g1-good", "step/1/group/g1-good/episode/0", "failures",
+              "step/1/group/g1-good/episode/0?view=messages", "failures/episode/0", "settings",
+              "evaluations", "evaluations/task/held_out-1", "eval/3/episode/0",
+              "step/1/group/%3Cimg%20src%3Dx%20onerror%3D%22window.pwned%3D1%22%3E")  # fmt: skip
+    seen = 0
+    async with chromium.page(port) as page:
+        for place in places:
+            await page.open(f"{url}/#/{place}")
+            await page.send("Page.reload")
+            await page.open(f"{url}/#/{place}")
+            seen += await page.look(f"document.body.innerText.includes({json.dumps(EVIL)})")
+            assert await page.look("window.pwned === undefined"), place
+            assert await page.look("document.querySelectorAll('main script, main img').length") == 0
+        assert seen >= 5
+        page.errors = [one for one in page.errors if "404" not in one]  # the group that is no group
+        clean(page, url)
+
+
+async def test_tokens_are_coloured_by_what_is_chosen(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/1")
+
+        async def colours() -> list[str]:
+            tokens = "[...document.querySelectorAll('.flow.sampled .tok')]"
+            return list(await page.look(f"{tokens}.map(one => one.className.split(' ').pop())"))
+
+        assert set(await colours()) == {"unlikely"}
+        await page.press("2")
+        assert set(await colours()) == {"v1"}
+        await page.press("3")
+        assert "up" in await colours()
+        await page.press("4")
+        assert (await colours())[:8] == ["m-grammar", *["m-trained"] * 4, "m-grammar", *["m-undelivered"] * 2]
+        legend = await page.look("document.querySelector('.legend.tokens').textContent")
+        assert "trained (13)" in legend
+        assert "not delivered (4)" in legend
+        assert await page.look("location.hash.endsWith('?by=mask')")
+        await page.look("document.querySelectorAll('input[name=sequence]')[2].click()")
+        assert (await colours())[:6] == ["m-grammar", *["m-shared"] * 4, "m-grammar"]
+        assert await page.look("document.querySelectorAll('.turns > .turn').length") == 2
+        clean(page, url)
+
+
+async def test_an_address_leads_back_to_the_token(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/0/turn/0/token/5?by=version")
+        await page.until(f"!{TIP}.hidden")
+        told = await page.look(f"{TIP}.textContent")
+        assert "token6 of 80, sampled in turn 0" in told
+        assert "version2" in told
+        assert await page.look("document.querySelector('.chosen').classList.contains('v2')")
+        assert "straddles a publish: 1 → 2" in await page.look("document.querySelector('.turn').textContent")
+        await page.open(f"{url}/#/step/77")
+        assert "has not taken step 77" in await page.look(
+            "document.querySelector('[role=alert]').textContent"
+        )
+
+
+async def test_a_problem_before_and_after(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/evaluations")
+        await page.until("document.querySelector('[data-row]')")
+        await page.press("j", "Enter")
+        await page.until("document.querySelectorAll('.member').length === 2")
+        heads = await page.look(
+            "[...document.querySelectorAll('.member header')].map(one => one.textContent)"
+        )
+        assert heads == ["Step 0reward 0", "Step 3reward 1"]
+        clean(page, url)
+
+
+@pytest.mark.parametrize("width", [700, 400])
+async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
+    async with chromium.page(port) as page:
+        await page.width(width)
+        group = "step/1/group/g1-good"
+        for place in (
+            "",
+            "steps",
+            "step/1",
+            group,
+            f"{group}/episode/1",
+            "failures",
+            "settings",
+            "evaluations",
+        ):
+            await page.open(f"{url}/#/{place}")
+            await page.until("!document.querySelector('main[aria-busy]')")
+            over = await page.look("document.documentElement.scrollWidth - innerWidth")
+            assert over <= 0, place
+
+
+async def test_light_and_dark(port: int, url: str) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    async with chromium.page(port) as page:
+        await page.prefer("light")
+        await page.open(f"{url}/#/settings")
+        light = await page.look(paper)
+        await page.prefer("dark")
+        dark = await page.look(paper)
+        assert (light, dark) == ("rgb(250, 250, 247)", "rgb(16, 22, 26)")
+        await page.press("t")
+        assert await page.look(paper) == light
+        await page.press("t")
+        await page.prefer("light")
+        assert await page.look(paper) == dark
+        await page.press("t")
+        assert await page.look(paper) == light
+
+
+async def test_a_run_that_goes_on_is_seen_going_on(port: int, tmp_path: Path) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    with viewed(run.dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/#/steps")
+            await page.until("document.querySelectorAll('main tbody tr').length === 3")
+            await page.look("window.stayed = true")
+            write_step(run, 4)
+            await page.until("document.querySelectorAll('main tbody tr').length === 4")
+            assert await page.look("document.querySelector('main tbody tr a').textContent") == "4"
+            await page.until("document.getElementById('status').textContent.includes('step 4 of 4')")
+            await page.press("g", "o")
+            await page.until("document.querySelector('[data-title=Staleness]')")
+            newest = "document.querySelector('[data-title=Staleness]')?.dataset.chart.includes('[5.0,')"
+            assert not await page.look(newest)
+            write_step(run, 5)
+            run.ledger.book(entry("run", "ended", step=5, version=5))
+            await page.until(newest)
+            await page.until("document.querySelector('.light.ended')")
+            assert await page.look("window.stayed")
+            clean(page, url)
+
+
+async def test_a_server_that_is_gone_is_told(port: int, tmp_path: Path) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    async with chromium.page(port) as page:
+        with viewed(run.dir, tmp_path) as url:
+            await page.open(f"{url}/#/steps")
+        await page.until("document.querySelector('.light.lost')")
+        await page.press("g", "o")
+        await page.until("document.querySelector('[role=alert]')?.textContent.includes('tidegate view')")
