@@ -18,7 +18,7 @@ ALLOWED = {
     "engine": set(),
     "agents": set(),
     "viewer": set(),
-    "plan": {"trainer.processes"},
+    "plan": {"engine.options", "trainer.processes"},
     "scaffold": set(),
     "doctor": {
         "agents.base",

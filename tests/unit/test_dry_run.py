@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
 from tidegate.plan.memory import FLOAT32, memory_plan, read_shape, readable
 
-BASE = Path(__file__).parents[2] / "examples" / "tiny_base" / "model"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BASE = EXAMPLES / "tiny_base" / "model"
 
 
 def settings_of(model: Path, run_dir: Path, **more: dict[str, object]):
@@ -127,6 +129,42 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "in all on cpu" in done.stdout
     assert sorted(one.name for one in tmp_path.iterdir()) == ["agent.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["custom_agent/launch.sh"], "874,240 parameters"),
+        (["gsm8k/launch.sh", "tiny", "data"], "874,240 parameters"),
+        (["gsm8k/launch.sh", "qwen3-0.6b", "data"], "596,049,920 parameters"),
+    ],
+)
+def test_launch_scripts_pass_settings_on_from_any_directory(
+    tmp_path: Path, words: list[str], expected: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    done = subprocess.run(
+        [str(EXAMPLES / words[0]), *words[1:], "--dry-run", "--trainer.steps", "7"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert ", 7 steps" in done.stdout
+    assert ("data" not in words) or f'path = "{tmp_path / "data"}"' in done.stdout
+
+
+def test_a_launch_script_says_how_it_is_used(tmp_path: Path) -> None:
+    done = subprocess.run([str(EXAMPLES / "gsm8k/launch.sh")], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "usage: launch.sh tiny|qwen3-0.6b DATA" in done.stderr
+
+
+def test_the_custom_agent_is_as_short_as_it_is_said_to_be() -> None:
+    assert len((EXAMPLES / "custom_agent" / "agent.py").read_text().splitlines()) <= 20
 
 
 @pytest.mark.parametrize(

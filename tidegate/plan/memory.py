@@ -6,6 +6,7 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 - weights: P · b. The trainer holds float32, the engine its `dtype`.
 - gradients: 4 · P; AdamW's two moments: 8 · P, both float32.
 - key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this as it is needed.
+- prefixes: keys and values of earlier sequences, kept up to the engine's bound.
 - activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
   a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
   values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
+from tidegate.engine.options import EngineOptions
 from tidegate.errors import ConfigError
 
 FLOAT32 = 4
@@ -186,6 +188,10 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                 f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
                 f"{shape.kv_heads} heads × {shape.head_dim} × 2 × {size} B",
                 shape.kv_bytes(engine.max_slots, engine.max_context, engine.dtype),
+            ),
+            Item(
+                engine.device, "engine", "prefixes", "at most, of earlier sequences",
+                EngineOptions(settings.model.path).prefix_cache_mb * 2**20,
             ),
         ]  # fmt: skip
     device = trainer.device
