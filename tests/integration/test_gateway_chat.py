@@ -318,7 +318,7 @@ async def test_changed_tools_are_an_explicit_branch(stage: Stage) -> None:
     await stage.client.finish(access.session_id, reward=0)
     second = (await stage.client.trajectory(access.session_id)).turns[1]
     assert second.parent is None
-    assert second.branch == "tools: they differ from those of turn 0"
+    assert second.branch == "tools: they or the template's options differ from those of turn 0"
     assert 'branches_total{reason="tools"} 1' in await stage.client.metrics()
 
 

@@ -190,6 +190,19 @@ async def test_a_lease_whose_asker_left_is_free_for_the_next(stage: Stage) -> No
     assert group.id == "a"
 
 
+async def test_text_that_no_encoding_has_cannot_block_a_lease(stage: Stage) -> None:
+    access = await stage.client.open_session(task=TASK, group_id="a", slot=0)
+    await ask(access)
+    await stage.client.finish(access.session_id, output="a\ud800b", error="\udfff", metrics={"\ud800": 1})
+    await stage.client.seal_group("a", "t1", [access.session_id])
+    [group] = await stage.client.lease(1, 1)
+    assert group.trajectories[0].output == "a?b"
+    for body in ({"metadata": {"a": "\ud800"}}, {"env": "\ud800"}, {"metadata": {"a": 2**70}}):
+        with pytest.raises(GatewayError, match="cannot be stored") as raised:
+            await stage.client._json("POST", "/sessions", body)
+        assert raised.value.status == 400
+
+
 @pytest.mark.parametrize("wrong", ["unfinished", "stranger", "failed", "unknown", "none"])
 async def test_only_finished_rewarded_members_are_sealed(stage: Stage, wrong: str) -> None:
     good = await episode(stage, group_id="a", slot=0)

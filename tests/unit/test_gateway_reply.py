@@ -39,6 +39,12 @@ def test_any_ids_stream_to_a_text_without_crashing(ids: list[int]) -> None:
     assert streamed.replace("\ufffd", "") == RENDERER.decode(ids).replace("\ufffd", "")
 
 
+def test_bytes_that_are_no_character_are_not_held_back_for_ever() -> None:
+    [byte] = [one for one in range(VOCABULARY) if RENDERER._tokenizer.convert_ids_to_tokens(one) == "\u0122"]
+    detokenizer = Detokenizer(RENDERER.decode)  # \u0122 stands for the byte 0x80 in byte-level tokenizers
+    assert "".join(detokenizer.push([byte]) for _ in range(50)).count("\ufffd") > 40
+
+
 def test_special_tokens_are_hidden_and_markers_are_shown() -> None:
     ids = RENDERER.encode("a<tool_call>b</tool_call><|im_end|>")
     assert RENDERER.decode(ids) == "a<tool_call>b</tool_call>"

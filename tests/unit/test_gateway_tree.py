@@ -120,7 +120,7 @@ def test_reasons_of_branches() -> None:
     assert edited.branch == "edited: message 0 (user) differs from the last request's"
     changed = driver.turn(three, said("i"), tools)
     assert changed.parent is None
-    assert changed.branch == "tools: they differ from those of turn 5"
+    assert changed.branch == "tools: they or the template's options differ from those of turn 5"
 
 
 def test_a_shorter_history_is_rewound() -> None:

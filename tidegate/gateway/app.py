@@ -22,7 +22,7 @@ from tidegate.gateway import bodies
 from tidegate.gateway.dataplane import ChatEndpoint, ClientGone, ModelsEndpoint, read_body, respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
-from tidegate.types import Group, Trajectory
+from tidegate.types import Trajectory
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -205,7 +205,7 @@ class LeaseEndpoint:
         headers = dict(scope["headers"])
         self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
         try:
-            body = bodies.Lease.model_validate_json(await read_body(receive))
+            asked = bodies.Lease.model_validate_json(await read_body(receive))
         except ClientGone:
             return
         except Refusal as refusal:
@@ -213,15 +213,15 @@ class LeaseEndpoint:
         except ValidationError as error:
             raise GatewayError(bodies.explain(list(error.errors())), status=400) from None
         groups = self._gateway.groups
-        lease = asyncio.create_task(groups.lease(body.trainer_epoch, body.max, body.wait_s))
+        lease = asyncio.create_task(groups.lease(asked.trainer_epoch, asked.max, asked.wait_s))
         gone = asyncio.ensure_future(receive())
         sent = False
         try:
             await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
             if not gone.done():
-                leased = await lease
+                body = msgpack.packb({"groups": [group.to_wire() for group in await lease]})
                 sent = True
-                await self._send(send, leased)
+                await respond(send, 200, body, content_type=b"application/msgpack")
         finally:
             gone.cancel()
             if not sent:
@@ -230,10 +230,6 @@ class LeaseEndpoint:
                 given = (await asyncio.gather(lease, return_exceptions=True))[0]
                 if isinstance(given, list):
                     await groups.give_back(given)
-
-    async def _send(self, send: Send, groups: list[Group]) -> None:
-        body = msgpack.packb({"groups": [group.to_wire() for group in groups]})
-        await respond(send, 200, body, content_type=b"application/msgpack")
 
 
 def summary_row(trajectory: Trajectory) -> dict[str, Any]:

@@ -64,15 +64,15 @@ class Finish(Body):
 
     def arguments(self) -> dict[str, Any]:
         metrics = {
-            name: float(value)
+            storable(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
         return {
             **dict(self),
             "metrics": metrics,
-            "output": clean(self.output),
-            "error": clean(self.error),
+            "output": None if self.output is None else storable(self.output),
+            "error": None if self.error is None else storable(self.error),
         }
 
 
@@ -98,9 +98,9 @@ class EngineUrl(Body):
     url: Annotated[str, Field(pattern="^https?://")]
 
 
-def clean(text: str | None) -> str | None:
-    """Text that can be stored: a lone surrogate, which no encoding has, becomes a question mark."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+def storable(text: str) -> str:
+    """Text with question marks for lone surrogates: JSON can carry them, no encoding can."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def session_row(session: Session) -> dict[str, Any]:

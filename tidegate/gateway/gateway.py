@@ -116,10 +116,7 @@ class Gateway:
             )
         if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
             raise GatewayError(f"group {group_id} takes no more sessions", status=410)
-        try:
-            msgpack.packb(metadata)
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise GatewayError(f"metadata cannot be stored: {error}", status=400) from None
+        _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
         now = asyncio.get_running_loop().time()
         key = new_key()
         session = Session(
@@ -251,6 +248,7 @@ class Gateway:
                     f"session {session_id} ended {session.trajectory.outcome}: it has no reward", status=400
                 )
             trajectories.append(session.trajectory)
+        _check_storable(task_id)
         trajectories.sort(key=lambda trajectory: -1 if trajectory.slot is None else trajectory.slot)
         await self.groups.seal(Group(group_id, task_id, trajectories))
 
@@ -283,6 +281,14 @@ class Gateway:
 
     def prometheus(self) -> str:
         return exposition(self)
+
+
+def _check_storable(*values: Any) -> None:
+    """What goes into a trajectory must be fit for the wire; one that is not would block its lease."""
+    try:
+        msgpack.packb(values)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise GatewayError(f"this cannot be stored: {error}", status=400) from None
 
 
 def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str]) -> dict[str, Any]:

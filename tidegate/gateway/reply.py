@@ -14,6 +14,7 @@ from tidegate.types import Message
 
 Decode = Callable[[Sequence[int]], str]
 _UNFINISHED = "�"  # what decoding gives for bytes of a character whose rest is still to come
+_LONGEST_CHARACTER = 4  # ids: no character has more bytes in UTF-8
 _WINDOW = 6  # ids of context that make the next ids decode as they would within the whole
 
 
@@ -27,25 +28,31 @@ class Detokenizer:
         self._done = 0  # ids whose text was given
 
     def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain now; what may be the beginning of a character waits."""
         self._ids.extend(ids)
-        text = self._fresh()
-        if text.endswith(_UNFINISHED):
-            return ""
-        self._start = max(self._start, len(self._ids) - _WINDOW)
-        self._done = len(self._ids)
+        for held in range(_LONGEST_CHARACTER):
+            end = len(self._ids) - held
+            if end <= self._done:
+                return ""
+            text = self._fresh(end)
+            if not text.endswith(_UNFINISHED):
+                break
+        # Else these bytes are no character at all: only the last ones can still become one.
+        self._start = max(self._start, end - _WINDOW)
+        self._done = end
         return text
 
     def finish(self) -> str:
         """The rest, unfinished characters included."""
-        text = self._fresh()
+        text = self._fresh(len(self._ids))
         self._done = len(self._ids)
         return text
 
-    def _fresh(self) -> str:
+    def _fresh(self, end: int) -> str:
         if self._done == 0:
-            return self._decode(self._ids)
+            return self._decode(self._ids[:end])
         known = self._decode(self._ids[self._start : self._done])
-        return self._decode(self._ids[self._start :])[len(known) :]
+        return self._decode(self._ids[self._start : end])[len(known) :]
 
 
 class StopCutter:

@@ -95,7 +95,7 @@ class Tree:
         if same is not None:
             return f"resampled: the messages of turn {same} again"
         if before.root != self._root:
-            return f"tools: they differ from those of turn {newest}"
+            return f"tools: they or the template's options differ from those of turn {newest}"
         for index, (old, new) in enumerate(zip(before.keys, self._keys, strict=False)):
             if old != new:
                 role = messages[index].get("role")
