@@ -18,13 +18,15 @@ import pytest
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.config import Settings, check_settings
 from tidegate.doctor import environment as rooms
+from tidegate.doctor import rewards as grading
 from tidegate.doctor.deadline import within
 from tidegate.doctor.engine import judge_reply
-from tidegate.doctor.environment import check_environment, check_rewards
+from tidegate.doctor.environment import check_environment
 from tidegate.doctor.episode import refusals
 from tidegate.doctor.findings import Finding, Level
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
+from tidegate.doctor.rewards import check_rewards
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward, exact_answer
@@ -297,7 +299,7 @@ def test_a_reward_with_a_fault(fn: Any, code: str, text: str) -> None:
 
 def test_a_reward_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
-    monkeypatch.setattr(rooms, "CALL_S", 0.05)
+    monkeypatch.setattr(grading, "SCORE_S", 0.05)
     (found,) = graded_by(lambda output: float(ended.wait(20)))
     ended.set()
     assert found.code == "reward_hung"
@@ -319,7 +321,19 @@ def test_tasks_without_answers_still_have_their_rewards_tried() -> None:
         def task(self, id: str, number: int) -> Task:
             return Task(id, "sound", [{"role": "user", "content": "Write."}])
 
-    assert codes(check_rewards(Open())) == ["no_gold", "reward_raised"]
+    assert codes(check_rewards(Open())) == ["reward_raised"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "code"),
+    [
+        (lambda trajectory: -float(len(trajectory.turns)), "reward_constant"),
+        (lambda trajectory, output: float(output == ""), "gold_no_better"),
+    ],
+)
+def test_a_reward_of_trajectories_cannot_be_judged_without_one(fn: Any, code: str) -> None:
+    (found,) = graded_by(fn)
+    assert (found.code, found.level) == (code, Level.WARNING)
 
 
 def test_an_environment_may_leave_rewards_to_the_agent() -> None:

@@ -1,25 +1,23 @@
-"""Do the environment's tasks hold together, and do its rewards tell gold from garbage?"""
+"""Do the environment's tasks hold together?"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from tidegate.config import Settings
 from tidegate.doctor.deadline import within
-from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
+from tidegate.doctor.findings import Finding, error, ok, warning
 from tidegate.envs.base import Environment, load_environment
-from tidegate.errors import ConfigError, RewardError
+from tidegate.errors import ConfigError
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.render import Renderer
-from tidegate.types import Outcome, Task, Trajectory
+from tidegate.types import Task
 
 TASKS = 8
 TRAINED = 256
 """Training tasks that are compared with the held-out ones."""
 CALL_S = 10.0
-GARBAGE = ("", "I do not know.")
 
 
 def check_environment(
@@ -134,96 +132,3 @@ def _held_out(environment: Environment) -> Iterator[Finding]:
             "say less than it seems to",
             "split by a hash of the problem",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """One task's rewards: of its gold answer, and of each garbage output."""
-
-    task: Task
-    gold: float
-    garbage: list[float]
-
-
-def check_rewards(environment: Environment) -> list[Finding]:
-    """Grade gold answers and garbage; a reward that can't tell them apart teaches nothing."""
-    scorers = environment.rewarders().values()
-    if not any(scorer.names for scorer in scorers):
-        return [
-            note(
-                "rewards",
-                "agent_rewards",
-                "the environment has no reward: the agent's own counts (Result.reward)",
-            )
-        ]
-    tasks = first_tasks(environment, TASKS)
-    golds = [environment.gold_output(task) for task in tasks]
-    if None in golds:
-        return [
-            note("rewards", "no_gold", "tasks have no gold answer, so the rewards were not tried"),
-            *_failures(environment, tasks[0], GARBAGE),
-        ]
-    graded = []
-    for task, gold in zip(tasks, golds, strict=True):
-        assert gold is not None
-        other = next((one for one in golds if one is not None and one != gold), None)
-        outputs = [gold, *GARBAGE, *([other] if other is not None else [])]
-        failures = _failures(environment, task, outputs)
-        if failures:
-            return failures
-        scores = [_score(environment, task, output) for output in outputs]
-        graded.append(Graded(task, scores[0], scores[1:]))
-    return [_verdict(graded)]
-
-
-def _verdict(graded: Sequence[Graded]) -> Finding:
-    every = {score for one in graded for score in (one.gold, *one.garbage)}
-    if len(every) == 1:
-        return error(
-            "rewards",
-            "reward_constant",
-            f"your reward is constant: gold answers and garbage all "
-            f"earn {every.pop():g}, so nothing can be learned",
-        )
-    gold = sum(one.gold for one in graded) / len(graded)
-    garbage = sum(max(one.garbage) for one in graded) / len(graded)
-    poor = [one for one in graded if one.gold <= max(one.garbage)]
-    told = f"gold earns {gold:.3g} and the best garbage {garbage:.3g}, on average of {len(graded)} tasks"
-    fix = "tidegate eval --gold grades every answer; see gold_output() if gold is more than the answer"
-    if gold <= garbage:
-        return error("rewards", "gold_no_better", f"gold scores no better than garbage: {told}", fix)
-    if poor:
-        return warning(
-            "rewards",
-            "gold_sometimes_no_better",
-            f"gold scores no better than garbage on "
-            f"{len(poor)} of {len(graded)} tasks, such as {poor[0].task.id}; {told}",
-            fix,
-        )
-    return ok("rewards", told)
-
-
-def _failures(environment: Environment, task: Task, outputs: Sequence[str]) -> list[Finding]:
-    """The first output on which the reward raises, hangs, or gives no number."""
-    for output in outputs:
-        on = f"on the output {output[:60]!r} of task {task.id}"
-        try:
-            _score(environment, task, output)
-        except TimeoutError:
-            return [error("rewards", "reward_hung", f"your reward took longer than {CALL_S:g} s {on}")]
-        except RewardError as failure:
-            code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
-            return [error("rewards", code, f"your reward failed {on}: {failure}")]
-        except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
-            said = f"your reward raised {type(failure).__name__} {on}: {failure}"
-            return [Finding("rewards", Level.ERROR, "reward_raised", said)]
-    return []
-
-
-def _score(environment: Environment, task: Task, output: str) -> float:
-    messages = [*task.messages, {"role": "assistant", "content": output}]
-    trajectory = Trajectory(
-        "doctor", task.id, task.env, "train", Outcome.COMPLETED, [], output=output, messages=messages
-    )
-    scorer = environment.rewarders()[task.env]
-    return within(CALL_S, lambda: scorer.score(task, trajectory, output, messages)).reward

@@ -204,8 +204,9 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
     branches = [turn for turn in turns[1:] if turn.branch is not None]
     if not branches:
         return
-    reason = branches[-1].branch
-    if len(branches) == len(turns) - 1 and len(branches) > 1:
+    reason = branches[-1].branch or ""
+    reworded = reason.partition(":")[0] in ("edited", "template")
+    if len(branches) == len(turns) - 1 and reworded:
         yield warning(
             "episode",
             "every_turn_branches",

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.doctor.engine import check_engine
-from tidegate.doctor.environment import check_environment, check_rewards, first_tasks
+from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
 from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import ASKED, check_model
+from tidegate.doctor.rewards import check_rewards
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient

@@ -1,0 +1,118 @@
+"""Do the rewards tell gold answers from garbage, on any output at all?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidegate.doctor.deadline import within
+from tidegate.doctor.environment import TASKS, first_tasks
+from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
+from tidegate.envs.base import Environment
+from tidegate.errors import RewardError
+from tidegate.types import Outcome, Task, Trajectory, Turn, VersionSpan
+
+SCORE_S = 10.0
+GARBAGE = ("", "I do not know.")
+
+
+class Fault(Exception):
+    """The reward of one output failed; `finding` says how."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One task's rewards: of its gold answer, and of each garbage output."""
+
+    task: Task
+    gold: float
+    garbage: list[float]
+
+
+def check_rewards(environment: Environment) -> list[Finding]:
+    """Grade gold answers and garbage; a reward that can't tell them apart teaches nothing."""
+    if not any(scorer.names for scorer in environment.rewarders().values()):
+        why = "the environment has no reward: the agent's own counts (Result.reward)"
+        return [note("rewards", "agent_rewards", why)]
+    tasks = first_tasks(environment, TASKS)
+    golds = [environment.gold_output(task) for task in tasks]
+    known = [gold for gold in golds if gold is not None]
+    try:
+        if len(known) < len(tasks):
+            for output in GARBAGE:
+                score(environment, tasks[0], output)
+            why = "tasks have no gold answer; the rewards were tried on garbage only"
+            return [note("rewards", "no_gold", why)]
+        graded = [_grade(environment, task, gold, known) for task, gold in zip(tasks, known, strict=True)]
+    except Fault as fault:
+        return [fault.finding]
+    return [_verdict(graded, _reads_trajectory(environment))]
+
+
+def _grade(environment: Environment, task: Task, gold: str, golds: Sequence[str]) -> Graded:
+    """Garbage is nothing, something else, and another task's answer: right in form, wrong in content."""
+    others = [one for one in golds if one != gold][:1]
+    scores = [score(environment, task, output) for output in (gold, *GARBAGE, *others)]
+    return Graded(task, scores[0], scores[1:])
+
+
+def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
+    every = {one for row in graded for one in (row.gold, *row.garbage)}
+    gold = sum(row.gold for row in graded) / len(graded)
+    garbage = sum(max(row.garbage) for row in graded) / len(graded)
+    poor = [row.task.id for row in graded if row.gold <= max(row.garbage)]
+    told = f"gold earns {gold:.3g} and the best garbage {garbage:.3g}, on average of {len(graded)} tasks"
+    if not poor:
+        return ok("rewards", told)
+    fix = "tidegate eval --gold grades every answer; gold_output() says what gold is, if not the answer"
+    # What a trajectory earns can't be tried without one that is real.
+    bad = Level.WARNING if reads_trajectory else Level.ERROR
+    if len(every) == 1:
+        text = (
+            f"your reward is constant: gold answers and garbage all earn {gold:g}, so nothing can be learned"
+        )
+        return Finding("rewards", bad, "reward_constant", text, fix)
+    if gold <= garbage:
+        return Finding("rewards", bad, "gold_no_better", f"gold scores no better than garbage: {told}", fix)
+    text = (
+        f"gold scores no better than garbage on {len(poor)} of {len(graded)} tasks, such as {poor[0]}; {told}"
+    )
+    return warning("rewards", "gold_sometimes_no_better", text, fix)
+
+
+def _reads_trajectory(environment: Environment) -> bool:
+    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
+    return any("trajectory" in inspect.signature(reward.fn).parameters for reward in rewards)
+
+
+def score(environment: Environment, task: Task, output: str) -> float:
+    """The reward of an output. Raises Fault where it raises, hangs, or gives no finite number."""
+    on = f"on the output {output[:60]!r} of task {task.id}"
+    messages = [*task.messages, {"role": "assistant", "content": output}]
+    trajectory = Trajectory(
+        "doctor", task.id, task.env, "train", Outcome.COMPLETED, [_turn()], output=output, messages=messages
+    )
+    scorer = environment.rewarders()[task.env]
+    try:
+        return within(SCORE_S, lambda: scorer.score(task, trajectory, output, messages)).reward
+    except TimeoutError:
+        text, code = f"your reward took longer than {SCORE_S:g} s {on}", "reward_hung"
+    except RewardError as failure:
+        code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
+        text = f"your reward failed {on}: {failure}"
+    except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
+        text, code = f"your reward raised {type(failure).__name__} {on}: {failure}", "reward_raised"
+    raise Fault(error("rewards", code, text))
+
+
+def _turn() -> Turn:
+    """A bare turn, for rewards that look for one."""
+    ids = np.zeros(1, np.int32)
+    return Turn(0, None, ids, ids, np.zeros(1, np.float32), (VersionSpan(0, 0, 1),), "stop", 1.0)
