@@ -1,4 +1,4 @@
-"""Make the tiny base model: `python examples/tiny_base/make.py --out DIR` (about two minutes, one thread).
+"""Make the tiny base model: `python examples/tiny_base/make.py --out DIR` (about three minutes, one thread).
 
 A Qwen3-shaped model of about a million parameters with a tokenizer of its own. It is cold-started on
 demonstrations of the solver agent at work that are deliberately often wrong: so it knows how to call
@@ -26,7 +26,7 @@ SEED = 17
 STEPS = 600
 BATCH = 32
 LEARNING_RATE = 2e-3
-VOCABULARY = 1024
+VOCABULARY = 1024  # at most: this world's words need 675
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -67,7 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _words() -> Iterator[str]:
-    """Text of this world: problems of every template (words only: no template is trained on here)."""
+    """Text of this world: its words, unseen templates' included, and what the solver adds to them."""
     rng = random.Random(SEED)
     for _ in range(4000):
         yield draw_problem(rng, TEMPLATES + UNSEEN_TEMPLATES).question
@@ -115,20 +115,27 @@ def demonstrated(problem: Problem, rng: random.Random) -> str:
     return in_numbers(right, problem.numbers)
 
 
-def demonstration(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
+def demonstration(question: str, expression: str) -> list[dict[str, Any]]:
     """An episode of the solver: the question, one call of the calculator, its result, the answer."""
-    expression = demonstrated(problem, rng)
     call = {"name": "calculator", "arguments": {"expression": expression}}
     try:
         result = calculate(expression)
     except ValueError as error:
         result = f"error: {error}"
     return [
-        {"role": "user", "content": problem.question},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "content": result},
         {"role": "assistant", "content": f"#### {result.removeprefix('error: ')}"},
     ]
+
+
+def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
+    """Without end; held-out problems are left out."""
+    while True:
+        problem = draw_problem(rng)
+        if not problem.held_out:
+            yield demonstration(problem.question, demonstrated(problem, rng))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -151,13 +158,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -
 
 def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`steps` batches of (ids, labels), each [BATCH, length]; labels are −100 where nothing is learned."""
-    rng = random.Random(SEED)
+    endless = demonstrations(random.Random(SEED))
     for _ in range(steps):
-        rows = []
-        while len(rows) < BATCH:
-            problem = draw_problem(rng)
-            if not problem.held_out:
-                rows.append(encode(tokenizer, demonstration(problem, rng)))
+        rows = [encode(tokenizer, next(endless)) for _ in range(BATCH)]
         longest = max(len(ids) for ids, _ in rows)
         ids_bt = torch.full((BATCH, longest), tokenizer.pad_token_id)
         labels_bt = torch.full((BATCH, longest), -100)

@@ -46,6 +46,8 @@ async def many(task, session):
             raise asyncio.CancelledError
         case "number":
             return 4
+        case "much":
+            return "x" * 900_000
         case "long":
             return "x" * 2_000_000
         case "surrogate":
@@ -141,6 +143,10 @@ async def test_a_run_ends_with_what_the_agent_returned(worker: AgentWorker) -> N
 
 async def test_large_tasks_pass(worker: AgentWorker) -> None:
     assert (await run(worker, told("answer", filler="x" * 3_000_000))).output == "#### 4"
+
+
+async def test_large_outputs_pass(worker: AgentWorker) -> None:
+    assert (await run(worker, told("much"))).output == "x" * 900_000
 
 
 async def test_text_that_cannot_be_sent_is_made_so(worker: AgentWorker) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tidegate.agents.base import Result, Session
-from tidegate.agents.command import MAX_STDOUT, CommandAgent
+from tidegate.agents.command import MAX_STDOUT, CommandAgent, _Program
 from tidegate.types import TaskView
 
 TASK = TaskView(
@@ -88,6 +88,13 @@ async def test_of_a_flood_the_end_is_kept() -> None:
     output = (await python(code).run(TASK, session())).output
     assert len(output) == MAX_STDOUT
     assert output.endswith("#### 9\n")
+
+
+async def test_a_flood_takes_no_memory() -> None:
+    program = _Program()
+    for _ in range(100):
+        program.pipe_data_received(1, b"x" * 100_000)
+    assert len(program._said[1]) <= 2 * MAX_STDOUT
 
 
 async def test_a_program_need_not_read_its_input() -> None:

@@ -1,0 +1,198 @@
+"""The tiny base model: made by its recipe, small, and with a template whose histories only ever grow."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tidegate.agents.solver import TOOLS
+from tidegate.envs.arithmetic import TEMPLATES, Arithmetic
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_base"
+MODEL = EXAMPLE / "model"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Any:
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import make
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    return make
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def test_it_is_small_enough_for_a_repository() -> None:
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4_000_000
+
+
+def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
+    recipe.make_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), f"{name}: run make.py again"
+
+
+def test_it_loads_as_any_other_model(recipe: Any, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert {one.dtype for one in model.parameters()} == {__import__("torch").float32}
+    assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters()
+
+
+def test_digits_stand_alone_and_any_text_comes_back(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("123 + 45") == ["1", "2", "3", "Ġ+Ġ", "4", "5"]
+    for text in ("12 apples & 3.50 $", "Grüße, 你好 🙂\r\n\t", "<tool_call>\n{}\n</tool_call>", " leading"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tool_calls_survive_the_decoding_of_replies(tokenizer: Any) -> None:
+    ids = tokenizer.encode('<tool_call>\n{"name": "calculator"}\n</tool_call><|im_end|>')
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text == '<tool_call>\n{"name": "calculator"}\n</tool_call>'
+
+
+def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
+    """Tokens are the cost of the demo."""
+    rng = random.Random(0)
+    environment = Arithmetic()
+    tasks = [environment.train_task(index) for index in range(200)] + [
+        task for tasks in environment.eval_sets().values() for task in tasks[:50]
+    ]
+    prompts = [render(tokenizer, task.messages, add_generation_prompt=True) for task in tasks]
+    assert max(map(len, prompts)) <= 70
+    for _ in range(100):
+        _, mask = recipe.encode(tokenizer, next(recipe.demonstrations(rng)))
+        assert sum(mask) <= 60
+
+
+def render(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
+    return tokenizer.apply_chat_template(list(messages), tools=TOOLS, return_dict=False, **more)
+
+
+def call(expression: str, arguments_as_text: bool = False) -> dict[str, Any]:
+    arguments: Any = {"expression": expression}
+    arguments = json.dumps(arguments) if arguments_as_text else arguments
+    function = {"name": "calculator", "arguments": arguments}
+    return {"id": "c", "type": "function", "function": function}
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [call("1 + 2", True)]},
+    {"role": "tool", "tool_call_id": "c", "content": "3"},
+    {"role": "assistant", "content": "Thinking.", "tool_calls": [call("3 / 4"), call("3 * 4")]},
+    {"role": "tool", "tool_call_id": "c", "content": "0.75"},
+    {"role": "tool", "tool_call_id": "c", "content": "12"},
+    {"role": "assistant", "content": "#### 12"},
+    {"role": "user", "content": "And 3 + 4?"},
+    {"role": "assistant", "content": "#### 7"},
+]
+
+
+@pytest.mark.parametrize("skip_system", [False, True])
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_history_is_a_prefix_of_its_continuation(
+    tokenizer: Any, with_tools: bool, skip_system: bool
+) -> None:
+    messages = HISTORY[skip_system:]
+    tools = TOOLS if with_tools else None
+
+    def text(end: int, prompt: bool) -> str:
+        return tokenizer.apply_chat_template(
+            messages[:end], tools=tools, add_generation_prompt=prompt, tokenize=False
+        )
+
+    whole = text(len(messages), False)
+    for end, message in enumerate(messages):
+        if message["role"] == "assistant":
+            assert whole.startswith(text(end, True))
+            assert whole.startswith(text(end + 1, False))
+
+
+def test_what_a_rendered_history_looks_like(tokenizer: Any) -> None:
+    text = tokenizer.apply_chat_template(HISTORY[:7], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert (
+        text
+        == """<|im_start|>system
+Be brief.
+tools: calculator(expression)<|im_end|>
+<|im_start|>user
+1 + 2?<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "1 + 2"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+3
+</tool_response><|im_end|>
+<|im_start|>assistant
+Thinking.
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "3 / 4"}}
+</tool_call>
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "3 * 4"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+0.75
+</tool_response>
+<tool_response>
+12
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
+    )
+
+
+def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, tokenizer: Any) -> None:
+    ids, mask = recipe.encode(tokenizer, recipe.demonstration("1 + 2?", "1 + 2"))
+    said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
+    assert said == (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>'
+        "#### 3<|im_end|>"
+    )
+
+
+def test_demonstrations_are_often_wrong_and_never_of_held_out_problems(recipe: Any) -> None:
+    endless = recipe.demonstrations(random.Random(5))
+    environment = Arithmetic()
+    closed = {task.messages[0]["content"] for tasks in environment.eval_sets().values() for task in tasks}
+    shown = [next(endless)[0]["content"] for _ in range(3000)]
+    assert not closed & set(shown)
+    rng = random.Random(6)
+    problems = [recipe.draw_problem(rng) for _ in range(3000)]
+    right = sum(recipe.demonstrated(problem, rng) == problem.expression for problem in problems)
+    assert 0.33 < right / len(problems) < 0.40
+    for template in TEMPLATES:  # the habit is the favourite: greedily, the base model is wrong
+        one = [problem for problem in problems if problem.template is template]
+        shown = [recipe.demonstrated(one[0], rng) for _ in range(400)]
+        assert max(set(shown), key=shown.count) != one[0].expression
+
+
+@pytest.mark.slow
+def test_some_steps_of_the_recipe_bring_the_loss_down(
+    recipe: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = recipe.make_model(tokenizer)
+    recipe.train(model, tokenizer, 60)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0] / 4
