@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
@@ -60,7 +61,8 @@ def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
 
 
 def serve(run: FollowedRun, listen: Listen, sock: Any) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT."""
+    """Serve on a bound socket until SIGTERM or SIGINT. A large run is read while the browser opens."""
+    threading.Thread(target=run.look, daemon=True, name="first look").start()
     run_app(create_app(run, listen.host), sock, listen)
 
 

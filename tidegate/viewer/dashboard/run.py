@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.viewer.books import BookKeeper, Books, committed
+from tidegate.viewer.dashboard.coarse import Coarse
 from tidegate.viewer.dashboard.follow import Tail
 from tidegate.viewer.dashboard.ledger import GroupBook, GroupEntry
 from tidegate.viewer.dashboard.records import Records, Summary
@@ -51,6 +52,7 @@ class FollowedRun:
         model = self.files.settings.get("model", {})
         self.texts = Texts(run_dir, str(model.get("path") or "") if isinstance(model, dict) else None)
         self.book = GroupBook()
+        self._coarse = Coarse()
         self._keeper = BookKeeper()
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._ledger = Tail(run_dir / "ledger.jsonl")
@@ -106,6 +108,10 @@ class FollowedRun:
             return None
         books: Books = self.made("books", lambda: self._keeper.books(self._committed))
         return books
+
+    def curves(self) -> RunFiles:
+        """The run as its charts need it: for a very long one, fewer rows."""
+        return self._coarse.of(self.files)
 
     def remarks(self) -> list[str]:
         """What could not be read."""

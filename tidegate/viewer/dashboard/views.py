@@ -64,7 +64,8 @@ def overview(run: FollowedRun) -> Wire:
 
 def _overview(run: FollowedRun) -> Wire:
     files, books = run.files, run.books()
-    reward = reward_chart(files)
+    curves = run.curves()
+    reward = reward_chart(curves)
     bound = staleness_bound(files.settings.get("trainer", {}))
     told = [one for one in banners(files, books) if "going on, or it was cut off" not in one]
     return {
@@ -73,8 +74,8 @@ def _overview(run: FollowedRun) -> Wire:
         "scores": [asdict(one) for one in scores(files)],
         "tiles": [asdict(one) for one in tiles(files, books)],
         "reward": None if reward is None else _chart(reward),
-        "charts": [_chart(one) for one in main_charts(files, bound)],
-        "health": [_chart(one) for one in health_charts(files)],
+        "charts": [_chart(one) for one in main_charts(curves, bound)],
+        "health": [_chart(one) for one in health_charts(curves)],
         "books": None
         if books is None
         else {
