@@ -1,0 +1,333 @@
+"""`tidegate eval` as a person runs it: gold answers, an endpoint, a run; real processes, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gsm8k_data import GSM8K, needs_gsm8k
+from tests.scripted_llm import scripted_llm
+from tidegate.cli import main
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny_base" / "model"
+
+AGENTS = '''
+import asyncio, json, os, signal
+from pathlib import Path
+
+async def access(task, session):
+    """Says what it was given."""
+    return json.dumps([session.base_url, session.api_key, session.model])
+
+async def first_only(task, session):
+    if task.id != "eval-1":
+        await asyncio.sleep(600)
+    return "yes"
+
+async def murderer(task, session, address):
+    os.kill(json.loads(Path(address).read_text())["pid"], signal.SIGKILL)
+    await asyncio.sleep(600)
+'''
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Path:
+    path = tmp_path / "eval_agents.py"
+    path.write_text(AGENTS)
+    return path
+
+
+def rows(path: Path, count: int, **more: Any) -> str:
+    lines = [json.dumps({"prompt": f"Is {n} a number?", "answer": "yes", **more}) for n in range(count)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+async def cli(*words: str, **more: Any) -> tuple[int, str, str]:
+    """The command in a process of its own: exit code, stdout, stderr."""
+    process = await start(*words, **more)
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 100)
+    finally:
+        await end(process)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def start(*words: str, **more: Any) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "eval", *words,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **more},
+    )  # fmt: skip
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+def episodes(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "episodes.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- gold answers
+
+
+@needs_gsm8k
+def test_the_gold_answers_of_gsm8k(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--env", "gsm8k", "--gold", "--data", str(GSM8K)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"train +7,473 of 7,473\n +held-out +1,319 of 1,319\n8,792 of 8,792\n$", out)
+
+
+def test_a_gold_answer_that_is_refused_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "test"):
+        lines = [
+            {"question": "q", "answer": "So #### 4\nNo:\n#### 5"},
+            {"question": "q", "answer": "#### 1,200"},
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["eval", "--env", "gsm8k", "--gold", "--data", str(tmp_path)]
+    assert main(words) == 1
+    assert "train-0: the answer is '4'; reward 0" in capsys.readouterr().out
+    assert main([*words, "--env-options", '{"mode": "verl_strict"}', "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["right"], found["total"], found["extractors"]) == (4, 4, {"verl_strict": 4})
+
+
+def test_other_environments_have_gold_answers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(tmp_path / "d.jsonl", 10)
+    mixed = {"parts": [{"use": "arithmetic"}, {"use": "dataset", "options": {"path": data}}]}
+    assert main(["eval", "--env", "mixture", "--env-options", json.dumps(mixed), "--gold"]) == 0
+    assert "train (first 1,000)" in capsys.readouterr().out
+    assert main(["eval", "--env", "dataset", "--data", data, "--gold", "--threshold", "2"]) == 1
+    assert "reward 1 (exact_match 1)" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what cannot be evaluated
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "what is to be evaluated?"),
+        (["--sampling.max_tokens", "5"], "what is to be evaluated?"),
+        (["nowhere"], "nowhere: there is no such directory"),
+        (["tests", "examples"], "one thing is evaluated at a time"),
+        (["TMP"], "is neither a run (config.toml, checkpoints/) nor a model"),
+        (["TMP/empty_run"], "has no committed checkpoint"),
+        (["--model", "x"], "--model goes with --url"),
+        (["--url", "http://x"], "--url needs --model"),
+        (
+            ["--url", "http://x", "--model", "m", "--api-key-env", "NOT_SET_AT_ALL"],
+            "NOT_SET_AT_ALL is not set",
+        ),
+        (["--url", "http://x", "--model", "m", "--temperature", "0"], "--temperature does not reach --url"),
+        (["--url", "http://x", "--model", "m", "--k", "4", "--n", "2"], "pass@k needs 1 ≤ k ≤ n"),
+        (["--url", "http://x", "--model", "m", "--k", "two"], "no list of numbers"),
+        (["--url", "http://x", "--model", "m", "--n", "0"], "at least 1"),
+        (
+            ["--url", "http://x", "--model", "m", "--sets", "unseen_template"],
+            "did you mean 'unseen_templates'",
+        ),
+        (
+            ["--url", "http://x", "--model", "m", "--env", "gsm8k", "--data", "no/../where"],
+            "no such directory",
+        ),
+        (["--sampling.max_token", "5"], "did you mean 'sampling.max_tokens'"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "empty_run" / "checkpoints" / "step_1").mkdir(parents=True)
+    (tmp_path / "empty_run" / "config.toml").write_text("")
+    assert main(["eval", *(word.replace("TMP", str(tmp_path)) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- an endpoint
+
+
+async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> None:
+    """The solver on GSM8K's form; the endpoint knows half of the answers, and once says no number."""
+    lines = [json.dumps({"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"}) for n in range(8)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        n = int(re.findall(r"\d+", body["messages"][0]["content"])[0])
+        if n == 7:
+            return {"content": "I don't know"}
+        return {"content": f"\\boxed{{{2 * n if n % 2 == 0 else 99}}}"}
+
+    out = tmp_path / "out"
+    async with scripted_llm(reply) as (url, requests):
+        code, printed, err = await cli(
+            "--url", url, "--model", "m", "--env", "gsm8k", "--data", str(tmp_path), "--n", "2",
+            "--out", str(out), "--json",
+        )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(printed)["sets"]["main"]
+    assert (found["tasks"], found["episodes"], found["failed"]) == (8, 16, 0)
+    assert (found["reward"]["mean"], found["pass"]["1"]["mean"], found["pass"]["2"]["mean"]) == (
+        0.5,
+        0.5,
+        0.5,
+    )
+    assert (found["metrics"]["extractor/boxed"], found["metrics"]["unparseable"]) == (0.875, 0.125)
+    assert len(requests) == 16
+    assert {request["model"] for request in requests} == {"m"}
+    kept = episodes(out)
+    assert len(kept) == 16
+    assert {one["output"] for one in kept if one["task_id"] == "test-7"} == {"I don't know"}
+    assert json.loads((out / "results.json").read_text())["status"] == "completed"
+    code, _, err = await cli("--url", url, "--model", "m", "--out", str(out))
+    assert code == 2
+    assert "holds results already" in err
+
+
+async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agents: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", 3)
+    code, printed, err = await cli(
+        "--url", "http://there/v1/", "--model", "m", "--api-key-env", "THE_KEY", "--env", "dataset",
+        "--data", data, "--agent", f"{agents}:access", "--out", str(tmp_path / "out"),
+        "--env-options", json.dumps({"rewards": ["contains"]}), THE_KEY="sk-1",
+    )  # fmt: skip
+    assert code == 0, err
+    assert [one["output"] for one in episodes(tmp_path / "out")] == ['["http://there/v1", "sk-1", "m"]']
+    assert "reward                    0.0000   95% [0.0000, 0.7935]  Wilson score interval" in printed
+    assert "sk-1" not in (tmp_path / "out" / "results.json").read_text()
+
+
+async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path) -> None:
+    code, _, err = await cli(
+        "--url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", "20", "--sets", "main",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert code == 1
+    assert re.search(r"none of 16 episodes succeeded; 16 of them: agent_error: .*[Cc]onnection", err)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
+
+
+async def test_an_interrupted_evaluation_keeps_what_it_has(tmp_path: Path, agents: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", 10)
+    out = tmp_path / "out"
+    process = await start(
+        "--url", "http://there/v1", "--model", "m", "--env", "dataset", "--agent", f"{agents}:first_only",
+        "--env-options", json.dumps({"path": data, "eval_path": data}), "--out", str(out),
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            assert (await process.stderr.readline()).decode() == "evaluation: 1 of 10\n"
+            process.send_signal(signal.SIGINT)
+            printed, _ = await process.communicate()
+    finally:
+        await end(process)
+    assert process.returncode == 130
+    assert "interrupted: these are the episodes until then" in printed.decode()
+    assert [one["task_id"] for one in episodes(out)] == ["eval-1"]
+    found = json.loads((out / "results.json").read_text())
+    assert (found["status"], found["sets"]["main"]["reward"]["mean"]) == ("interrupted", 1.0)
+
+
+# ---------------------------------------------------------------- a run: an engine and a gateway of its own
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with two committed checkpoints and one that was not finished; the weights are the tiny base's."""
+    run = tmp_path / "run"
+    for name in ("step_9", "step_10", "step_11"):
+        shutil.copytree(TINY, run / "checkpoints" / name, copy_function=os.symlink)
+    for name in ("step_9", "step_10"):
+        (run / "checkpoints" / name / "COMMITTED").write_text("{}")
+    settings = f"""
+    [run]
+    dir = "{tmp_path}"
+    name = "run"
+    [model]
+    path = "gone/by/now"
+    [engine]
+    urls = ["http://127.0.0.1:9"]
+    max_context = 512
+    max_slots = 16
+    [env]
+    use = "arithmetic"
+    options = {{ held_out = 6 }}
+    [sampling]
+    max_tokens = 48
+    """
+    (run / "config.toml").write_text(settings)
+    return run
+
+
+def alive(address: Path) -> bool:
+    return Path(f"/proc/{json.loads(address.read_text())['pid']}").exists()
+
+
+async def test_a_run_is_evaluated_with_its_own_agent_and_environment(run_dir: Path) -> None:
+    code, printed, err = await cli(str(run_dir), "--n", "2", "--sets", "main", "--json")
+    assert code == 0, err
+    results = json.loads(printed)
+    assert results["target"].endswith("run/checkpoints/step_10")
+    assert results["directory"] == str(run_dir / "evals" / "1")
+    found = results["sets"]["main"]
+    assert (found["tasks"], found["episodes"], found["failed"]) == (6, 12, 0), results["failures"]
+    assert set(found["pass"]) == {"1", "2"}
+    assert found["metrics"]["turns"] >= 1.0
+    kept = episodes(run_dir / "evals" / "1")
+    assert all(one["split"] == "eval" and one["turns"][0]["output_ids"] for one in kept)
+    assert all(turn["temperature"] == 1.0 for one in kept for turn in one["turns"])
+    assert sum(one["reward"] for one in kept) / 12 == pytest.approx(found["reward"]["mean"])
+    for service in ("engine", "gateway"):
+        assert not alive(run_dir / "evals" / "1" / "logs" / f"{service}.address")
+
+
+@pytest.mark.slow
+async def test_a_checkpoint_greedily_gives_the_same_twice(run_dir: Path) -> None:
+    said = []
+    for number in ("1", "2"):
+        code, _, err = await cli(
+            str(run_dir / "checkpoints" / "step_9"), "--temperature", "0", "--tasks", "4", "--sets", "main"
+        )
+        assert code == 0, err
+        kept = episodes(run_dir / "evals" / number)
+        assert {one["mode"] for one in kept} == {"greedy"}
+        said.append(sorted((one["task_id"], one["output"]) for one in kept))
+    assert said[0] == said[1]
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_ends_it_and_is_named(run_dir: Path, agents: Path) -> None:
+    out = run_dir / "out"
+    options = json.dumps({"address": str(out / "logs" / "engine.address")})
+    code, _, err = await cli(
+        str(run_dir), "--agent", f"{agents}:murderer", "--agent-options", options, "--out", str(out)
+    )
+    assert code == 3
+    assert "the engine was killed by SIGKILL" in err
+    assert json.loads((out / "results.json").read_text())["status"] == "failed"
+    assert not alive(out / "logs" / "gateway.address")
+
+
+def test_an_endpoint_and_gold_answers_need_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import tidegate.evaluation.evaluate\n"
+        "from tidegate.cli import main\n"
+        "sys.exit(main(['eval', '--env', 'arithmetic', '--gold']))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
