@@ -11,7 +11,8 @@ Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may 
   `time/publish`; `time/wait_for_policy` (data was ready before the trainer was); all in seconds
 - `groups/<state>`: counts since the start of the run
 - `loss`, `grad_norm`, `mismatch_kl`, `lag_kl`, `entropy`, `clip_fraction`, `ess`
-- `turns/mean`, `tool_calls/mean`, `length/mean`: of one episode
+- `turns/mean`, `tool_calls/mean`, `length/mean`: of one episode; `episode/<name>`: what agents and
+  rewards told of it; `reward/<env>` where a mixture has several environments
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,18 +23,20 @@ def add(verbs: Verbs) -> None:
     verb.add_argument("--env", help="the environment whose rewards are given")
     verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
     verb.add_argument("--tool-parser", choices=["hermes", "none"], default="hermes")
-    verb.add_argument("--admin-key", help="guards the control plane; needed beyond loopback")
+    verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
     verb.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.envs.base import load_environment
+    from tidegate.gateway.client import ADMIN_KEY
     from tidegate.gateway.server import GatewayOptions, serve
     from tidegate.serve import Listen
 
-    if arguments.host not in ("127.0.0.1", "localhost", "::1") and arguments.admin_key is None:
-        raise ConfigError(f"--host {arguments.host} is reachable by others: set --admin-key")
+    key = os.environ.get(ADMIN_KEY)
+    if arguments.host not in ("127.0.0.1", "localhost", "::1") and key is None:
+        raise ConfigError(f"--host {arguments.host} is reachable by others: set {ADMIN_KEY}")
     log_to_stderr()
     rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     options = GatewayOptions(
         model=arguments.model,
         engine_urls=arguments.engine,
-        admin_key=arguments.admin_key,
+        admin_key=key,
         tool_parser=arguments.tool_parser,
         rewarders=rewarders,
     )

@@ -20,7 +20,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.render import Renderer
-from tidegate.trainer.processes import engine_arguments, gateway_arguments
+from tidegate.trainer.processes import engine_arguments, gateway_service
 from tidegate.trainer.services import Service
 from tidegate.trainer.workers import AgentWorker
 
@@ -122,13 +122,11 @@ class Examination:
             self._say(judge_episode(episode, self.settings, renderer))
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
-        settings = self.settings
-        port = settings.gateway.port
-        service = Service("gateway", lambda: gateway_arguments(settings), self.folder, port=port)
+        service, key = gateway_service(self.settings, self.folder)
         stack.push_async_callback(service.stop)
         client = None
         try:
-            client = GatewayClient(await service.start(), settings.gateway.admin_key)
+            client = GatewayClient(await service.start(), key)
             stack.push_async_callback(client.close)
             for url in urls:
                 await client.add_engine(url)

@@ -17,6 +17,8 @@ import msgpack
 from tidegate.errors import GatewayError
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
+ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
+"""The environment variable in which a gateway is given its admin key."""
 CALL_S = 30.0
 FINISH_S = 120.0  # the reward is in it
 _TRIES = 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError, TidegateError
-from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.services import Service
 from tidegate.trainer.workers import AgentWorker
@@ -99,23 +100,35 @@ async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None])
 async def _start_gateway(
     settings: Settings, run_dir: Path, guard: Guard, stack: contextlib.AsyncExitStack
 ) -> GatewayClient:
-    service = Service("gateway", lambda: gateway_arguments(settings), run_dir, port=settings.gateway.port)
+    service, key = gateway_service(settings, run_dir)
     stack.push_async_callback(service.stop)
     url = await service.start()
     guard.watch(_keep_gateway(service), "gateway")
-    client = GatewayClient(url, settings.gateway.admin_key)
+    client = GatewayClient(url, key)
     stack.push_async_callback(client.close)
     return client
 
 
+def gateway_service(settings: Settings, run_dir: Path) -> tuple[Service, str]:
+    """The gateway's process, and its admin key.
+
+    There always is one: agents run on the same machine, and loopback alone would not keep them from the
+    control plane.
+    """
+    key = settings.gateway.admin_key or secrets.token_urlsafe(24)
+    port = settings.gateway.port
+    service = Service(
+        "gateway", lambda: gateway_arguments(settings), run_dir, port=port, secrets={ADMIN_KEY: key}
+    )
+    return service, key
+
+
 def gateway_arguments(settings: Settings) -> Sequence[str]:
     """The command line of a gateway without engines; they are added when they are ready."""
-    key = settings.gateway.admin_key
     return [
         "--model", str(settings.model.path), "--host", settings.gateway.host,
         "--tool-parser", settings.gateway.tool_parser,
         "--env", settings.env.use, "--env-options", json.dumps(settings.env.options),
-        *(["--admin-key", key] if key is not None else []),
     ]  # fmt: skip
 
 

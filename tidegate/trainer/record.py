@@ -49,6 +49,7 @@ class Recorder:
             **_spread(
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
             ),
+            **_told(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
@@ -58,6 +59,19 @@ class Recorder:
 def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[str, float]:
     found = np.array(list(values), dtype=np.float64)
     return {f"{name}/{one}": float(getattr(found, one)()) for one in which} if len(found) else {}
+
+
+def _told(episodes: list[Trajectory]) -> dict[str, float]:
+    """`reward/<env>` where there are several environments, and `episode/<name>`: what agents and rewards
+    told of their episodes, each the mean over those that told it."""
+    values: dict[str, list[float]] = {}
+    several = len({one.env for one in episodes}) > 1
+    for one in episodes:
+        if several and one.reward is not None:
+            values.setdefault(f"reward/{one.env}", []).append(one.reward)
+        for name, value in one.metrics.items():
+            values.setdefault(f"episode/{name}", []).append(value)
+    return {name: float(np.mean(found)) for name, found in sorted(values.items())}
 
 
 def _versions(trained: list[Trajectory]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tidegate.errors import StartError
@@ -26,11 +26,17 @@ class Service:
     """One owned server process: `tidegate <verb> …`.
 
     `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
-    at the current weights.
+    at the current weights. `secrets` are passed in the environment, as a command line can be read by all.
     """
 
     def __init__(
-        self, verb: str, arguments: Callable[[], Sequence[str]], run_dir: Path, *, port: int = 0
+        self,
+        verb: str,
+        arguments: Callable[[], Sequence[str]],
+        run_dir: Path,
+        *,
+        port: int = 0,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.name = verb
         self.verb = verb
@@ -38,6 +44,7 @@ class Service:
         self.url = ""
         self._port = port
         self._arguments = arguments
+        self._secrets = dict(secrets or {})
         self._announce = run_dir / "logs" / f"{self.name}.address"
         self.log = run_dir / "logs" / f"{self.name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -59,6 +66,7 @@ class Service:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self._secrets},
                 start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
             )
         self.url = await self._ready()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.gateway.client import ADMIN_KEY
 from tidegate.trainer.services import signal_child
 from tidegate.types import Outcome, TaskView
 
@@ -161,6 +163,7 @@ class _Process:
                 "--use", use, "--options", json.dumps(options),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 limit=MAX_LINE,
+                env={name: value for name, value in os.environ.items() if name != ADMIN_KEY},
                 # Ctrl-C in a terminal reaches the trainer alone, which then ends its agents in order.
                 start_new_session=True,
             )  # fmt: skip

@@ -1,0 +1,49 @@
+"""What an agent can reach from its own process: its session, and nothing of the trainer's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.e2e.runs import training
+
+NOSY = """
+import json, os, urllib.error, urllib.request
+from tidegate.agents.solver import Solver
+
+def get(url, method="GET", key=None):
+    request = urllib.request.Request(url, method=method, data=b"{}" if method == "POST" else None)
+    request.add_header("Content-Type", "application/json")
+    if key: request.add_header("Authorization", f"Bearer {key}")
+    try:
+        return urllib.request.urlopen(request, timeout=5).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+class Nosy(Solver):
+    async def run(self, task, session):
+        root, _, rest = session.base_url.partition("/s/")
+        mine = rest.split("/")[0]
+        with open(OUT, "a") as out:
+            for key in (None, session.api_key):
+                for method, path in [("GET", f"/sessions/{mine}"), ("GET", f"/sessions/{mine}/trajectory"),
+                                     ("POST", "/sessions"), ("POST", f"/sessions/{mine}/finish"),
+                                     ("GET", "/groups"), ("GET", "/engines"), ("DELETE", "/engines")]:
+                    out.write(json.dumps([method, path, get(root + path, method, key)]) + "\\n")
+            out.write(json.dumps(["task", list(task.__slots__), 401]) + "\\n")
+            out.write(json.dumps(["env", [k for k in os.environ if "ADMIN" in k], 401]) + "\\n")
+        return await super().run(task, session)
+"""
+
+
+def test_an_agent_cannot_reach_the_control_plane(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "nosy.py").write_text(NOSY.replace("OUT", repr(str(out))))
+    with training(
+        tmp_path / "run", f"--agent.use={tmp_path}/nosy.py:Nosy", "--trainer.steps=1", "--eval.tasks=1"
+    ) as run:
+        assert run.wait() == 0, run.output()
+    seen = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {status for _, _, status in seen} == {401}, [one for one in seen if one[2] != 401][:5]
+    assert next(what for kind, what, _ in seen if kind == "env") == []
+    assert next(what for kind, what, _ in seen if kind == "task") == ["id", "messages"]
