@@ -50,6 +50,8 @@ async def many(task, session):
             return "x" * 900_000
         case "long":
             return "x" * 2_000_000
+        case "metrics":
+            return Result("x", metrics={str(one): 1.0 for one in range(1000)})
         case "surrogate":
             return "half \\ud800"
         case "flood":
@@ -161,6 +163,7 @@ async def test_text_that_cannot_be_sent_is_made_so(worker: AgentWorker) -> None:
         ("cancel itself", "cancelled itself"),
         ("number", "returned int"),
         ("long", "2,000,000 characters"),
+        ("metrics", "metrics are more than 100"),
     ],
 )
 async def test_what_goes_wrong_ends_that_run_alone(worker: AgentWorker, do: str, message: str) -> None:

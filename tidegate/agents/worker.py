@@ -34,6 +34,7 @@ from tidegate.types import TaskView
 
 MAX_OUTPUT = 1_000_000
 """Characters of an output; an agent that returns more has gone wrong."""
+MAX_METRICS = 100
 MAX_LOG = 64_000_000
 """Characters that the agents of one process may print; more is dropped."""
 MAX_ERROR = 2_000
@@ -120,6 +121,8 @@ def checked(result: str | Result | None) -> Result:
             )
         # Half a surrogate pair is a str, but no text that could be sent on.
         output = output.encode("utf-8", "replace").decode("utf-8")
+    if len(result.metrics) > MAX_METRICS or any(len(str(name)) > MAX_METRICS for name in result.metrics):
+        raise ValueError(f"the agent's metrics are more than {MAX_METRICS}, or their names longer than that")
     reward = None if result.reward is None else float(result.reward)
     return Result(output, reward, {str(name): float(value) for name, value in result.metrics.items()})
 
