@@ -3,6 +3,7 @@ is none."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.cli import doctor
 from tidegate.config import Settings, check_settings
 from tidegate.doctor import environment as rooms
 from tidegate.doctor import rewards as grading
@@ -336,6 +338,17 @@ def test_a_reward_of_trajectories_cannot_be_judged_without_one(fn: Any, code: st
     assert (found.code, found.level) == (code, Level.WARNING)
 
 
+@pytest.mark.parametrize("gold", [LookupError("none"), 12])
+def test_gold_that_is_no_output(gold: Any) -> None:
+    class Odd(Sound):
+        def gold_output(self, task: Task) -> Any:
+            if isinstance(gold, Exception):
+                raise gold
+            return gold
+
+    assert codes(check_rewards(Odd())) == ["gold_raised"]
+
+
 def test_an_environment_may_leave_rewards_to_the_agent() -> None:
     class Bare(Sound):
         rewards = ()
@@ -398,6 +411,29 @@ def test_a_logprob_that_no_token_has(renderer: Renderer, logprob: float) -> None
     reply = a_reply(renderer)
     reply["meta_info"]["output_token_logprobs"][1][0] = logprob
     assert judged(renderer, reply) == ["engine_bad_logprobs"]
+
+
+# -- the command's settings
+
+
+def asked(*words: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    doctor.add(parser.add_subparsers())
+    arguments, rest = parser.parse_known_args(["doctor", *words])
+    return doctor.settings_of(arguments, rest)
+
+
+def test_the_command_takes_the_settings_that_lie_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert asked().model.path == TINY_BASE
+    (tmp_path / "config.toml").write_text('[model]\npath = "mine"\n[agent]\nuse = "one.py:a"\n')
+    assert (asked().model.path, asked().agent.use) == (Path("mine"), "one.py:a")
+    odd = 'it\'s "odd".py:a'
+    given = asked("--agent", odd, "--env", "e.py:E", "--engine", "http://x:1", "--sampling.max_tokens", "9")
+    assert (given.agent.use, given.env.use, given.engine.urls) == (odd, "e.py:E", ["http://x:1"])
+    assert given.sampling.max_tokens == 9
 
 
 # -- small parts

@@ -109,10 +109,25 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_holds_a_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "ledger.jsonl").touch()
-    assert "holds a run already" in describe(settings_of(BASE, tmp_path))
+@pytest.mark.parametrize(
+    ("held", "how", "said"),
+    [
+        (True, {}, "holds a run already"),
+        (True, {"resume": True}, None),
+        (True, {"fresh": True}, None),
+        (False, {"resume": True}, "holds no run to resume"),
+        (False, {}, None),
+    ],
+)
+def test_what_the_run_directory_holds_is_told(
+    tmp_path: Path, held: bool, how: dict[str, bool], said: str | None
+) -> None:
+    if held:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "ledger.jsonl").touch()
+    text = describe(settings_of(BASE, tmp_path), **how)
+    assert said is None or said in text
+    assert ("# Before it can start" in text) == (said is not None)
 
 
 def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from tidegate.doctor.examine import Examination
     from tidegate.doctor.findings import failed
 
-    settings = _settings(arguments, overrides)
+    settings = settings_of(arguments, overrides)
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
     sick = True
@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 1 if sick else 0
 
 
-def _settings(arguments: argparse.Namespace, overrides: list[str]) -> Settings:
+def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> Settings:
+    """What is examined: a settings file, named or lying here, with what the command line says over it."""
     from tidegate.config import load_settings
     from tidegate.scaffold.init import TINY_BASE
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe
 
-        print(describe(settings))
+        print(describe(settings, resume=arguments.resume, fresh=arguments.fresh))
         return 0
     from tidegate.launch import launch
 

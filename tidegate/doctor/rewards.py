@@ -42,9 +42,8 @@ def check_rewards(environment: Environment) -> list[Finding]:
         why = "the environment has no reward: the agent's own counts (Result.reward)"
         return [note("rewards", "agent_rewards", why)]
     tasks = first_tasks(environment, TASKS)
-    golds = [environment.gold_output(task) for task in tasks]
-    known = [gold for gold in golds if gold is not None]
     try:
+        known = [gold for task in tasks if (gold := _gold(environment, task)) is not None]
         if len(known) < len(tasks):
             for output in GARBAGE:
                 score(environment, tasks[0], output)
@@ -54,6 +53,18 @@ def check_rewards(environment: Environment) -> list[Finding]:
     except Fault as fault:
         return [fault.finding]
     return [_verdict(graded, _reads_trajectory(environment))]
+
+
+def _gold(environment: Environment, task: Task) -> str | None:
+    try:
+        gold: object = within(SCORE_S, lambda: environment.gold_output(task))
+    except Exception as failure:
+        text = f"gold_output() raised {type(failure).__name__} on task {task.id}: {failure}"
+        raise Fault(error("rewards", "gold_raised", text)) from failure
+    if gold is not None and not isinstance(gold, str):
+        text = f"gold_output() gives {gold!r} for task {task.id}; an output is text, or None"
+        raise Fault(error("rewards", "gold_raised", text))
+    return gold
 
 
 def _grade(environment: Environment, task: Task, gold: str, golds: Sequence[str]) -> Graded:

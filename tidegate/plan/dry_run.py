@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from tidegate.trainer.processes import engine_arguments, gateway_arguments
 MASK = "…"
 
 
-def describe(settings: Settings) -> str:
+def describe(settings: Settings, *, resume: bool = False, fresh: bool = False) -> str:
     """The resolved settings, the processes, the memory and disk, and what is still missing."""
     shown = settings
     if settings.gateway.admin_key is not None:
@@ -28,7 +29,7 @@ def describe(settings: Settings) -> str:
         "\n# Memory",
         *_memory(settings),
     ]
-    missing = list(_missing(settings))
+    missing = [*_missing_files(settings), *_run_directory(settings, resume, fresh)]
     if missing:
         parts += ["\n# Before it can start", *missing]
     return "\n".join([*parts, "\nA dry run: nothing was loaded or started."])
@@ -59,7 +60,7 @@ def _memory(settings: Settings) -> Iterator[str]:
     yield from map(_line, items)
     for device in dict.fromkeys(item.device for item in items):
         total = sum(item.size for item in items if item.device == device)
-        yield f"{'in all on ' + device:<21}{readable(total):>9}"
+        yield f"{'in all on ' + device:<21}{readable(total):>9}{_physical(device)}"
     yield from map(_line, disk_plan(settings, shape))
 
 
@@ -67,10 +68,23 @@ def _line(item: Item) -> str:
     return f"{item.owner:<9}{item.what:<12}{readable(item.size):>9}   {item.how}"
 
 
-def _missing(settings: Settings) -> Iterator[str]:
+def _missing_files(settings: Settings) -> Iterator[str]:
     model = settings.model.path
     for needed in ("config.json", "tokenizer_config.json"):
         if not (model / needed).is_file():
             yield f"model.path = {model}: {needed} is not there"
-    if (settings.run_dir / "ledger.jsonl").exists():
+
+
+def _run_directory(settings: Settings, resume: bool, fresh: bool) -> Iterator[str]:
+    held = (settings.run_dir / "ledger.jsonl").exists()
+    if resume and not held:
+        yield f"{settings.run_dir} holds no run to resume; leave --resume out to start one"
+    elif held and not resume and not fresh:
         yield f"{settings.run_dir} holds a run already: --resume goes on with it, --fresh sets it aside"
+
+
+def _physical(device: str) -> str:
+    """What the machine has, where that can be known without asking a driver."""
+    if device != "cpu" or not hasattr(os, "sysconf"):
+        return ""
+    return f"   this machine has {readable(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
