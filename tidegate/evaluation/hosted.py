@@ -38,8 +38,8 @@ async def hosted(
 ) -> AsyncIterator[Attempt]:
     """Serves `settings.model.path` (or uses `settings.engine.urls`) and gives the way to run an episode.
 
-    Logs go to `<directory>/logs`; news go to `note`. A process that dies for good ends what `guard` runs. Raises StartError or
-    ConfigError where a process cannot start.
+    Logs go to `<directory>/logs`; news go to `note`. A process that dies for good ends what `guard` runs.
+    Raises StartError or ConfigError where a process cannot start.
     """
     weights = settings.model.path.absolute()
     async with contextlib.AsyncExitStack() as stack:
