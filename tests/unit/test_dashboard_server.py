@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -220,6 +221,22 @@ def test_a_run_that_goes_back_is_told_so(growing: Writer) -> None:
         assert ask("episode", kind="step", step=3, line=0)["turns"][0]["reasons"] == [["abandoned", 80]]
         assert ask("groups", step=2)["groups"][0]["state"] == "trained"
         assert [one["step"] for one in ask("evaluations")["evaluations"]] == [0]
+
+
+def test_another_run_in_the_same_directory(growing: Writer, tmp_path: Path) -> None:
+    with client_of(growing.dir) as client:
+        ask = asking(client)
+        assert ask("state")["step"] == 3
+        other = write_dashboard_run(tmp_path / "other" / "run")
+        write_step(other, 4)
+        config = other.dir / "config.toml"
+        config.write_text(config.read_text().replace("steps = 4", "steps = 9").replace("small", "other"))
+        shutil.rmtree(growing.dir)
+        assert ask("state")["step"] is None
+        other.dir.rename(growing.dir)
+        assert (ask("state")["name"], ask("state")["step"], ask("state")["planned"]) == ("other", 4, 9)
+        assert ask("groups", step=4)["counts"] == {"stepped": 1, "filtered": 1, "stale": 1}
+        assert ask("overview")["books"]["issued"][0] == 13
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -47,10 +48,9 @@ class FollowedRun:
         run_directory(run_dir)
         self.dir = run_dir
         self.files = RunFiles(run_dir)
-        self.files.settings = read_settings(run_dir, self.files.remarks)
+        self.texts = Texts(run_dir, None)
+        self._config: tuple[int, int] | None = None
         self.records = Records(run_dir)
-        model = self.files.settings.get("model", {})
-        self.texts = Texts(run_dir, str(model.get("path") or "") if isinstance(model, dict) else None)
         self.book = GroupBook()
         self._coarse = Coarse()
         self._keeper = BookKeeper()
@@ -61,11 +61,25 @@ class FollowedRun:
         self._looked = 0.0
         self.lock = threading.RLock()
         self._made: dict[str, tuple[Stamp, Any]] = {}
+        self._read_settings()
+
+    def _read_settings(self) -> None:
+        """Again where they changed: a directory may come to hold another run."""
+        config = self.dir / "config.toml"
+        seen = (found.st_ino, found.st_mtime_ns) if (found := _stat(config)) is not None else None
+        if seen == self._config:
+            return
+        self._config = seen
+        self.files.remarks = []
+        self.files.settings = read_settings(self.dir, self.files.remarks)
+        model = self.files.settings.get("model", {})
+        self.texts = Texts(self.dir, str(model.get("path") or "") if isinstance(model, dict) else None)
 
     def look(self) -> Stamp:
         """Read what was written since the last time."""
         with self.lock:
             if time.monotonic() - self._looked > FRESH_S:
+                self._read_settings()
                 self._read_metrics()
                 self._read_ledger()
                 self._committed = committed(self.dir)
@@ -73,8 +87,8 @@ class FollowedRun:
             return self._stamp()
 
     def _stamp(self) -> Stamp:
-        failed = self.dir / "trajectories" / "failed.jsonl"
-        size = failed.stat().st_size if failed.exists() else 0
+        failed = _stat(self.dir / "trajectories" / "failed.jsonl")
+        size = 0 if failed is None else failed.st_size
         return Stamp(self._metrics.offset, self._ledger.offset, self._restarts, self._committed, size)
 
     def _read_metrics(self) -> None:
@@ -139,8 +153,8 @@ class FollowedRun:
 
     def silence(self) -> float | None:
         """Seconds since the run last wrote its metrics or its ledger; None where it has neither."""
-        paths = (self._metrics.path, self._ledger.path)
-        times = [path.stat().st_mtime for path in paths if path.exists()]
+        found = (_stat(self._metrics.path), _stat(self._ledger.path))
+        times = [one.st_mtime for one in found if one is not None]
         return max(0.0, time.time() - max(times)) if times else None
 
     def status(self) -> str:
@@ -149,6 +163,14 @@ class FollowedRun:
             return "ended"
         silence = self.silence()
         return "quiet" if silence is None or silence > QUIET_S else "running"
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None where there is no such file; it may come or go at any moment."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def list_runs(parent: Path) -> list[Path]:
