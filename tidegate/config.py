@@ -138,7 +138,7 @@ class TrainerSettings(Section):
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Older ones are removed."""
     watchdog_s: Annotated[float, Field(gt=0)] = 300.0
-    """Nothing moved for so long: print the ledger and stop."""
+    """Nothing moved for so long (or for two of `agent.deadline_s`): print the ledger and stop."""
 
     @property
     def staleness_bound(self) -> int | None:
@@ -186,6 +186,11 @@ class Settings(Section):
     sampling: SamplingSettings = SamplingSettings()
     trainer: TrainerSettings = TrainerSettings()
     eval: EvalSettings = EvalSettings()
+
+    @property
+    def patience_s(self) -> float:
+        """How long nothing may move: agents are allowed their deadline, whatever the watchdog says."""
+        return max(self.trainer.watchdog_s, 2 * self.agent.deadline_s)
 
     @property
     def run_dir(self) -> Path:

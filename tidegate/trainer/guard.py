@@ -67,7 +67,7 @@ async def watchdog(
         idle = time.monotonic() - last_progress()
         if idle > limit_s:
             raise StalledError(
-                f"nothing moved for {idle:.0f} s (trainer.watchdog_s = {limit_s:g}); {describe()}"
+                f"nothing moved for {idle:.0f} s (the watchdog's limit is {limit_s:g} s); {describe()}"
             )
 
 

@@ -155,9 +155,7 @@ class Run:
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
             self._checkpoint, self._evaluate, self.credit, self.start.step, self.stop,
         )  # fmt: skip
-        self._guard.watch(
-            watchdog(settings.trainer.watchdog_s, self._last_progress, self._describe), "watchdog"
-        )
+        self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
 
     def _load_policy(self) -> Policy:
