@@ -70,7 +70,7 @@ function showState() {
   const text = [
     state.step === null ? null : `step ${whole(state.step)}${state.planned ? ` of ${whole(state.planned)}` : ""}`,
     state.version === null ? null : `version ${whole(state.version)}`,
-    state.status === "ended" ? null : `written ${ago(state.silence)}`,
+    state.status === "ended" ? null : ago(state.silence),
   ].filter(Boolean).join(" · ");
   box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`);
   box.title = state.why ? `The run ended: ${state.why}` : "";

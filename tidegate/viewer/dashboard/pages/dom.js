@@ -58,10 +58,10 @@ export const percent = (value, digits = 0) => (value === null || value === undef
 
 export function ago(seconds) {
   if (seconds === null || seconds === undefined) return "nothing written yet";
-  if (seconds < 90) return `${Math.round(seconds)} s ago`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-  if (seconds < 172800) return `${Math.round(seconds / 3600)} h ago`;
-  return `${Math.round(seconds / 86400)} days ago`;
+  if (seconds < 90) return `written ${Math.round(seconds)} s ago`;
+  if (seconds < 5400) return `written ${Math.round(seconds / 60)} min ago`;
+  if (seconds < 172800) return `written ${Math.round(seconds / 3600)} h ago`;
+  return `written ${Math.round(seconds / 86400)} days ago`;
 }
 
 export const plural = (count, one, many = `${one}s`) => `${whole(count)} ${count === 1 ? one : many}`;
