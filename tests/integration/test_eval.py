@@ -35,8 +35,16 @@ async def first_only(task, session):
     return "yes"
 
 async def murderer(task, session, address):
-    os.kill(json.loads(Path(address).read_text())["pid"], signal.SIGKILL)
-    await asyncio.sleep(600)
+    """Kills the process that announced itself there, the first time, and asks the model then."""
+    try:
+        os.mkdir(address + ".killed")
+    except FileExistsError:
+        pass
+    else:
+        os.kill(json.loads(Path(address).read_text())["pid"], signal.SIGKILL)
+    llm = session.openai()
+    reply = await llm.chat.completions.create(model=session.model, messages=task.messages)
+    return reply.choices[0].message.content
 '''
 
 
@@ -310,17 +318,33 @@ async def test_a_checkpoint_greedily_gives_the_same_twice(run_dir: Path) -> None
     assert said[0] == said[1]
 
 
-@pytest.mark.slow
-async def test_an_engine_that_dies_ends_it_and_is_named(run_dir: Path, agents: Path) -> None:
+async def with_a_murder(run_dir: Path, agents: Path, service: str) -> tuple[int, str, dict[str, Any]]:
     out = run_dir / "out"
-    options = json.dumps({"address": str(out / "logs" / "engine.address")})
+    options = json.dumps({"address": str(out / "logs" / f"{service}.address")})
     code, _, err = await cli(
-        str(run_dir), "--agent", f"{agents}:murderer", "--agent-options", options, "--out", str(out)
-    )
-    assert code == 3
-    assert "the engine was killed by SIGKILL" in err
-    assert json.loads((out / "results.json").read_text())["status"] == "failed"
-    assert not alive(out / "logs" / "gateway.address")
+        str(run_dir), "--agent", f"{agents}:murderer", "--agent-options", options, "--out", str(out),
+        "--sets", "main",
+    )  # fmt: skip
+    for name in ("engine", "gateway"):
+        assert not alive(out / "logs" / f"{name}.address")
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return code, err, results
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_is_started_again(run_dir: Path, agents: Path) -> None:
+    code, err, results = await with_a_murder(run_dir, agents, "engine")
+    assert code == 0, err
+    assert "the engine was killed by SIGKILL; starting it again" in err
+    assert (results["status"], results["sets"]["main"]["failed"]) == ("completed", 0), results["failures"]
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_dies_ends_it_and_is_named(run_dir: Path, agents: Path) -> None:
+    code, err, results = await with_a_murder(run_dir, agents, "gateway")
+    assert code == 1
+    assert "the gateway was killed by SIGKILL" in err
+    assert results["status"] == "failed"
 
 
 def test_an_endpoint_and_gold_answers_need_no_torch(tmp_path: Path) -> None:

@@ -34,11 +34,10 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
-        "gateway.client",
         "gateway.rewards",
         "trainer.guard",
+        "trainer.processes",
         "trainer.rollout",
-        "trainer.services",
         "trainer.trajectories",
         "trainer.workers",
     },

@@ -14,6 +14,7 @@ from tidegate.envs.base import load_environment
 from tidegate.envs.mixture import CYCLE, Mixture
 from tidegate.errors import ConfigError
 from tidegate.gateway.rewards import Scorer
+from tidegate.trainer.record import told_metrics
 from tidegate.types import Outcome, Trajectory
 
 
@@ -92,6 +93,21 @@ async def test_each_part_rewards_its_own_tasks(parts: list[dict[str, Any]]) -> N
         )
         assert environment.score(task, None, gold, []).parts == {part: 1.0}
         assert environment.score(task, None, "something else", []).reward == 0.0
+
+
+def test_a_runs_metrics_are_reported_per_part() -> None:
+    def episode(env: str, reward: float | None, **metrics: float) -> Trajectory:
+        return Trajectory("s", "t", env, "train", Outcome.COMPLETED, [], reward=reward, metrics=metrics)
+
+    mixed = [
+        episode("sums", 1.0, unparseable=0.0),
+        episode("sums", 0.0, unparseable=1.0),
+        episode("facts", 1.0, turns=3.0),
+    ]
+    assert told_metrics(mixed) == {
+        "reward/sums": 0.5, "reward/facts": 1.0, "episode/unparseable": 0.5, "episode/turns": 3.0,
+    }  # fmt: skip
+    assert told_metrics(mixed[:2]) == {"episode/unparseable": 0.5}, "one environment is `reward/mean` already"
 
 
 @pytest.mark.parametrize(

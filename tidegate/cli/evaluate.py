@@ -100,7 +100,8 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         sets=[name for name in (arguments.sets or "").split(",") if name],
         tasks=arguments.tasks,
     )
-    results = asyncio.run(evaluate(job, Progress("evaluation")))
+    progress = Progress("evaluation")
+    results = asyncio.run(evaluate(job, progress, progress.note))
     if arguments.json:
         print(json.dumps({**results, "directory": str(job.directory)}))
     else:

@@ -63,9 +63,12 @@ class Job:
         return Sampling(self.temperature, max_tokens=self.settings.sampling.max_tokens)
 
 
-async def evaluate(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
+async def evaluate(
+    job: Job, progress: Callable[[int, int], None], note: Callable[[str], None]
+) -> dict[str, Any]:
     """Run it and write `results.json` and `episodes.jsonl`; returns what the former holds.
 
+    `progress` is told how many episodes have ended, of how many; `note` is told one line of news.
     The first Ctrl-C ends it with what there is (`status` is then `interrupted`), a second one at once.
     Raises TidegateError after writing what there is.
     """
@@ -85,7 +88,7 @@ async def evaluate(job: Job, progress: Callable[[int, int], None]) -> dict[str, 
         status = "failed"
         reasons: Counter[str] = Counter()
         try:
-            async with _attempts(job, environment, guard) as attempt:
+            async with _attempts(job, environment, guard, note) as attempt:
                 sampler = Sampler(
                     attempt, sets, job.samples, job.settings.eval.max_concurrency, job.settings.run.seed,
                     job.settings.trainer.max_attempts, keep, progress,
@@ -121,12 +124,14 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
 
 
 @contextlib.asynccontextmanager
-async def _attempts(job: Job, environment: Environment, guard: Guard) -> AsyncIterator[Attempt]:
+async def _attempts(
+    job: Job, environment: Environment, guard: Guard, note: Callable[[str], None]
+) -> AsyncIterator[Attempt]:
     if job.endpoint is not None:
         async with direct(job.settings, environment, job.endpoint, job.directory) as attempt:
             yield attempt
     else:
-        async with hosted(job.settings, job.sampling, job.directory, guard) as attempt:
+        async with hosted(job.settings, job.sampling, job.directory, guard, note) as attempt:
             yield attempt
 
 

@@ -34,7 +34,7 @@ async def hosted(
     sampling: Sampling,
     directory: Path,
     guard: Guard,
-    note: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None],
 ) -> AsyncIterator[Attempt]:
     """Serves `settings.model.path` (or uses `settings.engine.urls`) and gives the way to run an episode.
 

@@ -17,6 +17,7 @@ class Progress:
         self._tty = sys.stderr.isatty()
         self._drawn = 0.0
         self._tenths = 0
+        self._open = False
 
     def __call__(self, done: int, total: int) -> None:
         if self._tty:
@@ -25,6 +26,12 @@ class Progress:
                 self._drawn = now
                 end = "\n" if done == total else ""
                 print(f"\r{self._what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+            self._open = done < total
         elif done * _LINES // total > self._tenths:
             self._tenths = done * _LINES // total
             print(f"{self._what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line of news between."""
+        print(f"\n{text}" if self._open else text, file=sys.stderr, flush=True)
+        self._open = False

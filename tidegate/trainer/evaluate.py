@@ -126,6 +126,13 @@ def _metrics(
         if rewards:
             metrics[key] = float(np.mean(rewards))
             metrics[key.replace("reward", "episodes")] = float(len(rewards))
+    told = [
+        t.metrics["unparseable"]
+        for s, m, t in episodes
+        if (s, m) == ("", "sampled") and t.reward is not None and "unparseable" in t.metrics
+    ]
+    if told:  # wrong because nothing could be read, and not because what was read is wrong
+        metrics["eval/unparseable"] = float(np.mean(told))
     metrics["eval/failed"] = float(wanted - sum(t.reward is not None for _, _, t in episodes))
     versions = [v for _, _, t in episodes for turn in t.turns for v, _, _ in turn.version_spans]
     if versions:

@@ -49,7 +49,7 @@ class Recorder:
             **_spread(
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
             ),
-            **_told(trained + dropped),
+            **told_metrics(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
@@ -61,7 +61,7 @@ def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[
     return {f"{name}/{one}": float(getattr(found, one)()) for one in which} if len(found) else {}
 
 
-def _told(episodes: list[Trajectory]) -> dict[str, float]:
+def told_metrics(episodes: list[Trajectory]) -> dict[str, float]:
     """`reward/<env>` where there are several environments, and `episode/<name>`: what agents and rewards
     told of their episodes, each the mean over those that told it."""
     values: dict[str, list[float]] = {}
