@@ -195,6 +195,8 @@ def test_versions_only_rise_and_are_announced_first() -> None:
     with pytest.raises(LedgerError):
         driver.core.publish(version)
     assert [one["version"] for one in driver.book if one["event"] == "publishing"] == [1]
+    failed, again = driver.core.publishing(2), driver.core.publishing(2)
+    assert (failed, again) == (2, 3), "a number whose publish failed is spent"
 
 
 def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
