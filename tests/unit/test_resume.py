@@ -95,8 +95,8 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
     assert (start.step, start.version, start.checkpoint) == (0, 4, None)
     with Ledger(run_dir / "ledger.jsonl") as ledger:
         admission, lost = start.open_book(ledger, rules_of(settings(tmp_path)))
-    assert (admission.epoch, admission.version, lost) == (2, 4, 0)
-    assert admission.publishing(1) == 5
+        assert (admission.epoch, admission.version, lost) == (2, 4, 0)
+        assert admission.publishing(1) == 5
 
 
 def test_a_taken_directory_and_a_missing_run_are_refused(tmp_path: Path) -> None:
