@@ -201,7 +201,7 @@ async def test_a_reply_cut_by_length(patient: Patient) -> None:
     patient.says("#### 1 2 3 4 5 6", ended=False)
     found = await patient.examine()
     assert list(found) == ["cut_by_length"]
-    assert "1 of 1 reply cut by length: sampling.max_tokens = 4" in found["cut_by_length"].text
+    assert "1 of 1 replies was cut by length: sampling.max_tokens = 4" in found["cut_by_length"].text
 
 
 async def test_tool_calls_that_cannot_be_parsed(patient: Patient) -> None:
@@ -323,5 +323,6 @@ def test_the_command_tells_in_words_and_ends_with_1(tmp_path: Path) -> None:
     done = doctor("--agent", "mine.py:agent", "--sampling.max_tokens", "8", cwd=tmp_path)
     assert done.returncode == 1
     assert "ERROR    your agent raised KeyError: 'knowledge'" in done.stdout
+    assert "\n1 error" in done.stdout
     logs = Path(done.stdout.strip().rpartition("logs: ")[2])
     assert (logs / "engine.log").is_file()

@@ -85,6 +85,7 @@ def _print(finding: Finding) -> None:
 
 def _summary(findings: list[Finding], logs: str | None) -> str:
     levels = [finding.level.value for finding in findings]
-    counts = [f"{levels.count(level)} {level}s" for level in ("error", "warning") if level in levels]
+    numbers = {level: levels.count(level) for level in ("error", "warning") if level in levels}
+    counts = [f"{number} {level}{'s' if number > 1 else ''}" for level, number in numbers.items()]
     where = f"; the processes' logs: {logs}" if logs else ""
     return f"\n{', '.join(counts) or 'nothing is wrong'}{where}"

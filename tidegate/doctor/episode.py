@@ -128,7 +128,7 @@ def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
             "episode",
             "never_called",
             "your agent never called the gateway, or never took a reply",
-            "it must use session.base_url and session.api_key, or session.openai()",
+            "it must use session.base_url and session.api_key (a program: OPENAI_BASE_URL, OPENAI_API_KEY)",
         )
     elif summary.outcome is Outcome.REWARD_ERROR:
         yield error("episode", "reward_failed", f"the episode has no reward: {why}")
@@ -165,9 +165,8 @@ def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
         yield warning(
             "episode",
             "cut_by_length",
-            f"{cut} of {_count(len(turns), 'reply', 'replies')} cut by "
-            f"length: sampling.max_tokens = {settings.sampling.max_tokens}, engine.max_context = "
-            f"{settings.engine.max_context}",
+            f"{cut} of {len(turns)} replies {'was' if cut == 1 else 'were'} cut by length: sampling.max_tokens = "
+            f"{settings.sampling.max_tokens}, engine.max_context = {settings.engine.max_context}",
             "raise the one that is too small",
         )
 
@@ -179,8 +178,7 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
         yield warning(
             "episode",
             "tool_calls_malformed",
-            f"tool calls could not be parsed in {len(bad)} of "
-            f"{_count(len(turns), 'reply', 'replies')}: {text!r}",
+            f"tool calls could not be parsed in {len(bad)} of {len(turns)} replies: {text!r}",
             "a weak model has to learn it; a strong one writes another form: see gateway.tool_parser",
         )
     unread = [
@@ -195,8 +193,7 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
         yield warning(
             "episode",
             "tool_calls_unread",
-            f"tool calls came back as text in {len(unread)} of "
-            f"{_count(len(turns), 'reply', 'replies')}: {why}",
+            f"tool calls came back as text in {len(unread)} of {len(turns)} replies: {why}",
         )
 
 
