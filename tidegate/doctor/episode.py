@@ -165,8 +165,9 @@ def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
         yield warning(
             "episode",
             "cut_by_length",
-            f"{cut} of {len(turns)} replies {'was' if cut == 1 else 'were'} cut by length: sampling.max_tokens = "
-            f"{settings.sampling.max_tokens}, engine.max_context = {settings.engine.max_context}",
+            f"{cut} of {len(turns)} replies {'was' if cut == 1 else 'were'} cut by length: "
+            f"sampling.max_tokens = {settings.sampling.max_tokens}, "
+            f"engine.max_context = {settings.engine.max_context}",
             "raise the one that is too small",
         )
 
