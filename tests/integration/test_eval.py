@@ -165,6 +165,15 @@ def test_what_is_wrong_is_said(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"), [("[1]", "a JSON object is needed"), ("{", "not valid JSON")]
+)
+def test_options_are_json_objects(capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--env-options", options])
+    assert message in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- an endpoint
 
 

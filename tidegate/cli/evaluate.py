@@ -29,10 +29,10 @@ def add(verbs: Verbs) -> None:
     what = verb.add_argument_group("what")
     what.add_argument("--config", type=Path, help="a TOML file of settings; a run has its own")
     what.add_argument("--env", metavar="USE", help="a built-in environment, or file.py:Name")
-    what.add_argument("--env-options", type=json.loads, metavar="JSON", help="its options")
+    what.add_argument("--env-options", type=_table, metavar="JSON", help="its options")
     what.add_argument("--data", metavar="PATH", help="short for the environment's option path")
     what.add_argument("--agent", metavar="USE", help="a built-in agent, or file.py:Name")
-    what.add_argument("--agent-options", type=json.loads, metavar="JSON", help="its options")
+    what.add_argument("--agent-options", type=_table, metavar="JSON", help="its options")
     what.add_argument("--url", help="an OpenAI-compatible base URL, as http://host:8000/v1")
     what.add_argument("--model", help="the model's name at --url")
     what.add_argument("--api-key-env", metavar="NAME", help="the environment variable with the key of --url")
@@ -47,6 +47,16 @@ def add(verbs: Verbs) -> None:
     how.add_argument("--out", type=Path, metavar="DIR", help="where results go; else evals/N of the run")
     how.add_argument("--json", action="store_true", help="print the results as one JSON object")
     verb.set_defaults(run=run, takes_settings=True)
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('a JSON object is needed, such as {"seed": 1}')
+    return found
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
