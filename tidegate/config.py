@@ -116,7 +116,9 @@ class TrainerSettings(Section):
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """How often one task is recycled after its group went stale, before another task takes its place."""
     learning_rate: Annotated[float, Field(ge=0)] = 5e-4
-    """AdamW's, constant after the warm-up."""
+    """AdamW's, after the warm-up."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """Of the learning rate; `linear` falls to a tenth at the last step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's, on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0

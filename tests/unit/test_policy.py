@@ -161,6 +161,13 @@ def test_the_learning_rate_warms_up_and_stays(base):
     assert rates == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04, 0.04])
 
 
+def test_a_linear_schedule_falls_to_a_tenth_at_the_last_step(base):
+    policy = load(base, learning_rate=0.1, schedule="linear", steps=4)
+    rows = make_rows(2)
+    rates = [policy.update(rows, version=3)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([0.1, 0.07, 0.04, 0.01, 0.01])
+
+
 def test_weight_decay_spares_vectors(base):
     policy = load(base, weight_decay=0.5, learning_rate=0.1)
     rows = make_rows(2)

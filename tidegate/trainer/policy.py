@@ -40,6 +40,9 @@ TOKENIZER_FILES = (
 )
 """What a base model's directory holds besides weights and configs that an engine needs."""
 
+FINAL_RATE = 0.1
+"""What is left of the learning rate at the last step of a linear schedule."""
+
 
 class Policy:
     """A Hugging Face causal LM with AdamW. It blocks: call it from a thread of its own.
@@ -210,9 +213,13 @@ class Policy:
         return torch.stack(losses).sum()
 
     def _learning_rate(self) -> float:
-        """Constant after a linear warm-up over `warmup_steps`."""
-        warmup = self.settings.warmup_steps
-        return self.settings.learning_rate * min(1.0, (self.steps + 1) / (warmup + 1))
+        """A linear warm-up over `warmup_steps`, then constant, or linear to FINAL_RATE at `steps`."""
+        settings = self.settings
+        rate = settings.learning_rate * min(1.0, (self.steps + 1) / (settings.warmup_steps + 1))
+        if settings.schedule == "constant":
+            return rate
+        done = min(1.0, self.steps / max(1, settings.steps - 1))
+        return rate * (1.0 - (1.0 - FINAL_RATE) * done)
 
     def _step(self, learning_rate: float) -> None:
         for group in self._optimizer.param_groups:
