@@ -227,6 +227,18 @@ def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
     return check_settings(raw, str(path) if path is not None else "the command line")
 
 
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Plain words of a command line, and settings: `--section.key value` or `--section.key=value`."""
+    plain, overrides, waiting = [], [], False
+    for word in words:
+        if waiting or word.startswith("--"):
+            overrides.append(word)
+            waiting = not waiting and "=" not in word
+        else:
+            plain.append(word)
+    return plain, overrides
+
+
 def check_settings(raw: dict[str, Any], where: str) -> Settings:
     """Check settings that were read already; raises ConfigError."""
     try:

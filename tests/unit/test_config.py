@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.config import dump_settings, known_keys, load_settings
+from tidegate.config import dump_settings, known_keys, load_settings, split_words
 from tidegate.errors import ConfigError
 
 MODEL = ["--model.path", "somewhere"]
@@ -83,3 +83,11 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> No
 
 def test_every_setting_is_explained() -> None:
     assert [key for key, _, text in known_keys() if not text] == []
+
+
+def test_a_settings_file_is_found_wherever_it_stands() -> None:
+    words = ["--run.name", "foo", "a.toml", "--trainer.steps=3", "--run.live", "false"]
+    assert split_words(words) == (
+        ["a.toml"],
+        ["--run.name", "foo", "--trainer.steps=3", "--run.live", "false"],
+    )

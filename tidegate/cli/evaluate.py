@@ -60,7 +60,8 @@ def _table(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.evaluation.target import find_target, split_words
+    from tidegate.config import split_words
+    from tidegate.evaluation.target import find_target
 
     words, overrides = split_words(rest)
     if len(words) > 1:

@@ -13,10 +13,10 @@ def add(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "train",
         help="train an agent's model",
+        usage="tidegate train CONFIG.toml [--resume | --fresh] [--dry-run] [--section.key value ...]",
         description="Train: starts the engine and the gateway, runs the agent, updates and publishes.",
         epilog="Any setting can be given as --section.key value; `tidegate train --settings` lists them.",
     )
-    verb.add_argument("config", type=Path, nargs="?", help="a TOML file of settings")
     how = verb.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     how.add_argument("--fresh", action="store_true", help="set an existing run of this name aside first")
@@ -27,16 +27,19 @@ def add(verbs: Verbs) -> None:
     verb.set_defaults(run=run, takes_settings=True)
 
 
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from tidegate.config import known_keys, load_settings
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from tidegate.config import known_keys, load_settings, split_words
 
     if arguments.settings:
         for key, default, text in known_keys():
             print(f"{key:<32}{default:<16}{' '.join(text.split())}")
         return 0
-    if arguments.config is None and not overrides:
+    files, overrides = split_words(rest)
+    if len(files) > 1:
+        raise ConfigError(f"one settings file is read, not {' and '.join(files)}")
+    if not files and not overrides:
         raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
-    settings = load_settings(arguments.config, overrides)
+    settings = load_settings(Path(files[0]) if files else None, overrides)
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe
 

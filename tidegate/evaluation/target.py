@@ -48,15 +48,3 @@ def newest_checkpoint(run_dir: Path) -> Path:
     if not steps:
         raise ConfigError(f"{run_dir} has no committed checkpoint to evaluate; was it trained at all?")
     return steps[max(steps)]
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that are targets, and settings: `--section.key value` or `--section.key=value`."""
-    targets, overrides, waiting = [], [], False
-    for word in words:
-        if waiting or word.startswith("--"):
-            overrides.append(word)
-            waiting = not waiting and "=" not in word
-        else:
-            targets.append(word)
-    return targets, overrides
