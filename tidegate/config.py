@@ -115,8 +115,8 @@ class TrainerSettings(Section):
     """Attempts of one slot before its group is partial or failed and its task is quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """How often one task is recycled after its group went stale, before another task takes its place."""
-    learning_rate: Annotated[float, Field(ge=0)] = 5e-4
-    """AdamW's, after the warm-up."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """AdamW's, after the warm-up; the default suits models of a billion parameters, tiny ones want more."""
     schedule: Literal["constant", "linear"] = "constant"
     """Of the learning rate; `linear` falls to a tenth at the last step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -227,6 +227,13 @@ def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
     return check_settings(raw, str(path) if path is not None else "the command line")
 
 
+def _shown(default: Any) -> str:
+    """A default as one would write it in TOML; nothing where there is none."""
+    if default is None:
+        return ""
+    return tomli_w.dumps({"a": str(default) if isinstance(default, Path) else default})[4:].strip()
+
+
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Plain words of a command line, and settings: `--section.key value` or `--section.key=value`."""
     plain, overrides, waiting = [], [], False
@@ -261,7 +268,7 @@ def known_keys() -> list[tuple[str, str, str]]:
         assert isinstance(section, type)
         assert issubclass(section, Section)
         for key, one in section.model_fields.items():
-            default = "required" if one.is_required() else repr(one.default)
+            default = "required" if one.is_required() else _shown(one.default)
             found.append((f"{name}.{key}", default, one.description or ""))
     return found
 

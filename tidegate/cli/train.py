@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     if arguments.settings:
         for key, default, text in known_keys():
-            print(f"{key:<32}{default:<16}{' '.join(text.split())}")
+            print(f"{key:<31} {default:<15} {' '.join(text.split())}")
         return 0
     files, overrides = split_words(rest)
     if len(files) > 1:
