@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -382,9 +383,8 @@ def test_the_verb_serves_and_ends_with_its_owner(small: Path, tmp_path: Path) ->
             time.sleep(0.05)
         url = json.loads(announced.read_text())["url"]
         assert url in first
-        import httpx
-
-        assert httpx.get(f"{url}/api/state").json()["name"] == "small"
+        with urllib.request.urlopen(f"{url}/api/state", timeout=20) as reply:
+            assert json.load(reply)["name"] == "small"
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(20) == 0
