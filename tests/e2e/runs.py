@@ -51,6 +51,13 @@ class TrainProcess:
             assert time.monotonic() < deadline, f"no step {step} within {timeout} s: {self.output()[-3000:]}"
             time.sleep(0.05)  # polling a file that another process writes
 
+    def until_said(self, words: str, timeout: float = 60) -> None:
+        """Wait until the output has the words."""
+        deadline = time.monotonic() + timeout
+        while words not in self.output():
+            assert time.monotonic() < deadline, f"never said {words!r}: {self.output()[-3000:]}"
+            time.sleep(0.02)  # polling a file that another process writes
+
     def owned(self, name: str) -> int:
         """The pid of the owned `engine` or `gateway`."""
         found: int = json.loads((self.run_dir / "logs" / f"{name}.address").read_text())["pid"]

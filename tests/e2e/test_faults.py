@@ -62,6 +62,22 @@ def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> No
     assert audit.groups["stepped"] == dead.groups["stepped"], "what lay behind the marker stays `stepped`"
 
 
+def test_a_second_ctrl_c_stops_at_once_and_nothing_outlives_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1") as run:
+        run.until_step(2)
+        children = [run.owned("engine"), run.owned("gateway")]
+        run.interrupt()
+        run.until_said("once more stops at once")
+        run.interrupt()
+        assert run.wait(20) == 130, run.output()
+        assert all(gone(child) for child in children)
+    steps = held(run_dir).steps
+    with training(run_dir, f"--trainer.steps={steps + 1}", "--resume") as run:
+        assert run.wait() == 0, run.output()
+    assert held(run_dir).groups["live"] == 0
+
+
 FLAKY = """
 import asyncio, hashlib, os, sys
 from tidegate.agents.solver import Solver
