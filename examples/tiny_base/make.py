@@ -34,9 +34,11 @@ MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # the keys of a tool call are one piece each, so that the call is short.
 PIECES = r'[0-9]| [-+*/] |\{?"?[a-z]+"[:,] [{"]*| ?[A-Za-z]+|[^A-Za-z0-9\s]+|\s'
 
-# How the demonstrations go wrong. Of three in five, most make the same mistake each time: one operator
-# of the template is habitually another. So the right expression is neither absent nor the favourite.
-HABIT_SHARE = 0.45
+# How the demonstrations go wrong. Half of them do, and most of these make the same mistake each time: one
+# operator of the template is habitually another. So the right expression is well within reach, and still
+# sampled in fewer than half of the episodes. (At 0.45 one template's right expression was so rare that
+# reinforcement learning found it with some seeds and not with others.)
+HABIT_SHARE = 0.32
 NOISE_SHARE = 0.20
 HABITS = {"+": "*", "-": "+", "*": "+", "/": "-"}
 

@@ -40,5 +40,5 @@ def test_its_reward_rises(project: Path) -> None:
     typed("tidegate", "train", "config.toml", cwd=project, timeout_s=1200)
     rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]
     rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
-    assert 0.05 <= rewards[0] <= 0.5
+    assert 0.05 <= rewards[0] <= 0.6
     assert rewards[-1] >= 0.8
