@@ -127,6 +127,8 @@ class TrainerSettings(Section):
     """Gradients are clipped to this norm."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """C of the loss −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
+    dynamic_sampling: bool = True
+    """Groups whose rewards are all alike are filtered and replaced; off: they train at advantage 0."""
     normalize_advantage: bool = True
     """Divide a group's advantages by the standard deviation of its rewards (GRPO); off: Dr. GRPO."""
     microbatch_tokens: Annotated[int, Field(ge=64)] = 8192

@@ -3,8 +3,8 @@
 Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may be missing:
 
 - `step`, `version`, `time` (seconds, any origin)
-- `reward/mean`, `reward/std`; after an evaluation `eval/reward`, `eval/reward_greedy`,
-  `eval/reward_unseen_templates`
+- `reward/mean`, `reward/std`; `reward/zero_variance_ratio`, the share of groups whose rewards are all alike;
+  after an evaluation `eval/reward`, `eval/reward_greedy`, `eval/reward_unseen_templates`
 - `staleness/mean`, `staleness/max` (policy versions), `weight_version/mixed_turn_ratio`
 - `tokens/sampled`, `tokens/trained`: of this step's batch; `tokens/sampled_total`: by rollouts so far
 - `time/step` and its parts `time/wait_for_batch` (the trainer waits for data), `time/update`,

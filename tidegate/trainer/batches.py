@@ -1,4 +1,4 @@
-"""Batches: lease ready groups, filter what teaches nothing, sweep by staleness, cut.
+"""Batches: lease ready groups, filter what teaches nothing (dynamic sampling), sweep by staleness, cut.
 
 The cut is exact: `groups_per_batch` groups, none staler than the bound at that moment.
 """
@@ -56,11 +56,15 @@ def group_credit(normalize: bool) -> Credit:
 
 @dataclass(slots=True)
 class Batches:
-    """Gathers groups from the gateway. `freed` is told whenever something left admission's count."""
+    """Gathers groups from the gateway. `freed` is told whenever something left admission's count.
+
+    With `dynamic_sampling` a group whose rewards are all alike ends `filtered`, and another takes its place.
+    """
 
     gateway: GatewayClient
     admission: Admission
     freed: Callable[[], None]
+    dynamic_sampling: bool = True
     last_progress: float = field(default_factory=time.monotonic)
     _held: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
@@ -95,7 +99,7 @@ class Batches:
         self._held[group.id] = group
         self._leased_at[group.id] = self.last_progress
         self.admission.lease(group.id, group.oldest_version())
-        if is_zero_variance(group.rewards()):
+        if self.dynamic_sampling and is_zero_variance(group.rewards()):
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
         return None

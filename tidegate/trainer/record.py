@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidegate.observer import Observer
+from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -49,11 +50,18 @@ class Recorder:
             **_spread(
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
             ),
+            "reward/zero_variance_ratio": _zero_variance_ratio(batch),
             **told_metrics(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
         }
+
+
+def _zero_variance_ratio(batch: Batch) -> float:
+    """The share of the finished groups whose rewards are all alike, whether they were filtered or not."""
+    groups = [*batch.groups, *(group for group, _ in batch.dropped)]
+    return float(np.mean([is_zero_variance(group.rewards()) for group in groups]))
 
 
 def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[str, float]:

@@ -134,7 +134,9 @@ class Run:
         episodes = Episodes(self.gateway, processes.worker, settings.agent.deadline_s)
         files = TrajectoryFiles(self.dir)
         self.rollout = Rollout(settings, self.admission, episodes, self.environment, files.failure)
-        self.batches = Batches(self.gateway, self.admission, self.rollout.wake)
+        self.batches = Batches(
+            self.gateway, self.admission, self.rollout.wake, settings.trainer.dynamic_sampling
+        )
         self.evaluator = Evaluator(
             settings,
             episodes,

@@ -1,0 +1,88 @@
+"""Batches before a scripted gateway: what is filtered, what is replaced, what the metrics say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.learning_fixtures import make_trajectory, make_turn
+from tidegate.observer import Observer
+from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.batches import Batches, group_credit
+from tidegate.trainer.metrics import MetricsLog
+from tidegate.trainer.record import Recorder
+from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.types import Group, Outcome, Trajectory
+
+ALIKE, APART = [1.0, 1.0], [0.0, 1.0]
+
+
+@dataclass
+class Gateway:
+    """Hands out groups whose rewards are scripted, one a lease, as soon as admission may start one."""
+
+    admission: Admission
+    rewards: list[list[float]]
+    acked: list[tuple[str, str]] = field(default_factory=list)
+
+    async def lease(self, *_: Any) -> list[Group]:
+        group = self.admission.start_group(self.admission.next_ticket(), f"t{len(self.rewards)}")
+        assert group is not None
+        for slot in range(2):
+            self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
+        members = [_episode(group.id, slot, reward) for slot, reward in enumerate(self.rewards.pop(0))]
+        return [Group(group.id, group.task, members, f"lease-{group.id}")]
+
+    async def ack(self, _: int, lease_id: str, outcome: str, step: int | None = None) -> None:
+        self.acked.append((lease_id, str(outcome)))
+
+
+def _episode(group: str, slot: int, reward: float) -> Trajectory:
+    found = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5])])
+    found.session_id, found.group_id, found.slot, found.reward = f"{group}-{slot}", group, slot, reward
+    return found
+
+
+def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Batches, Gateway, list[Any]]:
+    book: list[Any] = []
+    rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
+    admission = Admission(rules, book.append)
+    gateway = Gateway(admission, rewards)
+    return Batches(cast(Any, gateway), admission, lambda: None, dynamic_sampling), gateway, book
+
+
+async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
+    batches, gateway, book = gathered([ALIKE, APART, ALIKE, APART], dynamic_sampling=True)
+    batch = await batches.next()
+    assert [group.rewards() for group in batch.groups] == [APART, APART]
+    assert [group.rewards() for group, _ in batch.dropped] == [ALIKE, ALIKE]
+    ended = [(one["id"], one["state"]) for one in book if one["kind"] == "group" and one["event"] == "ended"]
+    assert ended == [("g1-000001", "filtered"), ("g1-000003", "filtered")]
+    assert [outcome for _, outcome in gateway.acked] == ["filtered", "filtered"]
+
+
+async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advantage_zero() -> None:
+    batches, gateway, _ = gathered([ALIKE, APART, APART], dynamic_sampling=False)
+    batch = await batches.next()
+    assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
+    assert (batch.dropped, gateway.acked) == ([], [])
+    advantages = group_credit(normalize=True)(batch)
+    assert advantages[0] == [0.0, 0.0]
+    rows = batch.rows(advantages)
+    assert {row.group_id for row in rows} == {group.id for group in batch.groups}
+    assert all(row.mask.any() for row in rows), "their tokens count as trained ones"
+
+
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+async def test_the_share_of_groups_without_variance_is_told_either_way(
+    dynamic_sampling: bool, tmp_path: Path
+) -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=dynamic_sampling)
+    recorder = Recorder(
+        MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
+    )
+    found = recorder.batch_metrics(await batches.next())
+    assert found["reward/zero_variance_ratio"] == pytest.approx(1 / 3 if dynamic_sampling else 1 / 2)
