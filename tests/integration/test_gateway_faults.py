@@ -15,12 +15,12 @@ from openai import AsyncOpenAI
 from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.engines import PoolTimes
+from tidegate.gateway.pool import PoolOptions
 from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
-FAST = PoolTimes(connect_s=5.0, probe_every_s=0.1, probe_timeout_s=10.0)
+FAST = PoolOptions(connect_s=5.0, probe_every_s=0.1, probe_timeout_s=10.0)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ async def test_a_dead_engine_that_comes_back_at_its_address_goes_on(stage: Stage
 
 async def test_an_engine_that_hangs_is_found_and_its_calls_move_on(tmp_path: Path) -> None:
     """The process accepts connections and says nothing, neither to calls nor to the probe."""
-    times = PoolTimes(probe_every_s=0.1, probe_timeout_s=0.3)
+    times = PoolOptions(probe_every_s=0.1, probe_timeout_s=0.3)
     async with staged(make_model_dir(tmp_path / "tiny"), pool=times) as stage:
         _, llm = await opened(stage)
         other = FakeEngine(stage.engine.decode, stop_id=2)

@@ -164,8 +164,8 @@ def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         return {"engines": [engine.to_wire() for engine in gateway.pool.engines()]}
 
     @app.post("/engines", dependencies=admin)
-    async def add_engine(body: bodies.EngineUrl) -> dict[str, str]:
-        await gateway.pool.add(body.url, wait_s=2.0)
+    async def add_engine(body: bodies.AddEngine) -> dict[str, str]:
+        await gateway.pool.add(body.url, body.control, wait_s=2.0)
         return {}
 
     @app.delete("/engines", dependencies=admin)

@@ -94,8 +94,16 @@ class Ack(Body):
     step: int | None = None
 
 
+Url = Annotated[str, Field(pattern="^https?://")]
+
+
 class EngineUrl(Body):
-    url: Annotated[str, Field(pattern="^https?://")]
+    url: Url
+
+
+class AddEngine(EngineUrl):
+    control: list[Url] = []
+    """The engines behind a router, which take the control calls that it does not pass on."""
 
 
 def storable(text: str) -> str:

@@ -180,8 +180,9 @@ class GatewayClient:
 
     # -- engines, health -------------------------------------------------------------------------
 
-    async def add_engine(self, url: str) -> None:
-        await self._json("POST", "/engines", {"url": url})
+    async def add_engine(self, url: str, control: Sequence[str] = ()) -> None:
+        """Take an engine in; `control`: where `url` is a router, the engines behind it. Idempotent."""
+        await self._json("POST", "/engines", {"url": url, "control": list(control)})
 
     async def remove_engine(self, url: str) -> None:
         await self._json("DELETE", "/engines", {"url": url})

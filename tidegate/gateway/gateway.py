@@ -12,9 +12,9 @@ from typing import Any
 import msgpack
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.engines import EnginePool, PoolTimes
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.metrics import Metrics, exposition
+from tidegate.gateway.pool import EnginePool, PoolOptions
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Rewarder, Scorer
 from tidegate.gateway.sessions import Session, Sessions, decide, hash_key, new_id, new_key
@@ -46,7 +46,7 @@ class GatewayOptions:
     """How long after its deadline a session may still be finished before it is forgotten."""
     retention_s: float = 3600.0
     """How long a finished session that is in no sealed group is kept."""
-    pool: PoolTimes = field(default_factory=PoolTimes)
+    pool: PoolOptions = field(default_factory=PoolOptions)
 
     @property
     def name(self) -> str:

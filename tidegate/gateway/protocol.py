@@ -7,6 +7,7 @@ not a number is no version.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +15,38 @@ import numpy as np
 import orjson
 
 from tidegate.errors import EngineError
+from tidegate.gateway.sampling import continued_seed
 from tidegate.types import Ids, VersionSpan
 
 
 @dataclass(slots=True)
 class Order:
-    """What is to be sampled: a prompt (shape [prompt]), how, and at most how much."""
+    """What is to be sampled: a prompt (shape [prompt]), how, and at most how much.
+
+    `stop_after(ids)` says how many of a reply's ids there are up to the end of its first stop string,
+    None where there is none. Engines look for stop strings themselves, but only in what one call samples.
+    """
 
     prompt: Ids
     params: dict[str, Any]
     max_new_tokens: int
     stream: bool = False
+    stop_after: Callable[[Sequence[int]], int | None] = lambda ids: None
+
+    def streams(self, sampled: Sampled) -> bool:
+        """Whether the next call is streamed: also where a stop string may straddle two calls, for only
+        what is seen as it comes can be ended in time."""
+        return self.stream or bool(sampled.ids and self.params.get("stop"))
+
+    def settle(self, sampled: Sampled) -> bool:
+        """Whether the reply is over after one more call; its end is found where engines cannot see it."""
+        end = self.stop_after(sampled.ids) if sampled.calls > 1 else None
+        if end is not None:
+            sampled.cut(end)
+            sampled.finish = "stop"
+        elif sampled.finish not in ("stop", "length") and len(sampled.ids) >= self.max_new_tokens:
+            sampled.finish = "length"
+        return sampled.finish in ("stop", "length")
 
 
 @dataclass(slots=True)
@@ -38,10 +60,20 @@ class Sampled:
     cached_tokens: int = 0
     kv_version: int | None = None
     """The oldest version among keys and values that were kept across a publish; None: there are none."""
+    calls: int = field(default=0, compare=False)
+    """Engine calls that gave tokens."""
+
+    def cut(self, end: int) -> None:
+        """Keep the first `end` tokens."""
+        del self.ids[end:], self.logprobs[end:]
+        self.spans = [
+            VersionSpan(version, start, min(stop, end)) for version, start, stop in self.spans if start < end
+        ]
 
     def extend(self, piece: Sampled) -> None:
         """Add what one more engine call gave; neighbouring spans of one version become one."""
         offset = len(self.ids)
+        self.calls += bool(piece.ids)
         if not self.ids:
             self.cached_tokens = piece.cached_tokens
         self.ids += piece.ids
@@ -59,16 +91,22 @@ class Sampled:
 
 
 def request_body(order: Order, sampled: Sampled, rid: str) -> bytes:
-    """The JSON of one `/generate` call; it continues after the tokens that were sampled already."""
+    """The JSON of one `/generate` call; it continues after the tokens that were sampled already.
+
+    Engines draw by seed and position in what they sample, so a continuation has a seed of its own: with
+    the same one it would draw the first numbers again.
+    """
     prompt = order.prompt
+    params = {**order.params, "max_new_tokens": order.max_new_tokens - len(sampled.ids)}
     if sampled.ids:
         prompt = np.concatenate((prompt, np.asarray(sampled.ids, dtype=np.int32)))
-    params = {**order.params, "max_new_tokens": order.max_new_tokens - len(sampled.ids)}
+        if "sampling_seed" in params:
+            params["sampling_seed"] = continued_seed(params["sampling_seed"], len(sampled.ids))
     body = {
         "input_ids": np.ascontiguousarray(prompt),
         "sampling_params": params,
         "return_logprob": True,
-        "stream": order.stream,
+        "stream": order.streams(sampled),
         "rid": rid,
     }
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -86,9 +124,11 @@ def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
         raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
     ids = payload.get("output_ids")
     pairs = meta.get("output_token_logprobs")
+    finish = _finish(meta.get("finish_reason"))
+    if finish == "abort" and not ids:
+        return Sampled(finish=finish)  # ended before its first token: there may be neither list
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise EngineError("the engine returned no output_ids")
-    finish = _finish(meta.get("finish_reason"))
     if not finish and not partial:
         raise EngineError("the engine returned no finish_reason")
     if not finish and not pairs:

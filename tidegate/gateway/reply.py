@@ -5,6 +5,7 @@ One pipeline serves streamed and whole replies, so that what was streamed is wha
 
 from __future__ import annotations
 
+import bisect
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,6 +86,18 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
+
+
+def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int | None:
+    """How many ids there are up to the end of the first stop string in their text; None: there is none."""
+
+    def stopped(size: int) -> bool:
+        text = decode(ids[:size])
+        return any(stop in text for stop in stops)
+
+    if not stopped(len(ids)):
+        return None
+    return bisect.bisect_left(range(len(ids)), True, key=stopped)
 
 
 class ReplyReader:

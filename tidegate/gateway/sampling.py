@@ -97,7 +97,16 @@ def turn_seed(session: int | None, turn: int, agent: int | None) -> int | None:
     """
     if session is None:
         return None if agent is None else agent & 0x7FFFFFFF
-    digest = blake2b(f"{session}/{turn}/{agent}".encode(), digest_size=4).digest()
+    return _seed(f"{session}/{turn}/{agent}")
+
+
+def continued_seed(seed: int, sampled: int) -> int:
+    """The seed with which a reply goes on after so many tokens; the same for the same seed and place."""
+    return _seed(f"{seed}+{sampled}")
+
+
+def _seed(text: str) -> int:
+    digest = blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 

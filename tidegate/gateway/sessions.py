@@ -38,7 +38,7 @@ class Session:
     metadata: dict[str, Any] = field(default_factory=dict)
     tree: Tree = field(default_factory=Tree)
     calls: Calls = field(default_factory=Calls)
-    seat: Seat = field(default_factory=Seat)
+    seat: Seat = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
     """Posted while it ran, by name."""
     gave_up: str | None = None
@@ -48,6 +48,9 @@ class Session:
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
     forget_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.seat = Seat(self.id, self.group_id or self.id)
 
     @property
     def state(self) -> str:
@@ -67,6 +70,7 @@ class Session:
         if self.closed is None:
             self.closed = why
         self.calls.cancel(session_over(self.closed))
+        self.seat.leave()
 
     def oldest_version(self) -> int | None:
         """The oldest version attested so far among its delivered turns; None while there is none."""

@@ -6,19 +6,20 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from tidegate.errors import EngineError
 from tidegate.gateway.calls import Call
-from tidegate.gateway.engines import EnginePool
 from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.protocol import Order, Sampled
 from tidegate.gateway.refusal import engine_failure
 from tidegate.gateway.render import Renderer, Unrenderable
-from tidegate.gateway.reply import ReplyReader
+from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import PARSERS, PlainParser, ToolParser
@@ -94,6 +95,8 @@ class Turns:
         parser = PARSERS[self._tool_parser]() if parse else PlainParser()
         reader = ReplyReader(self._renderer.decode, ask.wishes.stop, parser)
         order = Order(prompt, params, budget, ask.stream)
+        if ask.wishes.stop:
+            order.stop_after = partial(stop_after, self._renderer.decode, ask.wishes.stop)
         said = ask.messages[place.start :]
         self._metrics.rendered_tokens += len(delta)
         return Call(ask.digest, place, delta, said, order, reader, branch, prompt_tokens=len(prompt))

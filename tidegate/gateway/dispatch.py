@@ -1,0 +1,120 @@
+"""Which engine a call goes to, and who waits for whom.
+
+A session keeps its seat while the engine is well: it has the session's prefix in its cache. A call that
+would wait there goes to another engine that has a slot free: a prefill is cheaper than a wait. Where none
+is free, calls wait in a fair line by session, and the line is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from tidegate.errors import EngineError
+from tidegate.gateway.engines import Engine, Seat
+from tidegate.gateway.fairqueue import FairQueue
+from tidegate.gateway.ring import place
+
+
+class QueueFullError(EngineError):
+    """So many calls wait already that one more is not taken in; nothing of it was sampled."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    seat: Seat
+    slot: asyncio.Future[Engine]
+
+
+class Dispatch:
+    """Hands out the slots of engines. While anyone waits, no slot is free."""
+
+    def __init__(self, most_waiting: int) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.waiting = 0
+        self._most_waiting = most_waiting
+        self._lines: dict[Engine | None, FairQueue[_Waiter]] = {None: FairQueue()}
+        """By the engine whose cache they want; None: there was no engine."""
+
+    def add(self, engine: Engine) -> None:
+        self.engines[engine.url] = engine
+        self._lines[engine] = FairQueue()
+
+    def remove(self, url: str) -> Engine | None:
+        """It gets no new calls; those under way go on."""
+        engine = self.engines.pop(url, None)
+        if engine is not None:
+            engine.healthy = False
+            self.down(engine)
+            del self._lines[engine]
+        return engine
+
+    def seat(self, seat: Seat) -> Engine | None:
+        """The engine where a session sits; None where no engine is well."""
+        if seat.engine is not None and seat.engine.healthy:
+            return seat.engine
+        healthy = {url: one for url, one in self.engines.items() if one.healthy}
+        if not healthy:
+            return None
+        engine = healthy[place(seat.key, {url: one.seats for url, one in healthy.items()})]
+        seat.take(engine)
+        return engine
+
+    async def enter(self, seat: Seat, *, fresh: bool = True) -> Engine:
+        """A slot on an engine, to be given back by `leave`; waits until there is one.
+
+        Raises QueueFullError where the line is full and the call is `fresh`: one that was let in before
+        is never turned away.
+        """
+        own = self.seat(seat)
+        engine = own if own is not None and own.free else self._freest()
+        if engine is not None:
+            engine.busy += 1
+            return engine
+        if fresh and self.waiting >= self._most_waiting:
+            raise QueueFullError(f"{self.waiting} calls wait for an engine; no more are taken in")
+        waiter = _Waiter(seat, asyncio.get_running_loop().create_future())
+        self._wait(own, waiter)
+        try:
+            return await waiter.slot
+        except asyncio.CancelledError:
+            if waiter.slot.done() and not waiter.slot.cancelled():
+                self.leave(waiter.slot.result())  # it was given a slot as it gave up
+            else:
+                self._give_up(waiter)
+            raise
+
+    def leave(self, engine: Engine) -> None:
+        engine.busy -= 1
+        self.serve(engine)
+
+    def serve(self, engine: Engine) -> None:
+        """Give an engine's free slots to those who wait: first its own sessions, then any."""
+        while engine.free and self.waiting:
+            line = self._lines.get(engine)
+            if not line:
+                line = max(self._lines.values(), key=len)
+            waiter = line.pop()
+            self.waiting -= 1
+            engine.busy += 1
+            waiter.slot.set_result(engine)
+
+    def down(self, engine: Engine) -> None:
+        """It is not healthy any more: who waited for it waits for another one."""
+        for _, waiter in self._lines[engine].drain():
+            self.waiting -= 1
+            self._wait(self.seat(waiter.seat), waiter)
+
+    def _freest(self) -> Engine | None:
+        free = [one for one in self.engines.values() if one.free]
+        return min(free, key=lambda one: one.busy / one.limit, default=None)
+
+    def _wait(self, engine: Engine | None, waiter: _Waiter) -> None:
+        self._lines[engine].push(waiter.seat.flow, waiter)
+        self.waiting += 1
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        for line in self._lines.values():
+            if line.discard(waiter.seat.flow, waiter):
+                self.waiting -= 1
+                return
