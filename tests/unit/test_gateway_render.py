@@ -63,7 +63,7 @@ def after(rng: random.Random, said: Message) -> list[Message]:
 def sampled_form(renderer: Renderer, history: list[Message], said: Message, tools: Any) -> list[int]:
     """The ids that the template itself would write for a reply, its end of turn included."""
     ids = renderer.root(history, tools, {}).tolist()
-    full = renderer.encode(renderer._render([*history, said], tools, {}, prompt=False))
+    full = renderer.encode(renderer.template.render([*history, said], tools, {}, prompt=False))
     assert full[: len(ids)] == ids
     end = len(full) - full[::-1].index(renderer.closing_ids[0])
     return full[len(ids) : end]
@@ -90,10 +90,19 @@ def test_random_histories_are_what_the_template_writes(family: str) -> None:
             assert prompt == renderer.root(history, tools, {}).tolist()
 
 
-def test_only_what_follows_matters_where_the_template_is_local() -> None:
-    assert Renderer(make_tokenizer("qwen2"))._bare
-    assert Renderer(make_tokenizer("qwen3"))._bare
-    assert not Renderer(make_tokenizer("counting"))._bare
+@pytest.mark.parametrize(("family", "asked"), [("qwen2", False), ("qwen3", False), ("counting", True)])
+def test_the_history_is_asked_for_only_where_the_template_looks_back(family: str, asked: bool) -> None:
+    renderer = Renderer(make_tokenizer(family))
+    times = 0
+
+    def context() -> list[Message]:
+        nonlocal times
+        times += 1
+        return [{"role": "user", "content": "a"}]
+
+    said = {"role": "assistant", "content": "b"}
+    renderer.follow_up(context, said, [{"role": "user", "content": "c"}], None, {}, None)
+    assert bool(times) == asked
 
 
 def test_a_thinking_template_keeps_the_recorded_thoughts() -> None:
@@ -107,7 +116,7 @@ def test_a_thinking_template_keeps_the_recorded_thoughts() -> None:
 
 
 def decoded(renderer: Renderer, ids: Any) -> str:
-    return str(renderer._backend.decode(list(ids), skip_special_tokens=False))
+    return renderer.codec.spell(list(ids))
 
 
 @pytest.mark.parametrize("last", [65, None])

@@ -12,8 +12,9 @@ from tidegate.gateway.render import Renderer
 from tidegate.gateway.reply import Detokenizer, ReplyReader, StopCutter
 from tidegate.gateway.toolcalls import HermesParser, PlainParser
 
-RENDERER = Renderer(make_tokenizer("qwen2"))
-VOCABULARY = len(RENDERER._tokenizer)
+TOKENIZER = make_tokenizer("qwen2")
+RENDERER = Renderer(TOKENIZER)
+VOCABULARY = len(TOKENIZER)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 
@@ -40,7 +41,7 @@ def test_any_ids_stream_to_a_text_without_crashing(ids: list[int]) -> None:
 
 
 def test_bytes_that_are_no_character_are_not_held_back_for_ever() -> None:
-    [byte] = [one for one in range(VOCABULARY) if RENDERER._tokenizer.convert_ids_to_tokens(one) == "\u0122"]
+    [byte] = [one for one in range(VOCABULARY) if TOKENIZER.convert_ids_to_tokens(one) == "\u0122"]
     detokenizer = Detokenizer(RENDERER.decode)  # \u0122 stands for the byte 0x80 in byte-level tokenizers
     assert "".join(detokenizer.push([byte]) for _ in range(50)).count("\ufffd") > 40
 
