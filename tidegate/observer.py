@@ -6,7 +6,9 @@ Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may 
 - `reward/mean`, `reward/std`; `reward/zero_variance_ratio`, the share of groups whose rewards are all alike;
   after an evaluation `eval/reward`, `eval/reward_greedy`, `eval/reward_unseen_templates`
 - `staleness/mean`, `staleness/max` (policy versions), `weight_version/mixed_turn_ratio`
-- `tokens/sampled`, `tokens/trained`: of this step's batch; `tokens/sampled_total`: by rollouts so far
+- `tokens/sampled`, `tokens/trained`: of this step's batch; `tokens/sampled_total`: by rollouts so far;
+  `tokens/trained_total` and `tokens/wasted_<stale, filtered, failed or cancelled>`: of what has ended so far,
+  and `tokens/goodput`, the trained share of it
 - `time/step` and its parts `time/wait_for_batch` (the trainer waits for data), `time/update`,
   `time/publish`; `time/wait_for_policy` (data was ready before the trainer was); all in seconds
 - `groups/<state>`: counts since the start of the run

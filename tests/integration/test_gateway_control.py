@@ -224,8 +224,8 @@ async def test_only_finished_rewarded_members_are_sealed(stage: Stage, wrong: st
 async def test_a_dropped_group_is_gone_for_good(stage: Stage) -> None:
     done = await episode(stage, group_id="a", slot=0)
     live = await stage.client.open_session(task=TASK, group_id="a", slot=1)
-    for _ in range(2):
-        await stage.client.drop_group("a")
+    sampled = len((await stage.client.trajectory(done)).turns[0].output_ids)
+    assert [await stage.client.drop_group("a") for _ in range(2)] == [sampled, 0]
     for session in (done, live.session_id):
         with pytest.raises(GatewayError) as raised:
             await stage.client.finish(session)

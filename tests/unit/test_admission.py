@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 
+from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission import Admission, Progress, Rules, Ticket, Verdict
 from tidegate.trainer.entries import Entry
+from tidegate.trainer.start import rules_of
 from tidegate.types import Outcome
 
 
@@ -214,3 +216,35 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     group = resumed.start_group(Ticket(0), "task0")
     assert group is not None
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
+
+
+def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced() -> None:
+    driver = Driver(max_staleness=2, steps=2)
+    groups = [driver.ready(0) for _ in range(4)]
+    assert "have all the groups they need" in (driver.core.blocked_by() or "")
+    driver.core.filter_group(groups.pop())
+    groups.append(driver.ready(0))
+    for step in (1, 2):
+        assert driver.core.blocked_by() is not None
+        cut = driver.core.cut()
+        assert cut is not None
+        driver.core.step(cut, step)
+        driver.publish(step)
+    assert (driver.core.outstanding(), driver.core.blocked_by() is not None) == (0, True)
+    assert driver.ends() == {"stepped": 4, "filtered": 1}, "exactly the groups that two steps take"
+
+
+def test_a_resumed_run_starts_the_groups_of_the_steps_that_are_left() -> None:
+    resumed = Admission(rules(max_staleness=5, steps=10), lambda _: None, epoch=2, version=9, step=9)
+    for ticket in range(2):
+        assert resumed.blocked_by() is None
+        resumed.start_group(resumed.next_ticket(), f"task{ticket}")
+    assert resumed.blocked_by() is not None
+
+
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_sampling: bool) -> None:
+    settings = load_settings(
+        None, ["--model.path=x", f"--trainer.dynamic_sampling={str(dynamic_sampling).lower()}"]
+    )
+    assert rules_of(settings).steps == (None if dynamic_sampling else settings.trainer.steps)

@@ -62,6 +62,13 @@ async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
     ended = [(one["id"], one["state"]) for one in book if one["kind"] == "group" and one["event"] == "ended"]
     assert ended == [("g1-000001", "filtered"), ("g1-000003", "filtered")]
     assert [outcome for _, outcome in gateway.acked] == ["filtered", "filtered"]
+    await batches.stepped(batch, 1)
+    told = batches.tokens.metrics()
+    assert (told["tokens/trained_total"], told["tokens/wasted_filtered"], told["tokens/goodput"]) == (
+        12,
+        12,
+        0.5,
+    )
 
 
 async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advantage_zero() -> None:

@@ -70,9 +70,10 @@ class Script:
         self.sealed[group_id] = sessions
         self.changed.set()
 
-    async def drop_group(self, group_id: str) -> None:
+    async def drop_group(self, group_id: str) -> int:
         self.dropped.append(group_id)
         self.changed.set()
+        return 7
 
     async def list_groups(self) -> list[Any]:
         groups = sorted({one.split(".")[0] for one in self.opened})
@@ -155,7 +156,7 @@ async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
 ) -> None:
     stage = make(Script(lambda name: Outcome.AGENT_ERROR if "g1-000001" in name else Outcome.COMPLETED))
     await stage.until(lambda: len(stage.script.sealed) == 2)
-    assert stage.script.dropped == ["g1-000001"]
+    assert stage.script.dropped[0] == "g1-000001"
     assert stage.core.quarantined == {"t0"}
     tries = Counter(one.rpartition(".")[0] for one in stage.script.opened)
     assert max(tries.values()) == stage.core.rules.max_attempts
@@ -197,6 +198,19 @@ async def test_stopping_cancels_what_runs_and_leaves_nothing_live(make: Callable
     assert stage.core.group_counts["cancelled"] == 2
     assert stage.core.attempt_counts["live"] == 0
     assert stage.rollout.sessions == {}
+
+
+async def test_wasted_tokens_are_counted_by_cause(make: Callable[..., Stage]) -> None:
+    stage = make(Script(lambda name: Outcome.TIMEOUT if name == "g1-000001.0.1" else Outcome.COMPLETED))
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
+        assert stage.rollout.tokens.wasted == {"failed": 3}, "the attempt that was repeated"
+        await stage.rollout.end_stale(["g1-000001"])
+        assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 7}, "as many as the gateway says"
+        await stage.settle(rollout, lambda: len(stage.script.sealed) == 3)
+    assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 7, "cancelled": 14}
+    assert stage.script.dropped == ["g1-000001", "g1-000002", "g1-000003"]
+    assert stage.rollout.tokens.metrics()["tokens/goodput"] == 0
 
 
 async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage]) -> None:

@@ -153,9 +153,8 @@ def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         return {}
 
     @app.delete("/groups/{group_id:path}", dependencies=admin)
-    async def drop(group_id: str) -> dict[str, str]:
-        gateway.drop(group_id)
-        return {}
+    async def drop(group_id: str) -> dict[str, int]:
+        return {"sampled_tokens": gateway.drop(group_id)}
 
 
 def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:

@@ -155,9 +155,10 @@ class GatewayClient:
         body = {"task_id": task_id, "sessions": list(sessions)}
         await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
 
-    async def drop_group(self, group_id: str) -> None:
-        """End a group with all of its sessions, live ones too. Idempotent."""
-        await self._call("DELETE", f"/groups/{_quote(group_id)}")
+    async def drop_group(self, group_id: str) -> int:
+        """End a group with all of its sessions, live ones too; how many tokens they had sampled, in replies
+        that were complete. Idempotent: the second time there are none."""
+        return int((await self._json("DELETE", f"/groups/{_quote(group_id)}"))["sampled_tokens"])
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]

@@ -257,10 +257,12 @@ class Gateway:
         if group_id is not None:
             self._forget_members(group_id)
 
-    def drop(self, group_id: str) -> None:
-        """End a group and all of its sessions, live ones too. Idempotent."""
+    def drop(self, group_id: str) -> int:
+        """End a group and all of its sessions, live ones too; how many tokens they sampled. Idempotent."""
+        sampled = sum(session.tree.sampled_tokens() for session in self.sessions.of_group(group_id))
         self.groups.drop(group_id)
         self._forget_members(group_id)
+        return sampled
 
     def _forget_members(self, group_id: str) -> None:
         for session in self.sessions.of_group(group_id):

@@ -162,6 +162,9 @@ class Tree:
     def turns(self) -> list[Turn]:
         return [node.turn for node in self.nodes]
 
+    def sampled_tokens(self) -> int:
+        return sum(len(node.turn.output_ids) for node in self.nodes)
+
     def newest(self) -> Node | None:
         """The newest turn that was delivered."""
         return next((node for node in reversed(self.nodes) if node.turn.delivered), None)

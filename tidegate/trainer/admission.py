@@ -8,7 +8,8 @@ issue and ending is handed to `book`. The loop, the simulator and the tests driv
 **Start gate.** A group may start iff outstanding groups < (max_staleness + 1) · groups_per_batch ·
 publish_interval. Outstanding are the running, ready and leased ones, and those stepped on since the last
 publish: what was stepped on makes room only when the version it made is live. So with staleness 0 the
-run is exactly synchronous. What ends as stale, filtered or failed makes room at once.
+run is exactly synchronous. What ends as stale, filtered or failed makes room at once. Towards the end of
+the run no group starts that no step is left for.
 
 **Hard bound.** `cut` sweeps by *oldest sampled version* at the moment of the batch. The gate only keeps
 waste low; the bound never rests on it.
@@ -39,6 +40,8 @@ class Rules:
     max_stale_retries: int = 2
     max_running: int = 1 << 30
     """Groups whose agents run at the same time."""
+    steps: int | None = None
+    """Optimiser steps of the run; None where groups are filtered, as nobody knows then how many it takes."""
 
     @property
     def capacity(self) -> int:
@@ -132,10 +135,11 @@ class Admission:
     """See the module. `book` receives every entry, in order; `epoch` keeps ids unique across restarts."""
 
     def __init__(
-        self, rules: Rules, book: Callable[[Entry], None], *, epoch: int = 1, version: int = 0
+        self, rules: Rules, book: Callable[[Entry], None], *, epoch: int = 1, version: int = 0, step: int = 0
     ) -> None:
         self.rules = rules
         self.version = version
+        self.step_done = step
         self.epoch = epoch
         self.abandoned: list[range] = []
         """Versions of lineages that a resume left behind; their tokens are not admissible."""
@@ -164,7 +168,16 @@ class Admission:
         running = sum(group.phase is Phase.RUNNING for group in self.groups.values())
         if running >= self.rules.max_running:
             return f"{running} groups are running, the concurrency limit"
+        if (needed := self._needed()) is not None and needed <= 0:
+            return "the steps that are left have all the groups they need"
         return None
+
+    def _needed(self) -> int | None:
+        """How many groups more the run's last steps take; None where that is unknown."""
+        if self.rules.steps is None:
+            return None
+        to_be_trained = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
+        return (self.rules.steps - self.step_done) * self.rules.groups_per_batch - to_be_trained
 
     def next_ticket(self) -> Ticket:
         """The next task's place: recycled ones first."""
@@ -255,10 +268,6 @@ class Admission:
         """Whether so many groups failed in a row that nothing can be expected to succeed."""
         return self.failed_in_a_row >= max(8, self.rules.capacity)
 
-    def fail_group(self, group_id: str) -> None:
-        """A ready group was lost before it could be leased (its gateway died, say)."""
-        self._end_group(self.groups[group_id], State.FAILED)
-
     def cancel_group(self, group_id: str) -> None:
         """The run is stopping: the group ends `cancelled`."""
         self._end_group(self.groups[group_id], State.CANCELLED)
@@ -313,6 +322,7 @@ class Admission:
 
     def step(self, cut: Cut, step: int) -> None:
         """The optimiser stepped on the batch; its groups make room at the next publish."""
+        self.step_done = step
         for group_id, age in zip(cut.groups, cut.staleness, strict=True):
             group = self.groups[group_id]
             group.phase = Phase.UNPUBLISHED

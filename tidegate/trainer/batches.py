@@ -14,6 +14,7 @@ from tidegate.trainer.admission import Admission, Cut
 from tidegate.trainer.advantage import group_advantages, is_zero_variance
 from tidegate.trainer.batch import Row, rows_of
 from tidegate.trainer.entries import State
+from tidegate.trainer.tokens import Tokens
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
@@ -65,6 +66,7 @@ class Batches:
     admission: Admission
     freed: Callable[[], None]
     dynamic_sampling: bool = True
+    tokens: Tokens = field(default_factory=Tokens)
     last_progress: float = field(default_factory=time.monotonic)
     _held: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Batches:
         """Hold a leased group, or filter it at once."""
         self.last_progress = time.monotonic()
         known = self.admission.groups.get(group.id)
-        if known is None:  # ended while it was ready: too stale for the version that went live
+        if known is None:  # ended while it was ready: too stale for the version that went live, and dropped
             await self.gateway.ack(self.admission.epoch, group.lease_id, State.STALE)
             return group, State.STALE
         self._held[group.id] = group
@@ -108,6 +110,7 @@ class Batches:
         self.freed()
         group = self._held.pop(group_id)
         self._leased_at.pop(group_id, None)
+        self.tokens.waste(sum(one.sampled_tokens() for one in group.trajectories), state)
         await self.gateway.ack(self.admission.epoch, group.lease_id, state)
         return group, state
 
@@ -115,6 +118,7 @@ class Batches:
         """Enter the step in the ledger, then let the gateway forget the groups."""
         self.admission.step(batch.cut, step)
         for group in batch.groups:
+            self.tokens.train(group.trajectories)
             del self._held[group.id]
         for group in batch.groups:
             await self.gateway.ack(self.admission.epoch, group.lease_id, State.STEPPED, step)

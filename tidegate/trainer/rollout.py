@@ -16,7 +16,9 @@ from typing import Protocol
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError
 from tidegate.gateway.client import GatewayClient, Summary
-from tidegate.trainer.admission import Admission, GroupState, Ticket, Verdict
+from tidegate.trainer.admission import Admission, GroupState, Phase, Ticket, Verdict
+from tidegate.trainer.entries import State
+from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.workers import AgentWorker
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -90,6 +92,7 @@ class Rollout:
     episodes: Episodes
     tasks: Tasks
     record_failure: Callable[[Trajectory, str], None]
+    tokens: Tokens = field(default_factory=Tokens)
     sessions: dict[str, str] = field(default_factory=dict)
     """Session id of every attempt that is live."""
     finished_episodes: int = 0
@@ -153,7 +156,7 @@ class Rollout:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
                 if verdict in (Verdict.FAILED, Verdict.LATE):
-                    await self._drop(group.id)
+                    await self._drop(group.id, State.FAILED)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
             await self.episodes.gateway.seal_group(group.id, task.id, sessions)
@@ -198,6 +201,8 @@ class Rollout:
         self.sampled_tokens += summary.sampled_tokens
         if not summary.outcome.trainable:
             self.last_failure = f"{summary.outcome}: {summary.error}"
+            cancelled = summary.outcome is Outcome.CANCELLED
+            self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED)
             await self._keep_failure(attempt, summary)
         return summary.outcome, summary.error
 
@@ -210,9 +215,10 @@ class Rollout:
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
 
-    async def _drop(self, group_id: str) -> None:
+    async def _drop(self, group_id: str, state: State) -> None:
+        """Have the gateway forget a group that ended in `state`, and abort what it still generates."""
         try:
-            await self.episodes.gateway.drop_group(group_id)
+            self.tokens.waste(await self.episodes.gateway.drop_group(group_id), state)
         except GatewayError as error:
             # The gateway frees the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"
@@ -224,7 +230,7 @@ class Rollout:
             self.admission.end_stale(group_id)
             if running is not None:
                 running.cancel()
-        await asyncio.gather(*(self._drop(group_id) for group_id in group_ids))
+        await asyncio.gather(*(self._drop(group_id, State.STALE) for group_id in group_ids))
         self.wake()
 
     async def stop(self) -> None:
@@ -233,10 +239,11 @@ class Rollout:
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for group_id in [
-            name for name, group in self.admission.groups.items() if group.phase != "unpublished"
-        ]:
+        groups = self.admission.groups.items()
+        unfinished = [name for name, group in groups if group.phase is not Phase.UNPUBLISHED]
+        for group_id in unfinished:
             self.admission.cancel_group(group_id)
+        await asyncio.gather(*(self._drop(group_id, State.CANCELLED) for group_id in unfinished))
 
 
 async def cancel_doomed(

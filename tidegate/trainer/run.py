@@ -28,6 +28,7 @@ from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
 from tidegate.trainer.start import Start, rules_of
+from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 
 STATE_S = 0.5
@@ -133,9 +134,12 @@ class Run:
         self.admission = self._open_book()
         episodes = Episodes(self.gateway, processes.worker, settings.agent.deadline_s)
         files = TrajectoryFiles(self.dir)
-        self.rollout = Rollout(settings, self.admission, episodes, self.environment, files.failure)
+        self.tokens = Tokens()
+        self.rollout = Rollout(
+            settings, self.admission, episodes, self.environment, files.failure, self.tokens
+        )
         self.batches = Batches(
-            self.gateway, self.admission, self.rollout.wake, settings.trainer.dynamic_sampling
+            self.gateway, self.admission, self.rollout.wake, settings.trainer.dynamic_sampling, self.tokens
         )
         self.evaluator = Evaluator(
             settings,
@@ -275,4 +279,5 @@ class Run:
             "episodes": float(rollout.finished_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens),
             "version": float(admission.version),
+            **self.tokens.metrics(),
         }

@@ -62,7 +62,7 @@ class Start:
         )  # fmt: skip
         self.past.abandon(self.position)
         lost = bury(self.past, ledger.book)
-        admission = Admission(rules, ledger.book, epoch=epoch, version=self.version)
+        admission = Admission(rules, ledger.book, epoch=epoch, version=self.version, step=self.step)
         admission.group_counts += self.past.counts(self.past.groups, self.position)
         admission.attempt_counts += self.past.counts(self.past.attempts, self.position)
         if self.checkpoint is not None:
@@ -85,4 +85,5 @@ def rules_of(settings: Settings) -> Rules:
         max_attempts=trainer.max_attempts,
         max_stale_retries=trainer.max_stale_retries,
         max_running=max(1, settings.agent.max_concurrency // trainer.group_size),
+        steps=None if trainer.dynamic_sampling else trainer.steps,
     )
