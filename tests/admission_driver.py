@@ -89,6 +89,10 @@ class World:
             for state in (State.LIVE, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED):
                 assert mine[state.value] == core[state], f"{state}: {mine[state.value]} against {core[state]}"
         assert self.core.outstanding() <= self.rules.capacity
+        running = sum(g.phase is Phase.RUNNING for g in self.core.groups.values())
+        assert running <= self.rules.max_running
+        may = self.core.outstanding() < self.rules.capacity and running < self.rules.max_running
+        assert (self.core.blocked_by() is None) == may
         unpublished = sum(g.phase is Phase.UNPUBLISHED for g in self.core.groups.values())
         assert groups["live"] == self.core.outstanding() - unpublished
         for (group, slot), number in self.failures.items():

@@ -9,12 +9,14 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidegate.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -223,16 +225,31 @@ def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
 
     Raises ConfigError, which names the key, the file and the nearest known key.
     """
+    return load(Settings, path, overrides)
+
+
+def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
+    """`load_settings` for settings of another kind: sections of keys, as `model` has them."""
     raw = _read_toml(path) if path is not None else {}
     for key, value in _pairs(overrides):
         _lay(raw, key, value)
-    return check_settings(raw, str(path) if path is not None else "the command line")
+    return _check(model, raw, str(path) if path is not None else "the command line")
+
+
+def overlay(model: Model, overrides: Sequence[str]) -> Model:
+    """A copy of settings with dotted overrides laid over them; raises ConfigError."""
+    raw = model.model_dump()
+    for key, value in _pairs(overrides):
+        _lay(raw, key, value)
+    return _check(type(model), raw, "the command line")
 
 
 def _shown(default: Any) -> str:
     """A default as one would write it in TOML; nothing where there is none."""
     if default is None:
         return ""
+    if isinstance(default, Section):
+        default = default.model_dump(mode="json")
     return tomli_w.dumps({"a": str(default) if isinstance(default, Path) else default})[4:].strip()
 
 
@@ -250,10 +267,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def check_settings(raw: dict[str, Any], where: str) -> Settings:
     """Check settings that were read already; raises ConfigError."""
+    return _check(Settings, raw, where)
+
+
+def _check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
     try:
-        return Settings.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(one, where) for one in error.errors())
+        lines = dict.fromkeys(_explain(one, where, model) for one in error.errors())
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -262,13 +283,14 @@ def dump_settings(settings: Settings) -> str:
     return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
 
 
-def known_keys() -> list[tuple[str, str, str]]:
+def known_keys(model: type[BaseModel] = Settings) -> list[tuple[str, str, str]]:
     """Every setting as (dotted key, default, description)."""
     found = []
-    for name, field in Settings.model_fields.items():
+    for name, field in model.model_fields.items():
         section = field.annotation
-        assert isinstance(section, type)
-        assert issubclass(section, Section)
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            found.append((name, _shown(field.default), field.description or ""))
+            continue
         for key, one in section.model_fields.items():
             default = "required" if one.is_required() else _shown(one.default)
             found.append((f"{name}.{key}", default, one.description or ""))
@@ -317,14 +339,14 @@ def _as_toml(value: str) -> Any:
         return value
 
 
-def _explain(error: Any, where: str) -> str:
+def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no setting {key!r}{_nearest(key)}"
+        return f"{where}: there is no setting {key!r}{_nearest(key, model)}"
     if error["type"] == "missing":
         return f"{where}: the setting {key!r} is required"
     message = error["msg"].removeprefix("Value error, ")
-    if not key or key in Settings.model_fields:
+    if not key or key in model.model_fields:
         return f"{where}: {message}"
     return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
 
@@ -334,8 +356,8 @@ def _is_type_tag(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
 
 
-def _nearest(key: str) -> str:
-    known = [*(name for name, _, _ in known_keys()), *Settings.model_fields]
+def _nearest(key: str, model: type[BaseModel]) -> str:
+    known = [*(name for name, _, _ in known_keys(model)), *model.model_fields]
     tail = {name.rpartition(".")[2]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [tail[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]

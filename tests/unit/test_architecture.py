@@ -20,6 +20,7 @@ ALLOWED = {
     "viewer": set(),
     "plan": {"engine.options", "trainer.processes"},
     "scaffold": set(),
+    "simulation": {"trainer.admission", "trainer.entries", "trainer.ledger", "trainer.metrics"},
     "doctor": {
         "agents.base",
         "envs.base",

@@ -153,6 +153,7 @@ class Admission:
         self._recycled: deque[Ticket] = deque()
         self._announced = version
         self._number = 0
+        self._running = 0
         self._of_attempt: dict[str, tuple[str, int]] = {}
         self._ready_order: deque[str] = deque()
 
@@ -165,9 +166,8 @@ class Admission:
         """Why no group may start now, in words; None if one may."""
         if self.outstanding() >= self.rules.capacity:
             return f"{self.outstanding()} groups are outstanding, the staleness bound's capacity"
-        running = sum(group.phase is Phase.RUNNING for group in self.groups.values())
-        if running >= self.rules.max_running:
-            return f"{running} groups are running, the concurrency limit"
+        if self._running >= self.rules.max_running:
+            return f"{self._running} groups are running, the concurrency limit"
         if (needed := self._needed()) is not None and needed <= 0:
             return "the steps that are left have all the groups they need"
         return None
@@ -197,6 +197,7 @@ class Admission:
             f"g{self.epoch}-{self._number:06d}", task, ticket, [Slot() for _ in range(self.rules.group_size)]
         )
         self.groups[group.id] = group
+        self._running += 1
         self.group_counts[State.LIVE] += 1
         self._book(
             entry(
@@ -254,6 +255,7 @@ class Admission:
         if not all(slot.settled(limit) for slot in group.slots):
             return Verdict.WAIT
         group.phase = Phase.READY
+        self._running -= 1
         self.failed_in_a_row = 0
         return Verdict.READY
 
@@ -403,7 +405,9 @@ class Admission:
     def _end_group(self, group: GroupState, state: State) -> None:
         self._enter_end(group, state)
         del self.groups[group.id]
-        if group.phase is Phase.LEASED:
+        if group.phase is Phase.RUNNING:
+            self._running -= 1
+        elif group.phase is Phase.LEASED:
             self._ready_order.remove(group.id)
 
     def _enter_end(self, group: GroupState, state: State, **details: object) -> None:

@@ -77,5 +77,6 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "branch": turn.branch,
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
         "parse": turn.parse,
+        "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }

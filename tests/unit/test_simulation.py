@@ -1,0 +1,221 @@
+"""The simulator against what can be worked out by hand, and against the invariants of real runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tidegate.cli import main
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.simulation.calibrate import scenario_of
+from tidegate.simulation.clock import Clock
+from tidegate.simulation.engines import Engine, Pool, Request
+from tidegate.simulation.scenario import (
+    AgentModel,
+    EngineModel,
+    RuleModel,
+    Scenario,
+    Spread,
+    TrainerModel,
+)
+from tidegate.simulation.sweep import splits_of, sweep, table
+from tidegate.simulation.world import World
+
+LONG_TAIL = Scenario(
+    steps=30,
+    engine=EngineModel(count=4, slots=32, iteration_s=0.02, request_s=1e-4, prompt_token_s=1e-5),
+    agent=AgentModel(tokens=Spread(median=200, sigma=1.0, longest=2000), failed=0.05, alike=0.2),
+    trainer=TrainerModel(step_s=1.0, token_s=1e-4, publish_s=0.5),
+    rules=RuleModel(groups_per_batch=8, group_size=4),
+)
+
+
+def ends_of(model: EngineModel, arrivals: list[tuple[float, float, float]]) -> list[float]:
+    """When each of (at, prompt, tokens) is done on one engine."""
+    clock = Clock()
+    engine = Engine(clock, model)
+    ends = [0.0] * len(arrivals)
+
+    def arrive(number: int, prompt: float, tokens: float) -> None:
+        engine.add(Request(prompt, tokens, lambda: ends.__setitem__(number, clock.now), lambda: None))
+
+    for number, (at, prompt, tokens) in enumerate(arrivals):
+        clock.after(at, lambda n=number, p=prompt, t=tokens: arrive(n, p, t))
+    while clock.step():
+        pass
+    return ends
+
+
+def test_requests_share_the_iterations() -> None:
+    model = EngineModel(iteration_s=1.0, request_s=0.5)
+    # Alone 1.5 s a token; together 2 s a token.
+    assert ends_of(model, [(0, 0, 10)]) == pytest.approx([15.0])
+    assert ends_of(model, [(0, 0, 10), (0, 0, 10)]) == pytest.approx([20.0, 20.0])
+    assert ends_of(model, [(0, 0, 4), (0, 0, 10)]) == pytest.approx([8.0, 8.0 + 6 * 1.5])
+
+
+def test_slots_are_limited_and_prompts_stall_the_others() -> None:
+    assert ends_of(EngineModel(iteration_s=1.0, slots=1), [(0, 0, 3), (1, 0, 2)]) == pytest.approx([3, 5])
+    model = EngineModel(iteration_s=1.0, prompt_token_s=0.1)
+    assert ends_of(model, [(0, 0, 10), (2, 50, 1)]) == pytest.approx([15.0, 8.0])
+
+
+def test_a_pause_stops_progress_and_what_comes_meanwhile_begins_after_it() -> None:
+    clock, begun, ends = Clock(), [], []
+    engine = Engine(clock, EngineModel(iteration_s=1.0))
+    engine.add(Request(0, 4, lambda: ends.append(clock.now), lambda: begun.append(clock.now)))
+    clock.after(1.0, engine.pause)
+    late = Request(0, 1, lambda: ends.append(clock.now), lambda: begun.append(clock.now))
+    clock.after(2.0, lambda: engine.add(late))
+    clock.after(5.0, engine.resume)
+    while clock.step():
+        pass
+    assert begun == [0.0, 5.0]
+    assert ends == pytest.approx([6.0, 8.0])
+
+
+def test_requests_of_a_lost_engine_go_on_elsewhere_with_what_is_left() -> None:
+    clock, ends = Clock(), []
+    pool = Pool(clock, EngineModel(count=2, iteration_s=1.0, recover_s=1000.0), random.Random(0))
+    pool.engines[0].add(Request(0, 10, lambda: ends.append(clock.now), lambda: None))
+    clock.after(4.0, lambda: pool._lose(pool.engines[0]))
+    while not ends:
+        assert clock.step()
+    assert ends == pytest.approx([10.0])
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4, None])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_bound_holds_and_every_token_is_accounted_for(bound: int | None, interval: int) -> None:
+    world = World(LONG_TAIL.with_(rules={"max_staleness": bound, "publish_interval": interval}))
+    figures = world.run()
+    assert figures.staleness_max <= (bound if bound is not None else 10_000)
+    flying = sum(one.sampled for group in world._attempts.values() for one in group.values())
+    tally = world._tally
+    assert tally.sampled == pytest.approx(tally.trained + sum(tally.lost.values()) + flying)
+    assert 0 < figures.goodput <= 1
+
+
+def test_synchronous_wastes_nothing_on_staleness_and_is_slower() -> None:
+    slow, fast = [
+        World(LONG_TAIL.with_(rules={"max_staleness": bound}, agent={"alike": 0.0})).run() for bound in (0, 4)
+    ]
+    assert "stale" not in slow.lost
+    assert slow.staleness_mean == 0
+    assert fast.trained_tokens_per_s > 1.5 * slow.trained_tokens_per_s
+
+
+def test_the_same_seed_gives_the_same_figures_and_lost_engines_are_counted() -> None:
+    shaky = LONG_TAIL.with_(engine={"failures_per_hour": 20.0, "recover_s": 5.0})
+    first, second = World(shaky).run(), World(shaky).run()
+    assert first == second
+    assert first.engines_lost > 0
+    assert World(shaky.model_copy(update={"seed": 1})).run() != first
+
+
+def test_where_every_attempt_fails_it_says_so() -> None:
+    hopeless = LONG_TAIL.with_(agent={"alike": 1.0}, rules={"max_staleness": 0})
+    world = World(hopeless)
+    for _ in range(20_000):
+        world.clock.step()
+    with pytest.raises(TidegateError, match="trained on nothing"):
+        world._tally.figures(0, hopeless)
+
+
+def test_a_sweep_tries_every_split_with_every_bound() -> None:
+    few = LONG_TAIL.model_copy(update={"steps": 5})
+    cells = list(sweep(few, splits_of(8, parts=2), [0, 2]))
+    assert [(one.engines, one.trainers, one.staleness) for one in cells] == [(4, 4, 0), (4, 4, 2)]
+    text = table(cells)
+    assert "1.00x" in text
+    assert text.count("best") == 1
+
+
+def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
+    """Episodes made with known speeds by the engine model itself, written as a run writes them."""
+    model = EngineModel(iteration_s=0.004, request_s=0.0005, prompt_token_s=1e-5, slots=64)
+    rng, clock = random.Random(1), Clock()
+    engine, lines = Engine(clock, model), []
+
+    def episode() -> None:
+        prompt, tokens, started = rng.randint(1, 60), rng.randint(5, 60), clock.now
+
+        def done() -> None:
+            turn = {
+                "started": 1000 + started, "seconds": clock.now - started + 0.01,
+                "delta_ids": [0] * prompt, "output_ids": [0] * tokens,
+            }  # fmt: skip
+            lines.append({"turns": [turn], "seconds": clock.now - started + 0.03})
+
+        engine.add(Request(prompt, tokens, done, lambda: None))
+
+    for _ in range(800):
+        clock.after(rng.triangular(0, 40, 5), episode)
+    while clock.step():
+        pass
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "config.toml").write_text('[model]\npath = "m"\n[trainer]\nmax_staleness = 3\n')
+    rows = [
+        {
+            "step": n, "version": n, "time/update": 0.5 + 0.002 * (1000 + 100 * n), "time/publish": 0.25,
+            "time/step": 5.0, "time/wait_for_batch": 1.0, "tokens/trained": 1000 + 100 * n,
+        }
+        for n in range(1, 6)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ends = [("g1", "stepped"), ("g2", "filtered"), ("g3", "stepped"), ("g4", "cancelled")]
+    book = [
+        {"seq": n, "kind": "group", "event": "ended", "id": g, "state": s} for n, (g, s) in enumerate(ends)
+    ]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in book))
+
+    found = scenario_of(tmp_path)
+
+    assert found.engine.iteration_s == pytest.approx(0.004, rel=0.25)
+    assert found.engine.request_s == pytest.approx(0.0005, rel=0.25)
+    assert found.trainer.step_s == pytest.approx(0.5, rel=0.01)
+    assert found.trainer.token_s == pytest.approx(0.002, rel=0.01)
+    assert found.trainer.publish_s == 0.25
+    assert found.rules.max_staleness == 3
+    assert found.agent.alike == pytest.approx(1 / 3)
+    assert len(found.agent.episodes) == 800
+
+
+def test_too_small_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "m"\n')
+    with pytest.raises(TidegateError, match="too few to calibrate"):
+        scenario_of(tmp_path)
+
+
+def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("steps = 4\n[rules]\ngroups_per_batch = 4\ngroup_size = 2\n")
+    picture = tmp_path / "s.png"
+    words = ["simulate", "--scenario", str(file), "--staleness", "0,2,none", "--plot", str(picture)]
+    assert main([*words, "--agent.tokens.median", "50"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 5
+    assert picture.stat().st_size > 1000
+    assert main(["simulate", "--scenario", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"][0]["max_staleness"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine.cuont", "2"], "engine.count"),
+        (["--staleness", "-1"], "less than 0"),
+        (["--split", "4:x"], "not a whole number"),
+        (["--accelerators", "1"], "less than 2"),
+        (["--agent.failed", "1.5"], "agent.failed"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == ConfigError.exit_code
+    assert said in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""A scenario from a real run's files: its engines' speed, its episodes, its trainer, its rules."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tidegate.config import Settings, load_settings
+from tidegate.errors import TidegateError
+from tidegate.simulation.scenario import AgentModel, EngineModel, RuleModel, Scenario, TrainerModel, Turn
+from tidegate.trainer.ledger import read_ledger
+from tidegate.trainer.metrics import read_metrics
+
+KEPT = 4096
+"""Episodes to draw from; more make no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded reply."""
+
+    started: float
+    seconds: float
+    prompt: float
+    tokens: float
+
+    @property
+    def ended(self) -> float:
+        return self.started + self.seconds
+
+
+def scenario_of(run_dir: Path) -> Scenario:
+    """What the files of a run say; raises TidegateError where they say too little."""
+    settings = load_settings(run_dir / "config.toml")
+    rows = [row for row in read_metrics(run_dir) if "time/update" in row]
+    episodes = [_samples(one) for one in _episodes(run_dir)]
+    episodes = [one for one in episodes if one[0]]
+    if len(rows) < 3 or len(episodes) < 16:
+        raise TidegateError(
+            f"{run_dir}: {len(rows)} steps and {len(episodes)} episodes are too few to calibrate with"
+        )
+    engine, overhead = _engine(settings, [sample for samples, _ in episodes for sample in samples])
+    turns = tuple(_turns(samples, seconds, overhead) for samples, seconds in episodes[:KEPT])
+    groups, attempts = _ended(run_dir)
+    return Scenario(
+        steps=settings.trainer.steps,
+        engine=engine,
+        agent=AgentModel(
+            episodes=turns,
+            failed=_share(attempts, "failed"),
+            alike=_share(groups, "filtered"),
+            max_concurrency=settings.agent.max_concurrency,
+        ),
+        trainer=_trainer(rows),
+        rules=_rules(settings),
+    )
+
+
+def _episodes(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            yield orjson.loads(line)
+
+
+def _samples(episode: dict[str, Any]) -> tuple[list[Sample], float]:
+    """An episode's replies in order, and the seconds of all of it."""
+    found = [
+        Sample(turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]))
+        for turn in episode["turns"]
+        if turn.get("started")
+    ]
+    return sorted(found, key=lambda one: one.started), episode["seconds"]
+
+
+def _engine(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
+    """The decoding model that explains the replies' durations best, and each reply's fixed overhead.
+
+    Least squares over seconds = overhead + prompt · p + tokens · (a + c · b), b being the mean number of
+    replies under way meanwhile on one engine. A term that comes out negative is left out.
+    """
+    engines = len(settings.engine.urls) or 1
+    at_once = _overlap(samples) / engines
+    tokens = np.array([one.tokens for one in samples])
+    columns = {
+        "overhead": np.ones(len(samples)),
+        "prompt": np.array([one.prompt for one in samples]),
+        "iteration": tokens,
+        "request": tokens * at_once,
+    }
+    found = _non_negative(columns, np.array([one.seconds for one in samples]))
+    model = EngineModel(
+        count=engines,
+        slots=settings.engine.max_slots,
+        iteration_s=max(found["iteration"], 1e-7),
+        request_s=found["request"],
+        prompt_token_s=found["prompt"],
+    )
+    return model, found["overhead"]
+
+
+def _overlap(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """How many replies were under way on average during each one, itself included; shape [samples]."""
+    starts = sorted(one.started for one in samples)
+    ends = sorted(one.ended for one in samples)
+    sum_starts, sum_ends = np.cumsum([0.0, *starts]), np.cumsum([0.0, *ends])
+
+    def area(moment: float) -> float:
+        """Reply-seconds before `moment`."""
+        begun, ended = bisect.bisect_right(starts, moment), bisect.bisect_right(ends, moment)
+        return float((begun * moment - sum_starts[begun]) - (ended * moment - sum_ends[ended]))
+
+    return np.array([(area(one.ended) - area(one.started)) / max(one.seconds, 1e-6) for one in samples])
+
+
+def _non_negative(columns: dict[str, Any], wanted: Any) -> dict[str, float]:
+    """Least squares without negative coefficients: the most negative column goes, until none is."""
+    left = dict(columns)
+    while True:
+        found, *_ = np.linalg.lstsq(np.stack(list(left.values()), axis=1), wanted, rcond=None)
+        worst = int(np.argmin(found))
+        if found[worst] >= 0 or len(left) == 1:
+            break
+        del left[list(left)[worst]]
+    return dict.fromkeys(columns, 0.0) | {
+        name: max(0.0, float(value)) for name, value in zip(left, found, strict=True)
+    }
+
+
+def _turns(samples: list[Sample], seconds: float, overhead: float) -> tuple[Turn, ...]:
+    """Away after the last reply is what the episode's time leaves: set-up, reward, finishing."""
+    gaps = [max(0.0, after.started - one.ended) for one, after in pairwise(samples)]
+    rest = max(0.0, seconds - (samples[-1].ended - samples[0].started))
+    return tuple(
+        Turn(one.prompt, one.tokens, overhead + away)
+        for one, away in zip(samples, [*gaps, rest], strict=True)
+    )
+
+
+def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
+    columns = {
+        "step": np.ones(len(rows)),
+        "token": np.array([row["tokens/trained"] for row in rows], dtype=float),
+    }
+    found = _non_negative(columns, np.array([row["time/update"] for row in rows]))
+    plain = [row for row in rows if "eval/reward" not in row] or rows
+    between = [
+        row["time/step"] - row["time/update"] - row.get("time/publish", 0.0) - row["time/wait_for_batch"]
+        for row in plain
+    ]
+    published = [row["time/publish"] for row in rows if row.get("time/publish") is not None]
+    return TrainerModel(
+        step_s=found["step"],
+        token_s=found["token"],
+        publish_s=float(np.median(published)) if published else 0.0,
+        between_s=max(0.0, float(np.median(between))),
+    )
+
+
+def _rules(settings: Settings) -> RuleModel:
+    trainer = settings.trainer
+    return RuleModel(
+        groups_per_batch=trainer.groups_per_batch,
+        group_size=trainer.group_size,
+        min_group_size=trainer.min_group_size,
+        max_staleness=trainer.staleness_bound,
+        publish_interval=trainer.publish_interval,
+        max_attempts=trainer.max_attempts,
+        max_stale_retries=trainer.max_stale_retries,
+    )
+
+
+def _ended(run_dir: Path) -> tuple[Counter[str], Counter[str]]:
+    """Final states of groups and of attempts, by the ledger."""
+    groups: Counter[str] = Counter()
+    attempts: Counter[str] = Counter()
+    for one in read_ledger(run_dir / "ledger.jsonl"):
+        if one["event"] == "ended" and one["kind"] != "run":
+            (groups if one["kind"] == "group" else attempts)[one["state"]] += 1
+    return groups, attempts
+
+
+def _share(counts: Counter[str], state: str) -> float:
+    """Among those that came to an end of their own."""
+    total = sum(counts.values()) - counts["cancelled"]
+    return counts[state] / total if total else 0.0

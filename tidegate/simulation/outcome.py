@@ -1,0 +1,90 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tidegate.errors import TidegateError
+from tidegate.simulation.clock import Clock
+from tidegate.simulation.engines import Pool
+from tidegate.simulation.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Means over all steps but the first tenth, in which the pipeline fills."""
+
+    steps: int
+    seconds: float
+    """Of simulated time."""
+    step_s: float
+    trained_tokens_per_s: float
+    sampled_tokens_per_s: float
+    goodput: float
+    """Trained ÷ sampled tokens, of the whole run."""
+    staleness_mean: float
+    """Of the trained groups, at the cut."""
+    staleness_max: int
+    engines_busy: float
+    """Share of the engines' time in which they had a request running."""
+    trainer_waits: float
+    """Share of the time in which the trainer waited for a batch."""
+    lost: dict[str, float]
+    """Share of the sampled tokens that was not trained on, by cause."""
+    engines_lost: int
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts while it goes on."""
+
+    clock: Clock
+    pool: Pool
+    begun: int = 0
+    """The step from which figures count; 0: they don't yet."""
+    sampled: float = 0.0
+    trained: float = 0.0
+    lost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    staleness: Counter[int] = field(default_factory=Counter)
+    waited_s: float = 0.0
+    _from: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def begin(self, step: int) -> None:
+        self.begun = step
+        self.staleness.clear()
+        self._from = self._marks()
+
+    def batch(self, staleness: list[int], tokens: float) -> None:
+        self.staleness.update(staleness)
+        self.trained += tokens
+
+    def figures(self, steps: int, scenario: Scenario) -> Figures:
+        """Raises TidegateError where nothing was trained at all."""
+        seconds, sampled, trained, busy, waited = (
+            now - before for now, before in zip(self._marks(), self._from, strict=True)
+        )
+        counted, groups = steps - self.begun, self.staleness.total()
+        if counted <= 0 or seconds <= 0 or not groups:
+            raise TidegateError("the simulated run trained on nothing: every attempt fails, or every group")
+        return Figures(
+            steps=counted,
+            seconds=seconds,
+            step_s=seconds / counted,
+            trained_tokens_per_s=trained / seconds,
+            sampled_tokens_per_s=sampled / seconds,
+            goodput=self.trained / max(1.0, self.trained + sum(self.lost.values())),
+            staleness_mean=sum(age * count for age, count in self.staleness.items()) / groups,
+            staleness_max=max(self.staleness),
+            engines_busy=busy / seconds / scenario.engine.count,
+            trainer_waits=waited / seconds,
+            lost={why: tokens / max(1.0, self.sampled) for why, tokens in sorted(self.lost.items())},
+            engines_lost=self.pool.lost,
+        )
+
+    def _marks(self) -> tuple[float, float, float, float, float]:
+        return self.clock.now, self.sampled, self.trained, self.pool.busy_s(), self.waited_s

@@ -1,0 +1,141 @@
+"""What is simulated: engines, agents, trainer and rules. Times are seconds, lengths tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from tidegate.config import Section
+from tidegate.trainer.admission import Rules
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Spread(Section):
+    """A log-normal length or duration, cut off at `longest`."""
+
+    median: Annotated[float, Field(ge=0)]
+    sigma: Annotated[float, Field(ge=0)] = 0.0
+    """Of the logarithm: 0 is constant, 1 has a mean of 1.65 medians and a 99th percentile of 10."""
+    longest: Positive = math.inf
+
+    def draw(self, rng: random.Random) -> float:
+        if self.sigma == 0 or self.median == 0:
+            return min(self.median, self.longest)
+        return min(self.median * math.exp(rng.gauss(0.0, self.sigma)), self.longest)
+
+
+class Turn(NamedTuple):
+    """One reply: `prompt` new tokens are read, `tokens` sampled, then the agent is away for `away_s`."""
+
+    prompt: float
+    tokens: float
+    away_s: float
+
+
+class EngineModel(Section):
+    """Engines of one kind. An iteration gives each running request one token."""
+
+    count: Count = 1
+    slots: Count = 64
+    """Requests that one engine decodes at the same time; the others queue."""
+    iteration_s: Positive = 0.01
+    """Of a decoding iteration, whatever its size."""
+    request_s: Seconds = 0.0
+    """What each running request adds to an iteration."""
+    prompt_token_s: Seconds = 0.0
+    """To read one new prompt token; the others wait meanwhile."""
+    failures_per_hour: Seconds = 0.0
+    """Of one engine; its requests go on elsewhere, their prompts read again."""
+    recover_s: Seconds = 60.0
+
+
+class AgentModel(Section):
+    """Episodes: as recorded (`episodes`), or drawn turn by turn."""
+
+    turns: Spread = Spread(median=1)
+    prompt: Spread = Spread(median=100)
+    tokens: Spread = Spread(median=100)
+    away: Spread = Spread(median=0)
+    """Tools and the agent's own work after a reply."""
+    episodes: tuple[tuple[Turn, ...], ...] = ()
+    """Recorded ones to draw from, instead of the spreads."""
+    failed: Share = 0.0
+    """Attempts that end in an error and are tried again."""
+    alike: Share = 0.0
+    """Groups whose rewards are all alike: filtered, and replaced by others."""
+    max_concurrency: Count = 1 << 30
+    """Attempts at the same time."""
+
+    def draw(self, rng: random.Random) -> Sequence[Turn]:
+        if self.episodes:
+            return rng.choice(self.episodes)
+        turns = max(1, round(self.turns.draw(rng)))
+        return [
+            Turn(self.prompt.draw(rng), max(1.0, round(self.tokens.draw(rng))), self.away.draw(rng))
+            for _ in range(turns)
+        ]
+
+
+class TrainerModel(Section):
+    """Optimiser steps, and the publish that follows."""
+
+    count: Count = 1
+    """Accelerators; a step's tokens are shared among them."""
+    step_s: Seconds = 0.0
+    """Of a step, whatever its size."""
+    token_s: Seconds = 1e-4
+    """What each sampled token of the batch adds on one accelerator."""
+    publish_s: Seconds = 0.0
+    """Engines stand still for so long."""
+    between_s: Seconds = 0.0
+    """What else a step takes of the loop: records, checkpoints."""
+
+
+class RuleModel(Section):
+    """Admission's rules, by the names of the trainer's settings."""
+
+    groups_per_batch: Count = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    min_group_size: Annotated[int, Field(ge=2)] | None = None
+    max_staleness: Annotated[int, Field(ge=0)] | None = 2
+    """None: no bound."""
+    publish_interval: Count = 1
+    max_attempts: Count = 3
+    max_stale_retries: Annotated[int, Field(ge=0)] = 2
+
+
+class Scenario(Section):
+    """All of it. `steps` optimiser steps are simulated; figures leave the first tenth out."""
+
+    seed: int = 0
+    steps: Count = 100
+    engine: EngineModel = EngineModel()
+    agent: AgentModel = AgentModel()
+    trainer: TrainerModel = TrainerModel()
+    rules: RuleModel = RuleModel()
+
+    def admission_rules(self) -> Rules:
+        rules = self.rules
+        return Rules(
+            groups_per_batch=rules.groups_per_batch,
+            group_size=rules.group_size,
+            min_group_size=rules.min_group_size or rules.group_size,
+            max_staleness=rules.max_staleness,
+            publish_interval=rules.publish_interval,
+            max_attempts=rules.max_attempts,
+            max_stale_retries=rules.max_stale_retries,
+            max_running=max(1, self.agent.max_concurrency // rules.group_size),
+        )
+
+    def with_(self, **sections: dict[str, object]) -> Scenario:
+        """A copy in which some keys of some sections differ: `with_(rules={"max_staleness": 4})`."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)

@@ -1,0 +1,98 @@
+"""Many scenarios side by side: which ratio of engines to trainers, which staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.simulation.outcome import Figures
+from tidegate.simulation.scenario import Scenario
+from tidegate.simulation.world import World
+
+Bound = int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One scenario of a sweep, and what it came to."""
+
+    engines: int
+    trainers: int
+    staleness: Bound
+    figures: Figures
+
+
+def sweep(
+    scenario: Scenario,
+    splits: Sequence[tuple[int, int]],
+    bounds: Sequence[Bound],
+    progress: Callable[[Cell], None] = lambda _: None,
+) -> Iterator[Cell]:
+    """Every split (engines, trainers) with every staleness bound, in this order."""
+    for engines, trainers in splits:
+        for bound in bounds:
+            one = scenario.with_(
+                engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
+            )
+            cell = Cell(engines, trainers, bound, World(one).run())
+            progress(cell)
+            yield cell
+
+
+def splits_of(accelerators: int, parts: int = 8) -> list[tuple[int, int]]:
+    """Ways to give `accelerators` to engines and trainers: in up to `parts` equal steps."""
+    step = max(1, accelerators // parts)
+    return [(accelerators - one, one) for one in range(step, accelerators, step)]
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Plain text; the best throughput is marked. `vs sync` is against staleness 0 of the same split."""
+    best = max(cells, key=lambda one: one.figures.trained_tokens_per_s)
+    synchronous = {one.engines: one.figures.trained_tokens_per_s for one in cells if one.staleness == 0}
+    lines = [
+        f"{'engines':>8}{'trainers':>9}{'staleness':>10}{'tokens/s':>11}{'vs sync':>8}{'step':>9}"
+        f"{'goodput':>8}{'mean':>6}{'max':>4}{'engines':>8}{'trainer':>8}",
+        f"{'':>8}{'':>9}{'bound':>10}{'trained':>11}{'':>8}{'s':>9}{'':>8}{'stal.':>6}{'':>4}{'busy':>8}{'waits':>8}",
+    ]
+    for one in cells:
+        found, base = one.figures, synchronous.get(one.engines)
+        bound = "none" if one.staleness is None else str(one.staleness)
+        ratio = f"{found.trained_tokens_per_s / base:.2f}x" if base else ""
+        lines.append(
+            f"{one.engines:>8}{one.trainers:>9}{bound:>10}{found.trained_tokens_per_s:>11,.0f}{ratio:>8}"
+            f"{found.step_s:>9.2f}{found.goodput:>8.3f}{found.staleness_mean:>6.2f}{found.staleness_max:>4}"
+            f"{found.engines_busy:>8.2f}{found.trainer_waits:>8.2f}{'  best' if one is best else ''}"
+        )
+    return "\n".join(lines)
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
+    """Throughput and goodput: over the staleness bound, a line a split; or over splits, a line a bound."""
+    from matplotlib.figure import Figure  # an extra; slow to import
+
+    splits = list(dict.fromkeys((one.engines, one.trainers) for one in cells))
+    bounds = list(dict.fromkeys(one.staleness for one in cells))
+    by_split = len(splits) > 1
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = ["none" if bound is None else str(bound) for bound in bounds]
+    charts: list[tuple[Any, Callable[[Cell], float], str]] = [
+        (left, lambda one: one.figures.trained_tokens_per_s, "trained tokens per second"),
+        (right, lambda one: one.figures.goodput, "goodput: trained ÷ sampled tokens"),
+    ]
+    for axes, read, title in charts:
+        if by_split:
+            for bound, name in zip(bounds, names, strict=True):
+                line = [one for one in cells if one.staleness == bound]
+                axes.plot([one.engines for one in line], [read(one) for one in line], "o-", label=name)
+            axes.set_xlabel(f"engines of {sum(splits[0])} accelerators; the others train")
+            axes.legend(title="max_staleness", frameon=False)
+        else:
+            axes.plot(names, [read(one) for one in cells], "o-")
+            axes.set_xlabel("max_staleness")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,227 @@
+"""The simulated run: agents, gateway and trainer around the admission core that real runs use.
+
+The order of things is that of `trainer/rollout` and `trainer/loop`: groups start while admission lets
+them, ready groups are leased only while the trainer waits for a batch, a publish first ends what it
+would make too stale, then stops the engines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tidegate.simulation.clock import Clock
+from tidegate.simulation.engines import Engine, Pool, Request
+from tidegate.simulation.outcome import Figures, Tally
+from tidegate.simulation.scenario import Scenario, Turn
+from tidegate.trainer.admission import Admission, Cut, Phase, Verdict
+from tidegate.trainer.entries import Entry
+from tidegate.types import Outcome
+
+BACKOFF_S = 0.5
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One episode under way."""
+
+    id: str
+    group: str
+    slot: int
+    turns: Sequence[Turn]
+    seat: Engine
+    failing: bool
+    at: int = 0
+    sampled: float = 0.0
+    oldest: int | None = None
+    request: Request | None = None
+
+
+@dataclass(slots=True)
+class World:
+    """`run()` simulates the scenario's steps."""
+
+    scenario: Scenario
+    progress: Callable[[int], None] = lambda _: None
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.scenario.seed)
+        self._core = Admission(self.scenario.admission_rules(), _unwritten)
+        self._pool = Pool(self.clock, self.scenario.engine, self._rng)
+        self._tally = Tally(self.clock, self._pool)
+        self._attempts: dict[str, dict[str, Attempt]] = {}
+        self._ready: deque[str] = deque()
+        self._waiting = True
+        self._waits_since = 0.0
+        self._step = 0
+
+    _rng: random.Random = field(init=False)
+    _core: Admission = field(init=False)
+    _pool: Pool = field(init=False)
+    _tally: Tally = field(init=False)
+    _attempts: dict[str, dict[str, Attempt]] = field(init=False)
+    """Of every group that is running or ready: its attempts that run or stand."""
+    _ready: deque[str] = field(init=False)
+    _waiting: bool = field(init=False)
+    _waits_since: float = field(init=False)
+    _step: int = field(init=False)
+
+    def run(self) -> Figures:
+        warm = max(1, self.scenario.steps // 10)
+        self._start_groups()
+        while self._step < self.scenario.steps and self.clock.step():
+            if self._step == warm and not self._tally.begun:
+                self._tally.begin(warm)
+        return self._tally.figures(self._step, self.scenario)
+
+    # -- agents ----------------------------------------------------------------------------------
+
+    def _start_groups(self) -> None:
+        while self._core.blocked_by() is None:
+            ticket = self._core.next_ticket()
+            group = self._core.start_group(ticket, f"t{ticket.index}")
+            if group is None:
+                continue
+            self._attempts[group.id] = {}
+            for slot in range(len(group.slots)):
+                self._start_attempt(group.id, slot)
+
+    def _start_attempt(self, group: str, slot: int) -> None:
+        model = self.scenario.agent
+        attempt = Attempt(
+            self._core.start_attempt(group, slot), group, slot, model.draw(self._rng), self._pool.seat(),
+            self._rng.random() < model.failed,
+        )  # fmt: skip
+        self._attempts[group][attempt.id] = attempt
+        self._ask(attempt)
+
+    def _ask(self, attempt: Attempt) -> None:
+        turn = attempt.turns[attempt.at]
+
+        def begun() -> None:
+            if attempt.oldest is None:
+                attempt.oldest = self._core.version
+
+        def done() -> None:
+            attempt.request = None
+            attempt.sampled += turn.tokens
+            self._tally.sampled += turn.tokens
+            self.clock.after(turn.away_s, lambda: self._next(attempt))
+
+        attempt.request = Request(turn.prompt, turn.tokens, done, begun)
+        if not attempt.seat.up:
+            attempt.seat = self._pool.seat()
+        attempt.seat.add(attempt.request)
+
+    def _next(self, attempt: Attempt) -> None:
+        if attempt.id not in self._attempts.get(attempt.group, ()):
+            return  # its group ended meanwhile
+        attempt.at += 1
+        if attempt.at < len(attempt.turns):
+            self._ask(attempt)
+        else:
+            self._end(attempt)
+
+    def _end(self, attempt: Attempt) -> None:
+        outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
+        verdict = self._core.end_attempt(attempt.id, outcome)
+        if attempt.failing:
+            self._tally.lost["failed"] += attempt.sampled
+            del self._attempts[attempt.group][attempt.id]
+        if verdict is Verdict.RETRY:
+            self.clock.after(BACKOFF_S, lambda: self._again(attempt))
+        elif verdict is Verdict.FAILED:
+            self._forget(attempt.group, "failed")
+            self._start_groups()
+        elif verdict is Verdict.READY:
+            self._ready.append(attempt.group)
+            if self._waiting:
+                self._gather()
+            self._start_groups()  # it runs no more, which counts where concurrency is the limit
+
+    def _again(self, attempt: Attempt) -> None:
+        if attempt.group in self._attempts:
+            self._start_attempt(attempt.group, attempt.slot)
+
+    def _forget(self, group: str, why: str) -> list[Attempt]:
+        """The group is over: what still runs is aborted, what was sampled is lost to `why`."""
+        attempts = list(self._attempts.pop(group).values())
+        for attempt in attempts:
+            if attempt.request is not None and attempt.request.engine is not None:
+                attempt.request.engine.cancel(attempt.request)
+                self._tally.sampled += attempt.request.sampled
+                attempt.sampled += attempt.request.sampled
+            self._tally.lost[why] += attempt.sampled
+        return attempts
+
+    # -- the trainer -----------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Lease what is ready, filter, cut; as `trainer/batches` does while the trainer waits."""
+        while self._ready:
+            group = self._ready.popleft()
+            if group not in self._core.groups:
+                continue
+            standing = self._core.groups[group].standing()
+            oldest = [self._attempts[group][one].oldest for one in standing]
+            self._core.lease(group, min((one for one in oldest if one is not None), default=None))
+            if self._rng.random() < self.scenario.agent.alike:
+                self._core.filter_group(group)
+                self._forget(group, "filtered")
+        for group in self._core.sweep():
+            self._forget(group, "stale")
+        cut = self._core.cut()
+        if cut is not None:
+            self._waiting = False
+            self._tally.waited_s += self.clock.now - self._waits_since
+            self._train(cut)
+        self._start_groups()
+
+    def _train(self, cut: Cut) -> None:
+        tokens = sum(one.sampled for group in cut.groups for one in self._attempts.pop(group).values())
+        model = self.scenario.trainer
+        self._tally.batch(cut.staleness, tokens)
+        self.clock.after(model.step_s + tokens * model.token_s / model.count, lambda: self._stepped(cut))
+
+    def _stepped(self, cut: Cut) -> None:
+        self._step += 1
+        self._core.step(cut, self._step)
+        self._core.commit()
+        self.progress(self._step)
+        if self._step % self.scenario.rules.publish_interval:
+            self._wait_again()
+        else:
+            self._publish(self._core.publishing(self._step))
+
+    def _publish(self, version: int) -> None:
+        sampled = {
+            group: min((one.oldest for one in attempts.values() if one.oldest is not None), default=None)
+            for group, attempts in self._attempts.items()
+            if self._core.groups[group].phase in (Phase.RUNNING, Phase.READY)
+        }
+        for group in self._core.doomed(version, sampled):
+            self._core.end_stale(group)
+            self._forget(group, "stale")
+        self._start_groups()
+        self._pool.pause()
+        self.clock.after(self.scenario.trainer.publish_s, lambda: self._live(version))
+
+    def _live(self, version: int) -> None:
+        self._core.publish(version)
+        self._pool.resume()
+        self._start_groups()
+        self._wait_again()
+
+    def _wait_again(self) -> None:
+        def wait() -> None:
+            self._waiting, self._waits_since = True, self.clock.now
+            self._gather()
+
+        self.clock.after(self.scenario.trainer.between_s, wait)
+
+
+def _unwritten(_: Entry) -> None:
+    """The simulated book: admission keeps the counts itself."""
