@@ -248,8 +248,6 @@ def _shown(default: Any) -> str:
     """A default as one would write it in TOML; nothing where there is none."""
     if default is None:
         return ""
-    if isinstance(default, Section):
-        default = default.model_dump(mode="json")
     return tomli_w.dumps({"a": str(default) if isinstance(default, Path) else default})[4:].strip()
 
 
@@ -283,17 +281,16 @@ def dump_settings(settings: Settings) -> str:
     return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
 
 
-def known_keys(model: type[BaseModel] = Settings) -> list[tuple[str, str, str]]:
+def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> list[tuple[str, str, str]]:
     """Every setting as (dotted key, default, description)."""
     found = []
     for name, field in model.model_fields.items():
         section = field.annotation
-        if not (isinstance(section, type) and issubclass(section, Section)):
-            found.append((name, _shown(field.default), field.description or ""))
-            continue
-        for key, one in section.model_fields.items():
-            default = "required" if one.is_required() else _shown(one.default)
-            found.append((f"{name}.{key}", default, one.description or ""))
+        if isinstance(section, type) and issubclass(section, Section):
+            found += known_keys(section, f"{prefix}{name}.")
+        else:
+            default = "required" if field.is_required() else _shown(field.default)
+            found.append((prefix + name, default, field.description or ""))
     return found
 
 
