@@ -16,6 +16,7 @@ from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.pool import PoolOptions
+from tidegate.gateway.sessions import Session
 from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
@@ -289,13 +290,11 @@ async def test_a_reply_that_meets_the_end_of_its_session_is_not_delivered(
     access, llm = await opened(stage)
     session = stage.gateway.session(access.session_id)
     await ask(llm)
-    record = stage.gateway.turns._record
 
-    def recorded_and_finished(*arguments: Any) -> None:
-        record(*arguments)
+    async def recorded_and_finished(session: Session, _: Any) -> None:
         session.close("it was finished")
 
-    monkeypatch.setattr(stage.gateway.turns, "_record", recorded_and_finished)
+    monkeypatch.setattr(stage.gateway.journal, "recorded", recorded_and_finished)
     with pytest.raises(openai.PermissionDeniedError):
         await ask(llm)
     assert [node.turn.delivered for node in session.tree.nodes] == [True, False]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "tidegate"
-CORE = {"types", "errors", "config", "serve", "loading", "observer", "__init__"}
+CORE = {"types", "errors", "config", "serve", "loading", "observer", "failpoints", "__init__"}
 ALLOWED = {
     "gateway": set(),
     "engine": set(),

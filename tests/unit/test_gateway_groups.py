@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
+from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.sessions import Session
 from tidegate.types import Group
 
 
@@ -18,8 +21,12 @@ def group(name: str) -> Group:
     return Group(name, "task", [])
 
 
+def new_store(members: Callable[[str], list[Session]] = lambda _: []) -> GroupStore:
+    return GroupStore(Journal(), members, Recovered())
+
+
 async def test_groups_come_in_the_order_of_sealing() -> None:
-    store = GroupStore()
+    store = new_store()
     for name in "cab":
         await store.seal(group(name))
     assert [one.id for one in await store.lease(1, 2, 0)] == ["c", "a"]
@@ -27,7 +34,7 @@ async def test_groups_come_in_the_order_of_sealing() -> None:
 
 
 async def test_a_lease_waits_for_a_group_and_no_longer_than_it_may() -> None:
-    store = GroupStore()
+    store = new_store()
     assert await store.lease(1, 1, 0.01) == []
     waiting = asyncio.create_task(store.lease(1, 1, 30))
     await asyncio.sleep(0)
@@ -36,7 +43,7 @@ async def test_a_lease_waits_for_a_group_and_no_longer_than_it_may() -> None:
 
 
 async def test_a_newer_trainer_takes_over() -> None:
-    store = GroupStore()
+    store = new_store()
     for name in "ab":
         await store.seal(group(name))
     [old, _] = [(one.id, one.lease_id) for one in await store.lease(1, 2, 0)]
@@ -51,7 +58,7 @@ async def test_a_newer_trainer_takes_over() -> None:
 
 
 async def test_a_trainer_that_waits_learns_that_it_was_replaced() -> None:
-    store = GroupStore()
+    store = new_store()
     waiting = asyncio.create_task(store.lease(1, 1, 30))
     await asyncio.sleep(0)
     assert await store.lease(2, 1, 0) == []
@@ -60,11 +67,11 @@ async def test_a_trainer_that_waits_learns_that_it_was_replaced() -> None:
 
 
 async def test_acknowledging_is_idempotent_and_frees() -> None:
-    store = GroupStore()
+    store = new_store()
     await store.seal(group("a"))
     [one] = await store.lease(1, 1, 0)
-    assert await store.ack(1, one.lease_id, "trained") == "a"
-    assert await store.ack(1, one.lease_id, "trained") is None
+    await store.ack(1, one.lease_id, "trained")
+    assert await store.ack(1, one.lease_id, "trained") == []
     assert store.entries() == []
     with pytest.raises(GatewayError, match="there is no lease") as raised:
         await store.ack(1, "nonsense", "trained")
@@ -75,19 +82,29 @@ async def test_acknowledging_is_idempotent_and_frees() -> None:
 
 
 async def test_a_group_dropped_while_leased_may_still_be_acknowledged() -> None:
-    store = GroupStore()
+    store = new_store()
     await store.seal(group("a"))
     [one] = await store.lease(1, 1, 0)
-    store.drop("a")
-    assert await store.ack(1, one.lease_id, "stale") is None
+    await store.drop("a")
+    assert await store.ack(1, one.lease_id, "stale") == []
 
 
 async def test_a_lease_that_reached_nobody_is_given_again() -> None:
-    store = GroupStore()
+    store = new_store()
     await store.seal(group("a"))
     lost = await store.lease(1, 1, 0)
     await store.give_back(lost)
     assert [one.id for one in await store.lease(1, 1, 0)] == ["a"]
+
+
+async def test_a_lease_that_is_asked_for_again_is_the_same() -> None:
+    store = new_store()
+    for name in "abc":
+        await store.seal(group(name))
+    first = [(one.id, one.lease_id) for one in await store.lease(1, 2, 0, "request 1")]
+    again = [(one.id, one.lease_id) for one in await store.lease(1, 2, 0, "request 1")]
+    assert first == again
+    assert [one.id for one in await store.lease(1, 2, 0, "request 2")] == ["c"]
 
 
 class Leases(RuleBasedStateMachine):
@@ -148,7 +165,7 @@ class Leases(RuleBasedStateMachine):
                 self.run(self.store.ack(epoch, lease, "trained"))
             assert raised.value.status == 410
             return
-        assert self.run(self.store.ack(epoch, lease, "trained")) == name
+        self.run(self.store.ack(epoch, lease, "trained"))
         del self.held[lease]
         self.sealed.remove(name)
         self.acked.append(lease)
@@ -159,7 +176,7 @@ class Leases(RuleBasedStateMachine):
     def ack_again(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.acked + self.fenced))
         if lease in self.acked:
-            assert self.run(self.store.ack(self.epoch, lease, "trained")) is None
+            self.run(self.store.ack(self.epoch, lease, "trained"))
         else:
             with pytest.raises(GatewayError, match="newer trainer"):
                 self.run(self.store.ack(self.epoch, lease, "trained"))
@@ -168,7 +185,7 @@ class Leases(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.sealed))
-        self.store.drop(name)
+        self.run(self.store.drop(name))
         self.sealed.remove(name)
         for lease in [lease for lease, held in self.held.items() if held == name]:
             del self.held[lease]
@@ -183,7 +200,7 @@ class Leases(RuleBasedStateMachine):
 
 
 async def _made() -> GroupStore:
-    return GroupStore()
+    return new_store()
 
 
 Leases.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.tree import Tree
+from tidegate.gateway.tree import Request, Tree
 from tidegate.types import Message, Outcome, Trajectory, Turn
 
 
@@ -54,7 +54,7 @@ class Driver:
         turn = Turn(
             -1, place.parent, delta, output, np.zeros(3, np.float32), (), "stop", 1.0, delivered=False
         )
-        self.tree.append(turn, prompt, place, new, reply)
+        self.tree.append(turn, prompt, place, new, reply, Request())
         if delivered:
             self.tree.delivered(turn.index)
         return turn

@@ -106,7 +106,7 @@ def _add_errors(app: FastAPI) -> None:
 def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
     @app.post("/sessions", dependencies=admin)
     async def open_session(request: Request, body: bodies.OpenSession) -> dict[str, str]:
-        session, key = gateway.open_session(**body.arguments())
+        session, key = await gateway.open_session(**body.arguments())
         base_url = f"{str(request.base_url).rstrip('/')}/s/{session.id}/v1"
         return {"session_id": session.id, "base_url": base_url, "api_key": key}
 
@@ -116,12 +116,12 @@ def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.delete("/sessions/{session_id}", dependencies=admin)
     async def delete_session(session_id: str) -> dict[str, str]:
-        gateway.forget(session_id)
+        await gateway.forget(session_id)
         return {}
 
     @app.post("/sessions/{session_id}/reward", dependencies=admin)
     async def post_reward(session_id: str, body: bodies.PostReward) -> dict[str, str]:
-        gateway.post_reward(session_id, body.name, body.value)
+        await gateway.post_reward(session_id, body.name, body.value)
         return {}
 
     @app.post("/sessions/{session_id}/finish", dependencies=admin)
@@ -154,7 +154,7 @@ def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.delete("/groups/{group_id:path}", dependencies=admin)
     async def drop(group_id: str) -> dict[str, int]:
-        return {"sampled_tokens": gateway.drop(group_id)}
+        return {"sampled_tokens": await gateway.drop(group_id)}
 
 
 def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
@@ -164,12 +164,12 @@ def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.post("/engines", dependencies=admin)
     async def add_engine(body: bodies.AddEngine) -> dict[str, str]:
-        await gateway.pool.add(body.url, body.control, wait_s=2.0)
+        await gateway.add_engine(body.url, body.control)
         return {}
 
     @app.delete("/engines", dependencies=admin)
     async def remove_engine(body: bodies.EngineUrl) -> dict[str, str]:
-        await gateway.pool.remove(body.url)
+        await gateway.remove_engine(body.url)
         return {}
 
 
@@ -212,7 +212,7 @@ class LeaseEndpoint:
         except ValidationError as error:
             raise GatewayError(bodies.explain(list(error.errors())), status=400) from None
         groups = self._gateway.groups
-        lease = asyncio.create_task(groups.lease(asked.trainer_epoch, asked.max, asked.wait_s))
+        lease = asyncio.create_task(groups.lease(asked.trainer_epoch, asked.max, asked.wait_s, asked.key))
         gone = asyncio.ensure_future(receive())
         sent = False
         try:

@@ -17,7 +17,7 @@ import numpy as np
 from tidegate.gateway.protocol import Order, Sampled
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.reply import ReplyReader
-from tidegate.gateway.tree import Node, Place
+from tidegate.gateway.tree import Node, Place, Request
 from tidegate.types import Ids, Message, Turn
 
 
@@ -32,6 +32,9 @@ class Call:
     order: Order
     reader: ReplyReader
     branch: str | None = None
+    idempotency_key: str | None = None
+    ordinal: int = 0
+    """How many calls of its session had begun before it."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
@@ -69,6 +72,10 @@ class Call:
             self._waiters.append(waiter)
         return waiter
 
+    @property
+    def request(self) -> Request:
+        return Request(self.id, self.digest, self.idempotency_key, self.ordinal)
+
     def turn(self, sampled: Sampled) -> Turn:
         """The turn that the sampled tokens make; undelivered as yet."""
         return Turn(
@@ -96,26 +103,35 @@ class Calls:
     def __init__(self) -> None:
         self.begun = 0
         self.live: set[Call] = set()
-        self._by_key: dict[str, Call] = {}
+        self._by_key: dict[str, Call | Node] = {}
         self._undelivered: list[Call] = []
+        self._recorded: list[Node] = []
         self._abandoned: Counter[bytes] = Counter()
 
-    def add(self, call: Call, idempotency_key: str | None) -> None:
+    def add(self, call: Call) -> None:
         self.begun += 1
         self.live.add(call)
         self._undelivered.append(call)
-        if idempotency_key is not None:
-            self._by_key[idempotency_key] = call
+        if call.idempotency_key is not None:
+            self._by_key[call.idempotency_key] = call
 
-    def retried(self, digest: bytes, idempotency_key: str | None, retry: bool) -> Call | None:
-        """The call that this request repeats, if it repeats one.
+    def remember(self, node: Node) -> None:
+        """A turn without a call, recorded by a gateway that was killed, or kept back: it may be asked for."""
+        self.begun = max(self.begun, node.request.ordinal + 1)
+        if not node.turn.delivered and node not in self._recorded:
+            self._recorded.append(node)
+        if node.request.idempotency_key is not None:
+            self._by_key[node.request.idempotency_key] = node
+
+    def retried(self, digest: bytes, idempotency_key: str | None, retry: bool) -> Call | Node | None:
+        """The call, or the recorded turn, that this request repeats, if it repeats one.
 
         Raises Refusal where an idempotency key comes back with another body.
         """
-        if idempotency_key is not None and (call := self._by_key.get(idempotency_key)) is not None:
-            if call.digest != digest:
+        if idempotency_key is not None and (known := self._by_key.get(idempotency_key)) is not None:
+            if (known.digest if isinstance(known, Call) else known.request.digest) != digest:
                 raise Refusal("this Idempotency-Key came with another body before", param="Idempotency-Key")
-            return call if call.refusal is None else None
+            return known if isinstance(known, Node) or known.refusal is None else None
         if not retry:
             return None
         alike = [one for one in self._undelivered if one.digest == digest]
@@ -124,7 +140,11 @@ class Calls:
             self._abandoned[digest] -= 1  # that one is what is retried; it has no reply to give
             return None
         # Else it is under way for a client whose going was not noticed yet.
-        return unheard or next(iter(alike), None)
+        return unheard or next(iter(alike), None) or self._recalled(digest)
+
+    def _recalled(self, digest: bytes) -> Node | None:
+        self._recorded = [node for node in self._recorded if not node.turn.delivered]
+        return next((node for node in self._recorded if node.request.digest == digest), None)
 
     def settle(self, call: Call) -> None:
         """Its generation ended. What failed or was abandoned cannot be asked for again."""
@@ -139,7 +159,10 @@ class Calls:
         self._forget(call)
 
     def delivered(self, call: Call) -> None:
+        """A repeated idempotency key still gets this turn, for which the record of it is enough."""
         self._forget(call)
+        if call.idempotency_key is not None and call.node is not None:
+            self._by_key[call.idempotency_key] = call.node
 
     def _forget(self, call: Call) -> None:
         if call in self._undelivered:

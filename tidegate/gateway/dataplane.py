@@ -92,6 +92,7 @@ class ChatEndpoint:
         body = chat.whole(call, request, self._gateway.options.name, self._gateway.renderer.token_text)
         self._gateway.turns.deliver(session, call)
         await respond(send, 200, body)
+        self._gateway.turns.sent(session, call)
         return True
 
     async def _stream(
@@ -127,6 +128,7 @@ class ChatEndpoint:
             if done:
                 self._gateway.turns.deliver(session, call)
                 await send({"type": "http.response.body", "body": data + stream.end()})
+                self._gateway.turns.sent(session, call)
                 return True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -135,7 +137,8 @@ class ChatEndpoint:
 
     async def _refuse(self, send: Send, refusal: Refusal) -> None:
         self._count(refusal)
-        await respond(send, refusal.status, chat.error_body(refusal), [_NO_RETRY])
+        headers = [] if refusal.retryable else [_NO_RETRY]
+        await respond(send, refusal.status, chat.error_body(refusal), headers)
 
     def _count(self, refusal: Refusal) -> None:
         self._gateway.metrics.refusals[refusal.code or refusal.type] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import msgpack
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
+from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.metrics import Metrics, exposition
 from tidegate.gateway.pool import EnginePool, PoolOptions
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Rewarder, Scorer
-from tidegate.gateway.sessions import Session, Sessions, decide, hash_key, new_id, new_key
+from tidegate.gateway.sessions import Ending, Session, Sessions, decide, hash_key, new_id, new_key
 from tidegate.gateway.toolcalls import ToolParser
 from tidegate.gateway.turns import Turns, model_context
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
@@ -56,30 +57,43 @@ class GatewayOptions:
 class Gateway:
     """One gateway's state. Made anywhere; `start` and `close` bracket its work on one event loop."""
 
-    def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
+    def __init__(
+        self, options: GatewayOptions, renderer: Renderer | None = None, journal: Journal | None = None
+    ) -> None:
         self.options = options
+        self.journal = journal or Journal()
         self.renderer = renderer or Renderer.load(options.model)
         self.instance = new_id()
         self.metrics = Metrics()
         self.sessions = Sessions()
-        self.failed: str | None = None
-        """Why a part of the gateway itself died; `/health` then says so."""
+        self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
+    @property
+    def failed(self) -> str | None:
+        """What is wrong with the gateway itself; `/health` then says so."""
+        return self._failed or self.journal.problem
+
     async def start(self) -> None:
-        self.groups = GroupStore()
+        """Begin where the journal ends. Raises StartError where it cannot be used."""
+        recovered = self.journal.start()
+        self.groups = GroupStore(self.journal, self.sessions.of_group, recovered)
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
         self.pool = EnginePool(self.options.pool, self._died)
         self.turns = Turns(
             self.renderer,
             self.pool,
             self.metrics,
+            self.journal,
             self.options.tool_parser,
             model_context(self.options.model),
         )
         await self.pool.start()
         for url in self.options.engine_urls:
             await self.pool.add(url)
+        for url, control in recovered.engines.items():
+            await self.pool.add(url, control)
+        self._take_up(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
         self._sweeper.add_done_callback(self._sweeper_ended)
 
@@ -90,10 +104,20 @@ class Gateway:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await self.pool.close()
+        await self.journal.close()
+
+    def _take_up(self, recovered: Recovered) -> None:
+        """Go on with the sessions that another gateway began; those that it was ending are ended."""
+        for session in recovered.sessions:
+            self.sessions.add(session)
+            if session.trajectory is None and session.ending is not None:
+                session.finishing = self._finishing(session, session.ending)
+        if recovered.sessions:
+            log.info("took up %d sessions from the journal", len(recovered.sessions))
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(
+    async def open_session(
         self,
         *,
         task: Task | None = None,
@@ -106,7 +130,7 @@ class Gateway:
         seed: int | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> tuple[Session, str]:
-        """A new session and its key, which is nowhere else. Raises GatewayError."""
+        """A new session and its key, of which only a hash is kept. Raises GatewayError."""
         sampling = sampling or Sampling()
         if split == "train" and (sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0):
             raise GatewayError(
@@ -132,7 +156,9 @@ class Gateway:
             slot=slot,
             seed=seed,
             metadata=metadata or {},
+            number=self.sessions.number(),
         )
+        await self.journal.opened(session)
         self.sessions.add(session)
         return session, key
 
@@ -142,11 +168,12 @@ class Gateway:
             raise GatewayError(f"there is no session {session_id}", status=404)
         return session
 
-    def post_reward(self, session_id: str, name: str, value: float) -> None:
+    async def post_reward(self, session_id: str, name: str, value: float) -> None:
         session = self.session(session_id)
         if session.closed is not None:
             raise GatewayError(f"session {session_id} is over ({session.closed})", status=410)
         session.rewards[name] = value
+        await self.journal.rewarded(session, name, value)
 
     async def finish(
         self,
@@ -163,48 +190,74 @@ class Gateway:
         session = self.session(session_id)
         if session.trajectory is not None:
             return session.trajectory
-        if session.finishing is None:
-            ended = asyncio.get_running_loop().time()
-            base, why = decide(session, outcome, ended)
+        if session.ending is None:
+            now = asyncio.get_running_loop().time()
+            session.tree.settle()
+            base, why = decide(session, outcome, now)
             session.close("it was finished")
-            trajectory = self._trajectory(session, base, error or why, ended)
-            trajectory.output, trajectory.metrics = output, metrics or {}
-            session.finishing = asyncio.create_task(self._reward(session, trajectory, reward, ended))
+            session.ending = Ending(base, error or why, now, output, reward, metrics or {})
+        if session.finishing is None:
+            session.finishing = self._finishing(session, session.ending)
+        finishing = session.finishing
         try:
-            return await asyncio.shield(session.finishing)
+            return await asyncio.shield(finishing)
         except asyncio.CancelledError:
-            if session.finishing.cancelled():
+            if finishing.cancelled():
                 raise GatewayError(f"session {session_id} was deleted meanwhile", status=404) from None
             raise
 
-    def _trajectory(self, session: Session, outcome: Outcome, error: str | None, now: float) -> Trajectory:
+    def _finishing(self, session: Session, ending: Ending) -> asyncio.Task[Trajectory]:
+        task = asyncio.create_task(self._finish(session, ending), name=f"finish {session.id}")
+        task.add_done_callback(lambda done: self._finish_ended(session, done))
+        return task
+
+    async def _finish(self, session: Session, ending: Ending) -> Trajectory:
+        await self.journal.closing(session)
+        trajectory = self._trajectory(session, ending)
+        left = session.deadline - ending.at
+        await self.scorer.reward(trajectory, session.task, session.rewards, ending.claimed, left)
+        await self.journal.finished(session, trajectory)
+        session.trajectory = trajectory
+        session.forget_at = asyncio.get_running_loop().time() + self.options.retention_s
+        self.metrics.outcomes[trajectory.outcome.value] += 1
+        return trajectory
+
+    def _finish_ended(self, session: Session, task: asyncio.Task[Trajectory]) -> None:
+        """One that could not be written may be tried again: whoever waits for it is told."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("session %s could not be finished: %s", session.id, error)
+            session.finishing = None
+
+    def _trajectory(self, session: Session, ending: Ending) -> Trajectory:
         newest = session.tree.newest()
         return Trajectory(
             session_id=session.id,
             task_id=session.task.id if session.task is not None else "",
             env=session.env,
             split=session.split,
-            outcome=outcome,
+            outcome=ending.outcome,
             turns=session.tree.turns(),
             group_id=session.group_id,
             slot=session.slot,
-            error=error,
-            seconds=now - session.opened,
+            metrics=dict(ending.metrics),
+            output=ending.output,
+            error=ending.error,
+            seconds=ending.at - session.opened,
             messages=session.tree.history(newest.turn.index) if newest is not None else [],
             metadata=session.metadata,
         )
 
-    async def _reward(self, session: Session, trajectory: Trajectory, claimed: Any, now: float) -> Trajectory:
-        await self.scorer.reward(trajectory, session.task, session.rewards, claimed, session.deadline - now)
-        session.trajectory = trajectory
-        session.forget_at = asyncio.get_running_loop().time() + self.options.retention_s
-        self.metrics.outcomes[trajectory.outcome.value] += 1
-        return trajectory
-
-    def forget(self, session_id: str) -> None:
+    async def forget(self, session_id: str) -> None:
         """Delete a session and what it recorded. Idempotent."""
         session = self.sessions.get(session_id)
         if session is not None:
+            await self._forget([session])
+
+    async def _forget(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            session.stop("it was deleted")
+        await self.journal.forgotten(sessions)
+        for session in sessions:
             self.sessions.forget(session)
 
     async def _sweep(self) -> None:
@@ -212,6 +265,7 @@ class Gateway:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = asyncio.get_running_loop().time()
+            expired = []
             for session in self.sessions.all():
                 if session.trajectory is None and now >= session.deadline:
                     session.close("its deadline passed")
@@ -219,14 +273,18 @@ class Gateway:
                 end = session.forget_at or session.deadline + self.options.grace_s
                 if now >= end and not sealed:
                     log.info("session %s expired (%s)", session.id, session.state)
-                    self.sessions.forget(session)
+                    expired.append(session)
+            try:
+                await self._forget(expired)
+            except GatewayError as error:
+                log.error("%d expired sessions are kept: %s", len(expired), error)
 
     def _sweeper_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._died(f"the session sweeper ended: {task.exception()!r}")
 
     def _died(self, what: str) -> None:
-        self.failed = what
+        self._failed = what
         log.error("%s", what)
 
     # -- groups ----------------------------------------------------------------------------------
@@ -253,20 +311,35 @@ class Gateway:
         await self.groups.seal(Group(group_id, task_id, trajectories))
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
-        group_id = await self.groups.ack(epoch, lease_id, outcome)
-        if group_id is not None:
-            self._forget_members(group_id)
+        """End a lease, and with it the group and its sessions. Idempotent."""
+        for session in await self.groups.ack(epoch, lease_id, outcome):
+            self.sessions.forget(session)
 
-    def drop(self, group_id: str) -> int:
+    async def drop(self, group_id: str) -> int:
         """End a group and all of its sessions, live ones too; how many tokens they sampled. Idempotent."""
-        sampled = sum(session.tree.sampled_tokens() for session in self.sessions.of_group(group_id))
-        self.groups.drop(group_id)
-        self._forget_members(group_id)
+        for session in self.sessions.of_group(group_id):
+            session.stop("its group was dropped")
+        sampled = 0
+        for session in await self.groups.drop(group_id):
+            sampled += session.tree.sampled_tokens()
+            self.sessions.forget(session)
         return sampled
 
-    def _forget_members(self, group_id: str) -> None:
-        for session in self.sessions.of_group(group_id):
-            self.sessions.forget(session)
+    # -- engines ---------------------------------------------------------------------------------
+
+    async def add_engine(self, url: str, control: Sequence[str] = ()) -> None:
+        """Take an engine in, here and after a restart. Idempotent."""
+        await self.pool.add(url, control, wait_s=2.0)
+        await self._note_engines()
+
+    async def remove_engine(self, url: str) -> None:
+        await self.pool.remove(url)
+        await self._note_engines()
+
+    async def _note_engines(self) -> None:
+        await self.journal.engines({engine.url: list(engine.control) for engine in self.pool.engines()})
+
+    # -- groups' listing -------------------------------------------------------------------------
 
     def list_groups(self) -> list[dict[str, Any]]:
         rows = []

@@ -2,6 +2,7 @@
 
 A lease ends when it is acknowledged, or when a trainer with a higher epoch comes: never by a clock. So
 a trainer that is slow keeps what it holds, and one that was replaced can neither lease nor acknowledge.
+Every change is in the journal before it is seen: changes come one at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.sessions import Session
 from tidegate.types import Group
 
-_REMEMBERED = 65_536
+REMEMBERED = 65_536
+"""Groups and leases that are over and still known by name."""
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +29,8 @@ class Entry:
     group: Group
     order: int
     lease_id: str | None = None
+    key: str = ""
+    """Of the request that it was leased for."""
 
     @property
     def state(self) -> str:
@@ -34,21 +43,26 @@ class _Recent(OrderedDict[str, str]):
     def note(self, key: str, value: str) -> None:
         self[key] = value
         self.move_to_end(key)
-        if len(self) > _REMEMBERED:
+        if len(self) > REMEMBERED:
             self.popitem(last=False)
 
 
 class GroupStore:
     """The only buffer between rollouts and the trainer. Refusals are GatewayErrors with a status."""
 
-    def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._leases: dict[str, Entry] = {}
-        self._ended_leases = _Recent()
-        self._done = _Recent()
-        self._orders = 0
+    def __init__(
+        self, journal: Journal, members: Callable[[str], list[Session]], recovered: Recovered
+    ) -> None:
+        self._journal = journal
+        self._members = members
+        self._entries = {entry.group.id: entry for entry in recovered.entries}
+        self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
+        self._ended_leases = _Recent(recovered.ended_leases)
+        self._done = _Recent(recovered.ended_groups)
+        self._orders = recovered.orders
+        self._changing = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self.epoch = 0
+        self.epoch = recovered.epoch
         self.sealed = 0
         self.acked: dict[str, int] = {}
 
@@ -64,71 +78,102 @@ class GroupStore:
 
     async def seal(self, group: Group) -> None:
         """Make a group ready. A group that is here already stays as it is."""
-        if group.id in self._entries:
-            return
-        if group.id in self._done:
-            raise GatewayError(f"group {group.id} has ended: {self._done[group.id]}", status=410)
-        self._orders += 1
-        self.sealed += 1
-        self._entries[group.id] = Entry(group, self._orders)
+        async with self._changing:
+            if group.id in self._entries:
+                return
+            if group.id in self._done:
+                raise GatewayError(f"group {group.id} has ended: {self._done[group.id]}", status=410)
+            entry = Entry(group, self._orders + 1)
+            await self._journal.sealed(entry)
+            self._orders += 1
+            self.sealed += 1
+            self._entries[group.id] = entry
         await self._notify()
 
-    async def lease(self, epoch: int, most: int, wait_s: float) -> list[Group]:
-        """Up to `most` ready groups, the earliest sealed first; waits up to `wait_s` for the first one."""
+    async def lease(self, epoch: int, most: int, wait_s: float, key: str = "") -> list[Group]:
+        """Up to `most` ready groups, the earliest sealed first; waits up to `wait_s` for the first one.
+
+        A request that is sent again, with the same `key`, gets the groups that it was given before. A
+        cancellation in the very moment of leasing is not obeyed: the groups are returned.
+        """
         await self._enter(epoch)
         deadline = asyncio.get_running_loop().time() + wait_s
-        while not (ready := self._ready()):
+        while not (granted := await _whole(self._grant(epoch, most, key))):
             try:
                 async with asyncio.timeout_at(deadline), self._changed:
-                    await self._changed.wait_for(lambda: self.epoch > epoch or bool(self._ready()))
+                    await self._changed.wait_for(lambda: self.epoch > epoch or self._has(key))
             except TimeoutError:
                 return []
+        return granted
+
+    async def _grant(self, epoch: int, most: int, key: str) -> list[Group]:
+        async with self._changing:
             self._check(epoch)
-        leased = []
-        for entry in ready[:most]:
-            entry.lease_id = entry.group.lease_id = secrets.token_hex(12)
-            self._leases[entry.lease_id] = entry
-            leased.append(entry.group)
-        return leased
+            held = self._held(key)
+            if held:
+                return [entry.group for entry in held]
+            leased = [(entry, secrets.token_hex(12)) for entry in self._ready()[:most]]
+            if leased:
+                await self._journal.leased([(entry.group.id, lease_id, key) for entry, lease_id in leased])
+            for entry, lease_id in leased:
+                entry.lease_id = entry.group.lease_id = lease_id
+                entry.key = key
+                self._leases[lease_id] = entry
+            return [entry.group for entry, _ in leased]
 
     async def give_back(self, groups: list[Group]) -> None:
         """Undo leases whose answer reached nobody."""
-        for group in groups:
-            entry = self._leases.pop(group.lease_id, None)
-            if entry is not None:
-                entry.lease_id, entry.group.lease_id = None, ""
+        async with self._changing:
+            entries = [entry for group in groups if (entry := self._leases.get(group.lease_id)) is not None]
+            await self._journal.returned([entry.group.id for entry in entries])
+            for entry in entries:
+                self._release(entry)
         await self._notify()
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str) -> str | None:
-        """End a lease and free its group; the group's id, None where this was done before."""
+    async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[Session]:
+        """End a lease and its group; the group's sessions, none where this was done before."""
         await self._enter(epoch)
-        entry = self._leases.pop(lease_id, None)
-        if entry is None:
-            what = self._ended_leases.get(lease_id)
-            if what == "fenced":
-                raise GatewayError(f"lease {lease_id} ended when a newer trainer came", status=410)
-            if what is None:
-                raise GatewayError(f"there is no lease {lease_id}", status=404)
-            return None
-        self._ended_leases.note(lease_id, outcome)
-        self.acked[outcome] = self.acked.get(outcome, 0) + 1
-        self._remove(entry, outcome)
-        return entry.group.id
+        async with self._changing:
+            self._check(epoch)
+            entry = self._leases.get(lease_id)
+            if entry is None:
+                what = self._ended_leases.get(lease_id)
+                if what == "fenced":
+                    raise GatewayError(f"lease {lease_id} ended when a newer trainer came", status=410)
+                if what is None:
+                    raise GatewayError(f"there is no lease {lease_id}", status=404)
+                return []
+            members = await self._end(entry.group.id, outcome)
+            self.acked[outcome] = self.acked.get(outcome, 0) + 1
+            return members
 
-    def drop(self, group_id: str) -> None:
-        """Free a group, whoever holds it."""
+    async def drop(self, group_id: str) -> list[Session]:
+        """End a group, whoever holds it; its sessions."""
+        async with self._changing:
+            return await self._end(group_id, "dropped")
+
+    async def _end(self, group_id: str, why: str) -> list[Session]:
         entry = self._entries.get(group_id)
-        if entry is None:
-            self._done.note(group_id, "dropped")
-            return
+        lease_id = entry.lease_id if entry is not None else None
+        members = self._members(group_id)
+        await self._journal.ended(group_id, why, lease_id, members)
+        if lease_id is not None:
+            self._leases.pop(lease_id, None)
+            self._ended_leases.note(lease_id, why)
+        self._entries.pop(group_id, None)
+        self._done.note(group_id, why)
+        return members
+
+    def _release(self, entry: Entry) -> None:
         if entry.lease_id is not None:
             self._leases.pop(entry.lease_id, None)
-            self._ended_leases.note(entry.lease_id, "dropped")
-        self._remove(entry, "dropped")
+        entry.lease_id, entry.group.lease_id, entry.key = None, "", ""
 
-    def _remove(self, entry: Entry, why: str) -> None:
-        del self._entries[entry.group.id]
-        self._done.note(entry.group.id, why)
+    def _has(self, key: str) -> bool:
+        return bool(self._held(key)) or any(entry.lease_id is None for entry in self._entries.values())
+
+    def _held(self, key: str) -> list[Entry]:
+        return [entry for entry in self._leases.values() if key and entry.key == key]
 
     def _ready(self) -> list[Entry]:
         ready = [entry for entry in self._entries.values() if entry.lease_id is None]
@@ -136,14 +181,15 @@ class GroupStore:
 
     async def _enter(self, epoch: int) -> None:
         """A higher epoch ends all leases; an older one is fenced off."""
-        if epoch > self.epoch:
-            self.epoch = epoch
-            for lease_id, entry in self._leases.items():
-                entry.lease_id, entry.group.lease_id = None, ""
-                self._ended_leases.note(lease_id, "fenced")
-            self._leases.clear()
-            await self._notify()
-        self._check(epoch)
+        async with self._changing:
+            if epoch > self.epoch:
+                await self._journal.entered(epoch, list(self._leases))
+                self.epoch = epoch
+                for lease_id, entry in list(self._leases.items()):
+                    self._release(entry)
+                    self._ended_leases.note(lease_id, "fenced")
+                await self._notify()
+            self._check(epoch)
 
     def _check(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -154,3 +200,12 @@ class GroupStore:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+async def _whole(work: Coroutine[Any, Any, T]) -> T:
+    """Await what must not stop half-way, however its caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        return await task

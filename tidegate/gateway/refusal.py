@@ -6,9 +6,9 @@ from tidegate.errors import TidegateError
 
 
 class Refusal(TidegateError):
-    """A call that is answered with an error and must not be retried.
+    """A call that is answered with an error.
 
-    `status` is never 408, 409, 429 or 5xx, which SDKs retry on their own.
+    Unless it may be retried, `status` is never 408, 409, 429 or 5xx, which SDKs retry on their own.
     """
 
     def __init__(
@@ -19,12 +19,14 @@ class Refusal(TidegateError):
         type: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retryable: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.type = type
         self.code = code
         self.param = param
+        self.retryable = retryable
 
 
 def unsupported(param: str, why: str) -> Refusal:
@@ -61,3 +63,8 @@ def context_exceeded(prompt_tokens: int, max_context: int) -> Refusal:
 
 def engine_failure(message: str) -> Refusal:
     return Refusal(message, status=424, type="engine_error", code="engine_error")
+
+
+def not_recorded(message: str) -> Refusal:
+    """The reply is there but could not be written down, so it is kept back: a retry may have it."""
+    return Refusal(message, status=503, type="journal_error", code="journal_error", retryable=True)

@@ -12,12 +12,26 @@ from typing import Any
 from tidegate.gateway.calls import Calls
 from tidegate.gateway.engines import Seat
 from tidegate.gateway.refusal import Refusal, session_over, wrong_key
-from tidegate.gateway.tree import Tree
+from tidegate.gateway.tree import Node, Tree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
 
 def hash_key(key: str) -> bytes:
     return sha256(key.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended, decided once, before its reward is known."""
+
+    outcome: Outcome
+    error: str | None
+    at: float
+    """In the event loop's time."""
+    output: str | None = None
+    claimed: Any = None
+    """The reward that the agent returned."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +50,8 @@ class Session:
     slot: int | None = None
     seed: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+    """By which the journal knows it."""
     tree: Tree = field(default_factory=Tree)
     calls: Calls = field(default_factory=Calls)
     seat: Seat = field(init=False)
@@ -43,8 +59,15 @@ class Session:
     """Posted while it ran, by name."""
     gave_up: str | None = None
     """Why the gateway gave up on the engines in its last call, if it did."""
+    interrupted: str | None = None
+    """That the gateway was restarted since its last reply, which an agent may take for an error."""
     closed: str | None = None
     """Why it takes no more calls."""
+    unwritten: dict[int, Node] = field(default_factory=dict)
+    """Turns that the journal could not take, by index; the next write takes them along."""
+    writing: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Turns on their way into the journal."""
+    ending: Ending | None = None
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
     forget_at: float | None = None
@@ -72,6 +95,12 @@ class Session:
         self.calls.cancel(session_over(self.closed))
         self.seat.leave()
 
+    def stop(self, why: str) -> None:
+        """Take no more calls, and end its reward too: it is about to be forgotten."""
+        self.close(why)
+        if self.finishing is not None:
+            self.finishing.cancel()
+
     def oldest_version(self) -> int | None:
         """The oldest version attested so far among its delivered turns; None while there is none."""
         if self.trajectory is not None:
@@ -87,6 +116,7 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._by_group: dict[str, dict[str, Session]] = {}
+        self._numbers = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -94,7 +124,13 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._by_id.values())
 
+    def number(self) -> int:
+        """A number that no session here has or had."""
+        self._numbers += 1
+        return self._numbers
+
     def add(self, session: Session) -> None:
+        self._numbers = max(self._numbers, session.number)
         self._by_id[session.id] = session
         self._by_key[session.key_hash] = session
         if session.group_id is not None:
@@ -123,9 +159,7 @@ class Sessions:
         return session
 
     def forget(self, session: Session) -> None:
-        session.close("it was deleted")
-        if session.finishing is not None:
-            session.finishing.cancel()
+        session.stop("it was deleted")
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key_hash, None)
         members = self._by_group.get(session.group_id or "")
@@ -146,8 +180,9 @@ def new_id() -> str:
 def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
     """How a session ended before its reward is known, and why if it went wrong."""
     if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
-        if told is Outcome.AGENT_ERROR and session.gave_up is not None:
-            return Outcome.INFRA_ERROR, session.gave_up
+        infra = session.gave_up or session.interrupted
+        if told is Outcome.AGENT_ERROR and infra is not None:
+            return Outcome.INFRA_ERROR, infra
         return told, None
     if now >= session.deadline:
         return Outcome.TIMEOUT, "the session's deadline passed before it was finished"

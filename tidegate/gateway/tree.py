@@ -12,16 +12,16 @@ from tidegate.gateway.messages import chain, root_key, template_form
 from tidegate.types import Ids, Message, Turn
 
 
-@dataclass(slots=True)
-class Node:
-    """A turn and the messages it stands for."""
+class Request(NamedTuple):
+    """The request that a turn answers, as far as it is needed to know it again."""
 
-    turn: Turn
-    asked: bytes  # key of the history it answers
-    key: bytes  # key of that history with the reply
-    said: list[Message]  # what its request adds to the parent's history, as the client wrote it
-    reply: Message
-    length: int  # messages of its history, the reply included
+    id: str = ""
+    """By which clients know the reply."""
+    digest: bytes = b""
+    """Of its body."""
+    idempotency_key: str | None = None
+    ordinal: int = 0
+    """How many calls of its session had begun before it."""
 
 
 class Place(NamedTuple):
@@ -30,7 +30,31 @@ class Place(NamedTuple):
     parent: int | None
     start: int
     asked: bytes
-    why: str | None  # why it does not extend the newest turn
+    """Key of the whole history it asks about."""
+    why: str | None
+    """Why it does not extend the newest turn."""
+    root: bytes = b""
+    """Key of the tools and template options it came with."""
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A turn and the messages it stands for."""
+
+    turn: Turn
+    request: Request
+    root: bytes
+    asked: bytes
+    """Key of the history it answers."""
+    key: bytes
+    """Key of that history with the reply."""
+    said: list[Message]
+    """What its request adds to the parent's history, as the client wrote it."""
+    reply: Message
+    length: int
+    """Messages of its history, the reply included."""
+    in_doubt: bool = False
+    """Nobody knows whether its reply went out: the gateway was killed just then."""
 
 
 class Tree:
@@ -61,8 +85,8 @@ class Tree:
             index = self._by_key.get(keys[at])
             if index is not None and messages[at]["role"] == "assistant":
                 why = self._why(index, messages, asked, before)
-                return Place(index, at + 1, asked, why)
-        return Place(None, 0, asked, self._why(None, messages, asked, before))
+                return Place(index, at + 1, asked, why, self._root)
+        return Place(None, 0, asked, self._why(None, messages, asked, before), self._root)
 
     def _note(self, messages: Sequence[Message], tools: Any, options: Any) -> None:
         """Compute the request's keys, reusing those of the messages it shares with the last one."""
@@ -125,7 +149,15 @@ class Tree:
             at = turn.parent
         return np.concatenate(pieces[::-1])
 
-    def append(self, turn: Turn, prompt: Ids, place: Place, said: list[Message], reply: Message) -> Node:
+    def append(
+        self,
+        turn: Turn,
+        prompt: Ids,
+        place: Place,
+        said: list[Message],
+        reply: Message,
+        request: Request,
+    ) -> Node:
         """Record a turn. `turn.index` and `turn.branch` are set here; `reply` is the OpenAI message."""
         newest = len(self.nodes) - 1
         turn.index = newest + 1
@@ -135,7 +167,7 @@ class Tree:
             turn.branch = f"parallel: turn {newest} was recorded meanwhile"
         before = 0 if turn.parent is None else self.nodes[turn.parent].length
         key = chain(place.asked, template_form(reply, before + len(said)))
-        node = Node(turn, place.asked, key, said, reply, before + len(said) + 1)
+        node = Node(turn, request, place.root, place.asked, key, said, reply, before + len(said) + 1)
         self.nodes.append(node)
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         known = self._by_key.get(key)
@@ -146,8 +178,16 @@ class Tree:
     def delivered(self, index: int) -> None:
         """The client has the reply. Of two turns that read alike it continues the one it saw last."""
         node = self.nodes[index]
-        node.turn.delivered = True
+        node.turn.delivered, node.in_doubt = True, False
         self._by_key[node.key] = index
+
+    def settle(self) -> None:
+        """No request comes any more: of turns in doubt only the newest turn was delivered."""
+        for index, node in enumerate(self.nodes):
+            if node.in_doubt:
+                node.in_doubt = False
+                if index == len(self.nodes) - 1:
+                    self.delivered(index)
 
     def history(self, index: int) -> list[Message]:
         """A turn's messages from its root on, its reply included."""

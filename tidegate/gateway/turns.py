@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from tidegate.errors import EngineError
+from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.calls import Call
+from tidegate.gateway.journal import Journal
 from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.protocol import Order, Sampled
-from tidegate.gateway.refusal import engine_failure
+from tidegate.gateway.refusal import engine_failure, not_recorded
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import PARSERS, PlainParser, ToolParser
-from tidegate.gateway.tree import Place
+from tidegate.gateway.tree import Node, Place
 from tidegate.types import Ids, Message
 
 log = logging.getLogger("tidegate.gateway")
@@ -58,29 +60,42 @@ class Turns:
         renderer: Renderer,
         pool: EnginePool,
         metrics: Metrics,
+        journal: Journal,
         tool_parser: ToolParser,
         model_context: int | None,
     ) -> None:
         self._renderer = renderer
         self._pool = pool
         self._metrics = metrics
+        self._journal = journal
         self._tool_parser = tool_parser
         self._model_context = model_context
         self._sampling = SamplingRules(renderer.stop_ids)
 
     def call(self, session: Session, ask: Ask) -> Call:
-        """The call that answers a request: a new one, or the one that it repeats. Raises Refusal."""
+        """The call that answers a request: a new one, or the one that it repeats. Raises Refusal.
+
+        It is done when its turn is recorded for good: only then may the reply go out.
+        """
         now = asyncio.get_running_loop().time()
         session.check_open(now)
         repeated = session.calls.retried(ask.digest, ask.idempotency_key, ask.retry)
         if repeated is not None:
             self._metrics.retries_joined += 1
+        if isinstance(repeated, Call):
             return repeated
-        call = self._prepare(session, ask)
-        session.calls.add(call, ask.idempotency_key)
-        call.task = asyncio.create_task(self._generate(session, call), name=f"call {call.id}")
-        call.task.add_done_callback(lambda task: self._ended(session, call, task))
+        if isinstance(repeated, Node):
+            call = self._recall(ask, repeated)
+            self._begin(session, call, self._repeat(session, call, repeated))
+        else:
+            call = self._prepare(session, ask)
+            session.calls.add(call)
+            self._begin(session, call, self._generate(session, call))
         return call
+
+    def _begin(self, session: Session, call: Call, work: Coroutine[Any, Any, None]) -> None:
+        call.task = asyncio.create_task(work, name=f"call {call.id}")
+        call.task.add_done_callback(lambda task: self._ended(session, call, task))
 
     def _prepare(self, session: Session, ask: Ask) -> Call:
         place = session.tree.place(ask.messages, ask.tools, ask.template_options)
@@ -91,15 +106,43 @@ class Turns:
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
         )
-        parse = ask.parse_tools and bool(ask.tools)
-        parser = PARSERS[self._tool_parser]() if parse else PlainParser()
-        reader = ReplyReader(self._renderer.decode, ask.wishes.stop, parser)
         order = Order(prompt, params, budget, ask.stream)
         if ask.wishes.stop:
             order.stop_after = partial(stop_after, self._renderer.decode, ask.wishes.stop)
-        said = ask.messages[place.start :]
         self._metrics.rendered_tokens += len(delta)
-        return Call(ask.digest, place, delta, said, order, reader, branch, prompt_tokens=len(prompt))
+        return Call(
+            ask.digest,
+            place,
+            delta,
+            ask.messages[place.start :],
+            order,
+            self._reader(ask),
+            branch,
+            ask.idempotency_key,
+            session.calls.begun,
+            prompt_tokens=len(prompt),
+        )
+
+    def _reader(self, ask: Ask) -> ReplyReader:
+        parse = ask.parse_tools and bool(ask.tools)
+        parser = PARSERS[self._tool_parser]() if parse else PlainParser()
+        return ReplyReader(self._renderer.decode, ask.wishes.stop, parser)
+
+    def _recall(self, ask: Ask, node: Node) -> Call:
+        """A call whose reply is there already: the same request, whose turn is `node`, came again."""
+        place = Place(node.turn.parent, 0, node.asked, None, node.root)
+        order = Order(node.turn.delta_ids[:0], {}, 0, ask.stream)
+        call = Call(ask.digest, place, node.turn.delta_ids, node.said, order, self._reader(ask))
+        call.id, call.created = node.request.id, int(node.turn.started)
+        call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
+        return call
+
+    async def _repeat(self, session: Session, call: Call, node: Node) -> None:
+        call.prompt_tokens = len(session.tree.sequence(node.turn.index)) - len(node.turn.output_ids)
+        call.on_ids(node.turn.output_ids.tolist())
+        call.reader.finish()
+        call.reader.call_ids = [one["id"] for one in node.reply.get("tool_calls") or ()]
+        await self._commit(session, call, node)
 
     def _delta(self, session: Session, ask: Ask, place: Place) -> tuple[Place, Ids, str | None]:
         """The ids that the request adds to its parent; a root where the template permits no other."""
@@ -121,10 +164,12 @@ class Turns:
             except Unrenderable as error:
                 why = f"template: {error}"
             else:
-                self._delivered(session, place.parent)  # who quotes a reply has it
+                if not node.turn.delivered:  # who quotes a reply has it
+                    self._delivered(session, place.parent)
+                    self._journal.sent(session, place.parent)
                 return place, delta, None
         forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
-        whole = Place(None, 0, place.asked, place.why)
+        whole = place._replace(parent=None, start=0)
         return whole, self._renderer.root(forms, ask.tools, options), why
 
     async def _generate(self, session: Session, call: Call) -> None:
@@ -137,12 +182,41 @@ class Turns:
             return
         call.on_ids(sampled.ids)
         call.reader.finish()
-        self._record(session, call, sampled)
+        node = self._append(session, call, sampled)
+        session.unwritten[node.turn.index] = node
+        await self._commit(session, call, node)
 
-    def _record(self, session: Session, call: Call, sampled: Sampled) -> None:
+    async def _commit(self, session: Session, call: Call, node: Node) -> None:
+        """Wait until a turn is written, with those before it that could not be; the call is done then."""
+        index = node.turn.index
+        if index in session.unwritten:
+            self._write(session)
+        if (writing := session.writing.get(index)) is not None:
+            try:
+                await asyncio.shield(writing)  # the turn is there, whether or not somebody listens
+            except GatewayError as error:
+                call.refusal = not_recorded(str(error))
+                return
+        call.node = node
+
+    def _write(self, session: Session) -> None:
+        nodes = [session.unwritten.pop(index) for index in sorted(session.unwritten)]
+        writing = asyncio.ensure_future(self._journal.recorded(session, nodes))
+        session.writing |= {node.turn.index: writing for node in nodes}
+        writing.add_done_callback(lambda _: self._written(session, nodes, writing))
+
+    def _written(self, session: Session, nodes: list[Node], writing: asyncio.Future[None]) -> None:
+        failed = writing.cancelled() or writing.exception() is not None
+        for node in nodes:
+            del session.writing[node.turn.index]
+            if failed:
+                session.unwritten[node.turn.index] = node
+                session.calls.remember(node)
+
+    def _append(self, session: Session, call: Call, sampled: Sampled) -> Node:
         turn = call.turn(sampled)
         reply = call.reader.message()
-        call.node = session.tree.append(turn, call.order.prompt, call.place, call.said, reply)
+        node = session.tree.append(turn, call.order.prompt, call.place, call.said, reply, call.request)
         metrics = self._metrics
         metrics.turns += 1
         metrics.undelivered_turns += 1
@@ -158,6 +232,7 @@ class Turns:
             "session %s turn %d: %d + %d tokens, %s, %.3f s",
             session.id, turn.index, call.prompt_tokens, len(sampled.ids), sampled.finish, turn.seconds,
         )  # fmt: skip
+        return node
 
     def _ended(self, session: Session, call: Call, task: asyncio.Task[None]) -> None:
         """Whatever happened in a call, who listens learns of it."""
@@ -179,12 +254,17 @@ class Turns:
             call.task.cancel()
 
     def deliver(self, session: Session, call: Call) -> None:
-        """The reply goes out to a client that is still there."""
+        """The reply goes out now, to a client that is still there: nothing may be awaited before that."""
         call.listeners -= 1
         session.calls.delivered(call)
         assert call.node is not None, "only a reply that is there is delivered"
         self._delivered(session, call.node.turn.index)
-        session.gave_up = None
+        session.gave_up = session.interrupted = None
+
+    def sent(self, session: Session, call: Call) -> None:
+        """The whole reply went out."""
+        assert call.node is not None, "only a reply that is there is sent"
+        self._journal.sent(session, call.node.turn.index)
 
     def _delivered(self, session: Session, index: int) -> None:
         if not session.tree.nodes[index].turn.delivered:

@@ -1,0 +1,98 @@
+"""The journal: what a gateway writes down so that it can be killed and started again.
+
+`Journal` itself keeps nothing: it is the journal of a gateway that was given no directory. `DiskJournal`
+keeps everything. Each method returns when what it tells is written, or raises GatewayError with status
+503, and then nothing of it was.
+
+**What became of a reply.** A turn is written before its reply goes out, in state *sending*; that it went
+out is written a little later. So after a crash a turn in state *sending* is *in doubt*: nobody knows
+whether the client has the reply. It is decided by what is seen next:
+
+- a later request that quotes the reply shows that it was delivered;
+- a retry (its Idempotency-Key, or `x-stainless-retry-count ≥ 1` with the same body) is given this turn,
+  and with that it is delivered;
+- a session that is finished while its newest turn is in doubt was ended by a client that waits for
+  nothing: the turn was delivered;
+- a turn in doubt that is not the newest at the finish was not: another one was sampled instead of it. It
+  stays in the record as undelivered, and is never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidegate.gateway.groups import Entry
+    from tidegate.gateway.sessions import Session
+    from tidegate.gateway.tree import Node
+    from tidegate.types import Trajectory
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a journal held when its gateway started."""
+
+    sessions: list[Session] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    """Groups that are ready or leased, in the order of sealing."""
+    ended_groups: dict[str, str] = field(default_factory=dict)
+    """What became of them, the oldest first."""
+    ended_leases: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+    orders: int = 0
+    """The highest order that a group was ever sealed with."""
+    engines: dict[str, list[str]] = field(default_factory=dict)
+    """Their control addresses, by URL."""
+
+
+class Journal:
+    """Keeps nothing."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be written at the moment, if so."""
+        return None
+
+    def start(self) -> Recovered:
+        """Open it, on a running event loop, and read what it holds. Raises StartError."""
+        return Recovered()
+
+    async def close(self) -> None:
+        """Write what is under way, and let go."""
+
+    async def opened(self, session: Session) -> None: ...
+
+    async def recorded(self, session: Session, nodes: Sequence[Node]) -> None:
+        """Turns, before their replies go out."""
+
+    def sent(self, session: Session, index: int) -> None:
+        """The reply of a turn went out; written soon, waited for by nobody."""
+
+    async def rewarded(self, session: Session, name: str, value: float) -> None: ...
+
+    async def closing(self, session: Session) -> None:
+        """A session's `ending` is decided, and with it which of its turns were delivered."""
+
+    async def finished(self, session: Session, trajectory: Trajectory) -> None: ...
+
+    async def forgotten(self, sessions: Sequence[Session]) -> None:
+        """Everything of these sessions is gone for good."""
+
+    async def sealed(self, entry: Entry) -> None: ...
+
+    async def entered(self, epoch: int, fenced: Sequence[str]) -> None:
+        """A newer trainer came; the leases `fenced` have ended."""
+
+    async def leased(self, leases: Sequence[tuple[str, str, str]]) -> None:
+        """Group id, lease id and the key of the request that they were leased for."""
+
+    async def returned(self, groups: Sequence[str]) -> None:
+        """Groups whose leases reached nobody are ready again."""
+
+    async def ended(self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[Session]) -> None:
+        """A group is over, with all of its sessions."""
+
+    async def engines(self, control: Mapping[str, Sequence[str]]) -> None:
+        """All engines there are: their control addresses, by URL."""
