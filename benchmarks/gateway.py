@@ -1,0 +1,177 @@
+"""What a turn through the gateway costs, beside a peer, a bare forwarder and the engine called directly.
+
+64 sessions × 8 turns of 64 tokens, one fake engine, one load generator, every system a process of its own;
+rounds of all systems interleaved, medians of the rounds. Tidegate has everything on: rendering, the tree,
+tool parsing, keys. CPU is user + system time of the system's process while turns are taken; opening
+sessions is outside of it.
+
+    python benchmarks/gateway.py [--json] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Check, report
+from turns.material import write_replies
+from turns.systems import Loader, Processes, System, rllm_python
+
+from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.render import Renderer
+from tidegate.types import Sampling
+
+ROOT = Path(__file__).parents[1]
+SESSIONS, TURNS = 64, 8
+WAVES = 2  # of fresh sessions in a round
+LONG_SESSIONS = 32
+Access = tuple[str, str, str]
+
+
+class Bench:
+    """One load generator, and sessions opened for it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._opened = 0
+
+    def open(self, system: System, count: int) -> list[Access]:
+        """Fresh sessions as (name, path, key)."""
+        names = [str(self._opened + n) for n in range(count)]
+        self._opened += count
+        if system.name == "tidegate":
+            return asyncio.run(_open_sessions(system, names))
+        return [(name, system.path.replace("{session}", f"{system.name}-{name}"), "key") for name in names]
+
+    def turns(
+        self,
+        system: System,
+        sessions: list[Access],
+        turns: int,
+        *,
+        concurrency: int | None = None,
+        stream: bool = False,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Take turns; what they cost. Raises RuntimeError where one fails, unless failures are counted."""
+        before = system.cpu_seconds()
+        done = self._loader.turns(system, sessions, turns, concurrency=concurrency, stream=stream)
+        cpu = system.cpu_seconds() - before
+        if done["errors"] and strict:
+            raise RuntimeError(f"{system.name}: {done['errors']} calls failed, first: {done['error']}")
+        return {
+            "cpu_ms": 1e3 * cpu / done["turns"],
+            "turns_per_s": done["turns"] / done["seconds"],
+            "errors": done["errors"],
+        }
+
+    def round(self, system: System, *, stream: bool = False) -> dict[str, Any]:
+        waves = []
+        for _ in range(WAVES):
+            sessions = self.open(system, SESSIONS)
+            waves.append(self.turns(system, sessions, TURNS, stream=stream))
+        return {key: statistics.mean(wave[key] for wave in waves) for key in ("cpu_ms", "turns_per_s")}
+
+
+async def _open_sessions(system: System, names: list[str]) -> list[Access]:
+    async with GatewayClient(system.url) as client:
+        accesses = []
+        for name in names:
+            access = await client.open_session(sampling=Sampling(max_tokens=256), deadline_s=3600)
+            path = "/" + access.base_url.split("/", 3)[3] + "/chat/completions"
+            accesses.append((name, path, access.api_key))
+        return accesses
+
+
+def interleaved(bench: Bench, systems: list[System], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Rounds by system's name; every system takes its turn in every round, after one to warm up."""
+    taken: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
+    for number in range(rounds + 1):
+        for system in systems:
+            row = bench.round(system)
+            if number > 0:
+                taken[system.name].append(row)
+    return taken
+
+
+def ratio(taken: dict[str, list[dict[str, Any]]], key: str, one: str, other: str) -> float | None:
+    """The median over rounds of one system's figure ÷ another's; None where one is not there."""
+    pairs = list(zip(taken.get(one, ()), taken.get(other, ()), strict=False))
+    return statistics.median(a[key] / b[key] for a, b in pairs) if pairs else None
+
+
+def turn_50_vs_2(bench: Bench, system: System, pairs: int = 5) -> dict[str, Any]:
+    """CPU of turn 50 and of turn 2; each turn is taken by all sessions together, the two side by side."""
+    ratios, fiftieth, second = [], [], []
+    for _ in range(pairs):
+        old, young = bench.open(system, LONG_SESSIONS), bench.open(system, LONG_SESSIONS)
+        bench.turns(system, old, 49)
+        bench.turns(system, young, 1)
+        fiftieth.append(bench.turns(system, old, 1)["cpu_ms"])
+        second.append(bench.turns(system, young, 1)["cpu_ms"])
+        ratios.append(fiftieth[-1] / second[-1])
+    return {
+        "turn_2_cpu_ms": statistics.median(second),
+        "turn_50_cpu_ms": statistics.median(fiftieth),
+        "turn_50_vs_2": statistics.median(ratios),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all systems")
+    parser.add_argument("--rllm-venv", type=Path, default=ROOT / ".venv-rllm", help="the peer's environment")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, Processes(Path(name)) as processes:
+        return measure(Path(name), processes, arguments)
+
+
+def measure(directory: Path, processes: Processes, arguments: argparse.Namespace) -> int:
+    model = ROOT / "examples" / "tiny_base" / "model"
+    write_replies(directory / "replies.json", Renderer.load(model))
+    engine = processes.engine(directory / "replies.json")
+    bench = Bench(processes.load())
+    tidegate = processes.tidegate(engine, model)
+    systems = [engine, processes.bare(engine), tidegate]
+    try:
+        python = rllm_python(arguments.rllm_venv)
+        systems += [processes.rllm(python, engine, tuned=tuned) for tuned in (False, True)]
+    except RuntimeError as error:
+        print(f"rllm-model-gateway cannot be compared with: {error}", file=sys.stderr)
+    taken = interleaved(bench, systems, arguments.rounds)
+    rows = [
+        {"system": name, **{key: statistics.median(row[key] for row in runs) for key in runs[0]}}
+        for name, runs in taken.items()
+    ]
+    rows.append({"system": "tidegate, streamed", **bench.round(tidegate, stream=True)})
+    long = turn_50_vs_2(bench, tidegate)
+    many = bench.turns(tidegate, bench.open(tidegate, 1024), TURNS, strict=False)
+    rss = open_ten_thousand(bench, processes.tidegate(engine, model))
+    rows += [{"what": "long sessions", **long}, {"what": "1024 sessions", **many}]
+    rows.append({"what": "10000 open sessions", "rss_mb": rss})
+    medians = {row["system"]: row for row in rows if "system" in row}
+    checks = [
+        Check("cpu_vs_bare", ratio(taken, "cpu_ms", "tidegate", "bare"), "<=", 2.5),
+        Check("cpu_ms", medians["tidegate"]["cpu_ms"], "<=", 0.8),
+        Check("throughput_vs_rllm", ratio(taken, "turns_per_s", "tidegate", "rllm_tuned"), ">=", 4),
+        Check("turn50_vs_turn2", long["turn_50_vs_2"], "<=", 1.5),
+        Check("errors_at_1024_sessions", many["errors"], "==", 0),
+        Check("rss_mb_10000_open_sessions", rss, "<=", 1500),
+    ]
+    return report(rows, checks, as_json=arguments.json)
+
+
+def open_ten_thousand(bench: Bench, system: System) -> float:
+    """Memory of a gateway that holds 10,000 open sessions of TURNS turns each."""
+    bench.turns(system, bench.open(system, 10_000), TURNS, concurrency=SESSIONS)
+    return system.rss_mb()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The load generator: agents as cheap as they can be, the same for every system.
+
+    python -m turns.load
+
+Reads jobs on stdin, one JSON object a line, and answers each with one line. A session's history stays
+between jobs; connections last for one job.
+`{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` takes so many
+turns in each session, `concurrency` sessions at a time, and answers `{"seconds", "turns", "errors",
+"error"}`; an error ends its session's turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+import uvloop
+from turns.material import SYSTEM, TOOL, TURN_TOKENS, question
+
+_REQUEST = (
+    b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer %b\r\n"
+    b"content-type: application/json\r\naccept: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+_REPLY_S = 120.0
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive HTTP connection; one call at a time."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+
+    async def post(self, path: bytes, key: bytes, body: bytes) -> tuple[int, bytes]:
+        self._answer = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._transport.write(_REQUEST % (path, key, len(body)) + body)
+        return await self._answer
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((self._parser.get_status_code(), b"".join(self._body)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or ConnectionError("the server closed the connection"))
+
+
+class Agent:
+    """One session: asks, and says what follows each reply."""
+
+    def __init__(self, name: str, path: str, key: str) -> None:
+        self._path, self._key = path.encode(), key.encode()
+        self._turns = 0
+        self._messages: list[dict[str, Any]] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": question(name)},
+        ]
+
+    async def turn(self, connection: Connection, stream: bool) -> None:
+        body = {
+            "model": "m",
+            "messages": self._messages,
+            "tools": [TOOL],
+            "max_tokens": TURN_TOKENS,
+            "temperature": 1.0,
+            "stream": stream,
+        }
+        status, answer = await connection.post(self._path, self._key, orjson.dumps(body))
+        if status != 200:
+            raise ConnectionError(f"{status}: {answer[:200]!r}")
+        message = _streamed(answer) if stream else orjson.loads(answer)["choices"][0]["message"]
+        self._messages.append(message)
+        self._turns += 1
+        calls = message.get("tool_calls")
+        if calls:
+            self._messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "42"})
+        else:
+            self._messages.append({"role": "user", "content": f"Step {self._turns} is not right yet. Go on."})
+
+
+def _streamed(answer: bytes) -> dict[str, Any]:
+    """The message that a stream's deltas make."""
+    content, calls = "", []
+    for event in answer.split(b"\n\n"):
+        if not event.startswith(b"data: {"):
+            continue
+        delta = orjson.loads(event[6:])["choices"][0]["delta"]
+        content += delta.get("content") or ""
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                calls.append(piece)
+            else:
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+class Load:
+    def __init__(self) -> None:
+        self._agents: dict[str, Agent] = {}
+
+    async def turns(self, job: dict[str, Any]) -> dict[str, Any]:
+        address = urlsplit(job["url"])
+        agents = [
+            self._agents.setdefault(path, Agent(name, path, key)) for name, path, key in job["sessions"]
+        ]
+        queue, errors = iter(agents), []
+        connections = await self._connect(address.hostname or "", address.port or 0, job["concurrency"])
+        began = time.perf_counter()
+        try:
+            await asyncio.gather(*(self._work(one, queue, job, errors) for one in connections))
+        finally:
+            for connection in connections:
+                connection.close()
+        seconds = time.perf_counter() - began
+        made = len(agents) * job["turns"]
+        return {"seconds": seconds, "turns": made, "errors": len(errors), "error": next(iter(errors), None)}
+
+    async def _connect(self, host: str, port: int, count: int) -> list[Connection]:
+        loop = asyncio.get_running_loop()
+        return [(await loop.create_connection(Connection, host, port))[1] for _ in range(count)]
+
+    async def _work(
+        self, connection: Connection, queue: Iterator[Agent], job: dict[str, Any], errors: list[str]
+    ) -> None:
+        for agent in queue:
+            try:
+                for _ in range(job["turns"]):
+                    async with asyncio.timeout(_REPLY_S):
+                        await agent.turn(connection, job["stream"])
+            except (OSError, TimeoutError, httptools.HttpParserError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                return
+
+
+async def main() -> None:
+    load = Load()
+    for line in sys.stdin:
+        result = await load.turns(orjson.loads(line))
+        print(orjson.dumps(result).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
