@@ -125,6 +125,8 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         end = fault.value if fault.kind == "abort" else len(output)
+        if fault.kind == "abort" and end == 0:
+            await response.write(b"data: " + orjson.dumps(self._reply(body, [], fault, last=True)) + b"\n\n")
         for size in range(1, end + 1):
             if fault.kind == "break" and size > fault.value:
                 assert request.transport is not None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,36 @@ def recomputed(model: Path, trajectory: Trajectory, index: int) -> np.ndarray:
     return chosen
 
 
+async def sampled_tokens(engine: str) -> int:
+    async with aiohttp.ClientSession() as http, http.get(engine + "/model_info") as response:
+        total: int = (await response.json())["tokens_sampled"]
+        return total
+
+
+async def reply(
+    llm: AsyncOpenAI, messages: list[Any], stream: bool, engine: str, meanwhile: Callable[[], Awaitable[None]]
+) -> str:
+    """A reply's text; `meanwhile` is done as soon as some of it was sampled."""
+    if not stream:
+        before = await sampled_tokens(engine)
+        whole = asyncio.create_task(llm.chat.completions.create(model="m", messages=messages))
+        while not whole.done() and await sampled_tokens(engine) < before + 5:
+            pass
+        await meanwhile()
+        return (await whole).choices[0].message.content or ""
+    text, done = "", False
+    async for chunk in await llm.chat.completions.create(model="m", messages=messages, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if text and not done:
+            done = True
+            await meanwhile()
+    return text
+
+
 async def interrupted(
-    gateway: Gateway, engine: str, models: list[Path], mode: str, seed: int
+    gateway: Gateway, engine: str, models: list[Path], mode: str, seed: int, stream: bool
 ) -> tuple[Trajectory, str]:
-    """An episode of two turns with a publish in the first one; its trajectory and the streamed text."""
+    """An episode of two turns with a publish in the first one; its trajectory and that turn's text."""
     await publish(engine, models[0], 0, "retract")
     async with served(create_app(gateway)) as url, GatewayClient(url) as client:
         await client.add_engine(engine)
@@ -98,13 +124,7 @@ async def interrupted(
         )
         async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as llm:
             messages: list[Any] = [{"role": "user", "content": "Go on for ever."}]
-            chunks = await llm.chat.completions.create(model="m", messages=messages, stream=True)
-            text, published = "", False
-            async for chunk in chunks:
-                text += chunk.choices[0].delta.content or ""
-                if text and not published:
-                    published = True
-                    await publish(engine, models[1], 1, mode)
+            text = await reply(llm, messages, stream, engine, lambda: publish(engine, models[1], 1, mode))
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "More."}]
             await llm.chat.completions.create(model="m", messages=messages, max_tokens=4)
         await client.finish(access.session_id, reward=1.0)
@@ -112,15 +132,21 @@ async def interrupted(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_a_turn_that_straddles_a_publish_is_exact(engine: str, models: list[Path], mode: str) -> None:
+async def test_a_turn_that_straddles_a_publish_is_exact(
+    engine: str, models: list[Path], mode: str, stream: bool
+) -> None:
+    """The agent sees one slow answer; every token's logprob is that of the version its span names."""
     for seed in range(6):  # a random model may end its reply before the publish
         gateway = Gateway(GatewayOptions(model=models[0]))
-        trajectory, text = await interrupted(gateway, engine, models, mode, seed)
+        trajectory, text = await interrupted(gateway, engine, models, mode, seed, stream)
         if len(trajectory.turns[0].version_spans) == 2:
             break
     first, second = trajectory.turns
     assert second.parent == 0
+    assert gateway.pool.continued == (1 if mode == "abort" else 0)
+    assert first.finish_reason == ("length" if len(first.output_ids) == LENGTH else "stop")
     old, new = first.version_spans
     assert (old.version, old.start, new.version, new.end) == (0, 0, 1, len(first.output_ids))
     assert old.end == new.start

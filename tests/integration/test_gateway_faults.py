@@ -216,6 +216,67 @@ async def test_an_aborted_request_is_continued_within_the_call(stage: Stage, str
     assert turn.version_spans[-1] == VersionSpan(5, turn.version_spans[-1].start, len(ids))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_that_straddles_a_continuation_ends_the_reply(stage: Stage, stream: bool) -> None:
+    """Each engine call saw only a part of it; what was sampled after it is neither shown nor kept."""
+    access, llm = await opened(stage)
+    ids = stage.say("one two STOP three four")
+    cut = len(stage.gateway.renderer.encode("one two ST"))
+    end = len(stage.gateway.renderer.encode("one two STOP"))
+    stage.engine.faults.append(Fault("abort", cut))
+    stage.engine.replies.append(ids[cut:])
+    options: dict[str, Any] = {"model": "m", "messages": ASK, "stop": ["STOP"], "stream": stream}
+    reply = await llm.chat.completions.create(**options)
+    if stream:
+        chunks = [chunk.choices[0] async for chunk in reply]
+        text, finish = "".join(one.delta.content or "" for one in chunks), chunks[-1].finish_reason
+    else:
+        text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
+    assert (text, finish) == ("one two ", "stop")
+    first, second = stage.engine.requests
+    assert (first["stream"], second["stream"]) == (stream, True), "what is ended in time is streamed"
+    await stage.engine.until(lambda: stage.engine.aborted == [second["rid"]])
+    [turn] = (await ended(stage, access)).turns
+    assert turn.output_ids.tolist() == ids[:end]
+    assert turn.version_spans == (VersionSpan(0, 0, end),)
+    assert len(turn.logprobs) == end
+
+
+async def test_a_reply_aborted_at_its_last_token_is_whole(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    ids = stage.say("one two three")
+    stage.engine.faults.append(Fault("abort", 3))
+    reply = await llm.chat.completions.create(model="m", messages=ASK, max_tokens=3)
+    assert reply.choices[0].finish_reason == "length"
+    assert len(stage.engine.requests) == 1
+    assert (await ended(stage, access)).turns[0].output_ids.tolist() == ids[:3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_aborted_before_its_first_token_is_asked_again(stage: Stage, stream: bool) -> None:
+    access, llm = await opened(stage)
+    ids = stage.say("one")
+    stage.engine.faults.extend([Fault("abort", 0), Fault("none")])
+    stage.engine.replies.append(ids)
+    assert await ask(llm, stream) == "one"
+    assert len({tuple(one["input_ids"]) for one in stage.engine.requests}) == 1
+    assert (await ended(stage, access)).turns[0].output_ids.tolist() == ids
+
+
+async def test_a_continuation_draws_on_from_a_seed_of_its_own(stage: Stage) -> None:
+    """Engines draw by seed and place in the call: the same seed would give the same numbers again."""
+    seeds = []
+    for _ in range(2):
+        _, llm = await opened(stage, seed=7)
+        ids = stage.say("one two three four")
+        stage.engine.faults.append(Fault("abort", 3))
+        stage.engine.replies.append(ids[3:])
+        await ask(llm)
+        seeds.append([one["sampling_params"]["sampling_seed"] for one in stage.engine.requests[-2:]])
+    assert seeds[0] == seeds[1], "the same session seed gives the same seeds"
+    assert seeds[0][0] != seeds[0][1]
+
+
 async def test_a_stream_that_breaks_off_is_continued(stage: Stage) -> None:
     """What the client has seen stays; the versions of those tokens came with their events."""
     access, llm = await opened(stage)

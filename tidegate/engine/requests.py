@@ -28,6 +28,13 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (None, False),
     "session_params": (None,),
     "custom_logit_processor": (None,),
+    # What SGLang's router adds.
+    "model": (None,),
+    "log_metrics": (None, True, False),
+    "no_logs": (None, False, True),
+    "background": (None, False),
+    "return_bytes": (None, False),
+    "return_entropy": (None, False),
 }
 """Fields of SGLang's request that this engine has not, with the values that change nothing."""
 
