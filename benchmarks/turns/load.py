@@ -3,7 +3,7 @@
     python -m turns.load
 
 Reads jobs on stdin, one JSON object a line, and answers each with one line. A session's history stays
-between jobs; connections last for one job.
+between jobs, by its name; connections last for one job.
 `{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` takes so many
 turns in each session, `concurrency` sessions at a time, and answers `{"seconds", "turns", "errors",
 "error"}`; an error ends its session's turns.
@@ -67,7 +67,7 @@ class Agent:
 
     def __init__(self, name: str, path: str, key: str) -> None:
         self._path, self._key = path.encode(), key.encode()
-        self._turns = 0
+        self.taken = 0
         self._messages: list[dict[str, Any]] = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": question(name)},
@@ -87,12 +87,12 @@ class Agent:
             raise ConnectionError(f"{status}: {answer[:200]!r}")
         message = _streamed(answer) if stream else orjson.loads(answer)["choices"][0]["message"]
         self._messages.append(message)
-        self._turns += 1
+        self.taken += 1
         calls = message.get("tool_calls")
         if calls:
             self._messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "42"})
         else:
-            self._messages.append({"role": "user", "content": f"Step {self._turns} is not right yet. Go on."})
+            self._messages.append({"role": "user", "content": f"Step {self.taken} is not right yet. Go on."})
 
 
 def _streamed(answer: bytes) -> dict[str, Any]:
@@ -119,9 +119,10 @@ class Load:
     async def turns(self, job: dict[str, Any]) -> dict[str, Any]:
         address = urlsplit(job["url"])
         agents = [
-            self._agents.setdefault(path, Agent(name, path, key)) for name, path, key in job["sessions"]
+            self._agents.setdefault(name, Agent(name, path, key)) for name, path, key in job["sessions"]
         ]
         queue, errors = iter(agents), []
+        before = sum(agent.taken for agent in agents)
         connections = await self._connect(address.hostname or "", address.port or 0, job["concurrency"])
         began = time.perf_counter()
         try:
@@ -130,8 +131,8 @@ class Load:
             for connection in connections:
                 connection.close()
         seconds = time.perf_counter() - began
-        made = len(agents) * job["turns"]
-        return {"seconds": seconds, "turns": made, "errors": len(errors), "error": next(iter(errors), None)}
+        taken = sum(agent.taken for agent in agents) - before
+        return {"seconds": seconds, "turns": taken, "errors": len(errors), "error": next(iter(errors), None)}
 
     async def _connect(self, host: str, port: int, count: int) -> list[Connection]:
         loop = asyncio.get_running_loop()
