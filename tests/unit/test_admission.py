@@ -248,3 +248,34 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
         None, ["--model.path=x", f"--trainer.dynamic_sampling={str(dynamic_sampling).lower()}"]
     )
     assert rules_of(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
+
+
+def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:
+    driver = Driver(max_staleness=1, groups_per_batch=2)
+    running, ready, leased = driver.start(), driver.start(), driver.start()
+    assert driver.finish(ready) is Verdict.READY
+    assert driver.finish(leased) is Verdict.READY
+    driver.core.lease(leased, 0)
+    assert driver.core.doomed(2, {running: 0, ready: 0, leased: 0}) == [running, ready]
+    assert driver.core.doomed(1, {running: 0, ready: 0}) == []
+
+
+def test_commit_makes_stepped_groups_and_attempts_trained() -> None:
+    driver = Driver()
+    driver.ready(0), driver.ready(0)
+    cut = driver.core.cut()
+    assert cut is not None
+    driver.core.step(cut, 1)
+    assert driver.core.attempt_counts["stepped"] == 4
+    driver.core.commit()
+    assert (driver.core.group_counts["trained"], driver.core.attempt_counts["trained"]) == (2, 4)
+    assert driver.core.group_counts["stepped"] == driver.core.attempt_counts["stepped"] == 0
+
+
+def test_quarantined_tasks_stay_so_after_a_resume() -> None:
+    driver = Driver(max_attempts=1)
+    task = driver.core.groups[driver.start()].task
+    assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is Verdict.FAILED
+    resumed = Admission(driver.core.rules, driver.book.append, epoch=2, version=1)
+    resumed.restore(driver.core.progress(), [])
+    assert resumed.start_group(resumed.next_ticket(), task) is None

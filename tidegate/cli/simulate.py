@@ -71,11 +71,11 @@ def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
     from tidegate.simulation.calibrate import scenario_of
     from tidegate.simulation.scenario import Scenario
 
-    if arguments.run_dir is None:
-        return load(Scenario, arguments.scenario, overrides)
-    if arguments.scenario is not None:
+    if arguments.run_dir is not None and arguments.scenario is not None:
         raise ConfigError("give --scenario FILE or --from RUN, not both")
-    return overlay(scenario_of(arguments.run_dir), overrides)
+    if arguments.run_dir is not None:
+        return overlay(scenario_of(arguments.run_dir), overrides)
+    return overlay(load(Scenario, arguments.scenario), overrides)
 
 
 def _list_keys() -> int:

@@ -1,0 +1,134 @@
+# ruff: noqa: E501 - a fault a line reads best
+"""Faults planted in the admission core, one at a time: do its tests see each of them?
+
+Every fault is one line of `tidegate/trainer/admission.py` changed in a copy of the package; then the core's
+own tests run against the copy. A fault that no test sees is a hole in the tests.
+
+    python benchmarks/mutants.py [--json] [--only NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import Check, report
+
+ROOT = Path(__file__).parents[1]
+CORE = Path("tidegate/trainer/admission.py")
+TESTS = ["tests/unit/test_admission.py", "tests/unit/test_admission_world.py"]
+DEADLINE_S = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    was: str
+    becomes: str
+
+
+FAULTS = [
+    Fault("gate_one_too_many", "self.outstanding() >= self.rules.capacity", "self.outstanding() > self.rules.capacity"),
+    Fault("gate_ignores_interval", "* self.groups_per_batch * self.publish_interval", "* self.groups_per_batch"),
+    Fault("gate_one_batch_more", "return (ahead + 1) * self", "return (ahead + 2) * self"),
+    Fault("gate_forgets_concurrency", "if self._running >= self.rules.max_running:", "if False:"),
+    Fault("running_never_falls_when_ready", "        self._running -= 1\n        self.failed_in_a_row = 0", "        self.failed_in_a_row = 0"),
+    Fault("bound_off_by_one", "bound is None or staleness <= bound)", "bound is None or staleness <= bound + 1)"),
+    Fault("bound_too_strict", "bound is None or staleness <= bound)", "bound is None or staleness < bound)"),
+    Fault("no_sweep_at_the_cut", "        self.sweep()\n        if len(self._ready_order)", "        if len(self._ready_order)"),
+    Fault("unknown_version_is_fresh", "return staleness is not None and (bound", "return staleness is None or (bound"),
+    Fault("abandoned_lineage_is_fresh", " or any(oldest in gone for gone in self.abandoned)", ""),
+    Fault("future_version_is_fresh", "oldest is None or oldest > self.version or", "oldest is None or"),
+    Fault("cut_takes_fewer", "len(self._ready_order) < self.rules.groups_per_batch", "len(self._ready_order) < 1"),
+    Fault("cut_newest_first", "self._ready_order.popleft() for _ in", "self._ready_order.pop() for _ in"),
+    Fault("stale_is_never_replaced", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
+    Fault("stale_is_replaced_for_ever", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if True:"),
+    Fault("replaced_twice", "            self._recycled.append(Ticket(group", "            self._recycled.append(Ticket(group.ticket.index, group.id, 1))\n            self._recycled.append(Ticket(group"),
+    Fault("replacement_says_nothing", "Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1)", "Ticket(group.ticket.index, None, group.ticket.stale_retries + 1)"),
+    Fault("one_attempt_too_many", "if slot.failures < self.rules.max_attempts:", "if slot.failures <= self.rules.max_attempts:"),
+    Fault("cancelled_counts_as_failure", "            return Verdict.RETRY\n        else:", "            slot.failures += 1\n            return Verdict.RETRY\n        else:"),
+    Fault("partial_group_too_small", "if len(group.slots) - lost < self.rules.min_group_size:", "if len(group.slots) - lost < self.rules.min_group_size - 1:"),
+    Fault("ready_too_early", "if not all(slot.settled(limit) for slot in group.slots):", "if not any(slot.settled(limit) for slot in group.slots):"),
+    Fault("no_quarantine", "            self._quarantine(group, outcome, why)\n", ""),
+    Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
+    Fault("late_end_resurrects", "        if where is None:\n            return Verdict.LATE", "        if where is None:\n            return Verdict.RETRY"),
+    Fault("attempt_left_live", "            if slot.running is not None:\n                self._end_attempt(slot.running", "            if False:\n                self._end_attempt(slot.running"),
+    Fault("version_used_twice", "        self._announced += 1\n", "        self._announced = self.version + 1\n"),
+    Fault("publish_backwards", "if not self.version < version <= self._announced:", "if not version <= self._announced:"),
+    Fault("stepped_makes_room_at_once", "            group.phase = Phase.UNPUBLISHED\n", "            group.phase = Phase.UNPUBLISHED\n            del self.groups[group_id]\n"),
+    Fault("stepped_never_makes_room", "if g.phase is Phase.UNPUBLISHED]:", "if False]:"),
+    Fault("doomed_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
+    Fault("doomed_takes_the_admissible", "and version - sampled > bound", "and version - sampled >= bound"),
+    Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):"),
+    Fault("resume_loses_tickets", "return Progress(self._cursor, [*self._recycled, *open_tickets],", "return Progress(self._cursor, [*self._recycled],"),
+    Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
+    Fault("resume_forgets_quarantine", "        self.quarantined = set(progress.quarantined)\n", ""),
+    Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
+]  # fmt: skip
+
+
+def caught(fault: Fault, copy: Path) -> bool:
+    """Whether the tests fail, each in its own process, on a package with the fault in it."""
+    text = (ROOT / CORE).read_text(encoding="utf-8")
+    if text.count(fault.was) != 1:
+        raise SystemExit(f"{fault.name}: its line is {text.count(fault.was)} times in {CORE}; mend the list")
+    (copy / CORE).write_text(text.replace(fault.was, fault.becomes), encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if ended.returncode not in (0, 1):
+        raise SystemExit(f"{fault.name}: the tests did not run:\n{ended.stdout.decode()[-2000:]}")
+    return ended.returncode == 1
+
+
+def overlay(copy: Path) -> None:
+    """The repository by links, but for the package's one file that is changed."""
+    for one in ("tests", "examples", "pyproject.toml"):
+        (copy / one).symlink_to(ROOT / one)
+    for one in (ROOT / "tidegate").rglob("*"):
+        target = copy / one.relative_to(ROOT)
+        if one.is_dir() and not one.is_symlink():
+            target.mkdir(parents=True, exist_ok=True)
+        elif one.relative_to(ROOT) != CORE and "__pycache__" not in one.parts:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(one)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", help="one fault, by its name")
+    arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if arguments.only in (None, fault.name)]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="tidegate-mutants-") as where:
+        overlay(Path(where))
+        for fault in faults:
+            results.append({"fault": fault.name, "caught": caught(fault, Path(where))})
+            print(
+                f"{fault.name:<36}{'caught' if results[-1]['caught'] else 'SURVIVED'}",
+                file=sys.stderr,
+                flush=True,
+            )
+    found = sum(bool(one["caught"]) for one in results)
+    checks = [
+        Check("planted", len(faults), ">=", 1 if arguments.only else 20),
+        Check("caught", found, "==", len(faults)),
+    ]
+    return report(results, checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
