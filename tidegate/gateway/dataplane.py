@@ -89,7 +89,7 @@ class ChatEndpoint:
             return False
         if gone.done():
             return False
-        body = chat.whole(call, request, self._gateway.options.name, self._gateway.renderer.token_text)
+        body = chat.whole(call, request, self._gateway.model_name, self._gateway.renderer.token_text)
         self._gateway.turns.deliver(session, call)
         await respond(send, 200, body)
         self._gateway.turns.sent(session, call)
@@ -104,7 +104,7 @@ class ChatEndpoint:
         send: Send,
     ) -> bool:
         """Server-sent events; the status waits for the first token, so that a refusal can have its own."""
-        stream = chat.ChatStream(call, request, self._gateway.options.name)
+        stream = chat.ChatStream(call, request, self._gateway.model_name)
         sent, started = 0, False
         while True:
             done = call.done
@@ -156,7 +156,7 @@ class ModelsEndpoint:
         except Refusal as refusal:
             await respond(send, refusal.status, chat.error_body(refusal), [_NO_RETRY])
             return
-        row = {"id": self._gateway.options.name, "object": "model", "created": 0, "owned_by": "tidegate"}
+        row = {"id": self._gateway.model_name, "object": "model", "created": 0, "owned_by": "tidegate"}
         await respond(send, 200, orjson.dumps({"object": "list", "data": [row]}))
 
 

@@ -63,6 +63,8 @@ class Gateway:
         self.options = options
         self.journal = journal or Journal()
         self.renderer = renderer or Renderer.load(options.model)
+        self.model_name = options.name
+        """What replies call the model; asked of the file system once, not with every reply."""
         self.instance = new_id()
         self.metrics = Metrics()
         self.sessions = Sessions()
