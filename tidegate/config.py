@@ -98,6 +98,22 @@ def _bound(value: int | str) -> int | str:
     return value
 
 
+LOSSES = (
+    "truncated", "truncated_sequence", "masked", "masked_sequence", "cispo", "grpo", "dr_grpo", "dapo",
+    "gspo", "decoupled_ppo",
+)  # fmt: skip
+"""What `trainer.loss` may be; `trainer.loss.LOSSES` makes them."""
+DECOUPLED = ("decoupled_ppo",)
+"""Those that go on from π_old, so that a batch may be trained on in several optimiser steps."""
+
+
+def _loss(name: str) -> str:
+    if name not in LOSSES:
+        close = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)
+        raise ValueError(f"there is no such loss; did you mean {close[0]!r}? Known: {', '.join(LOSSES)}")
+    return name
+
+
 class TrainerSettings(Section):
     steps: Annotated[int, Field(ge=1)] = 100
     """Optimiser steps of the run."""
@@ -127,8 +143,25 @@ class TrainerSettings(Section):
     """Linear, from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
+    loss: Annotated[str, AfterValidator(_loss)] = "truncated"
+    """By name, see docs/losses.md: truncated, truncated_sequence, masked, masked_sequence, cispo, grpo,
+    dr_grpo, dapo, gspo, decoupled_ppo."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """C of the loss −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
+    """C of the losses that cap π/μ, by default −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    """How far below 1 a clipped ratio may be. None: the loss's own."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """How far above 1 a clipped ratio may be. None: the loss's own."""
+    sequence_length: Annotated[int, Field(ge=1)] = 1024
+    """The constant that dr_grpo divides by, in tokens a trajectory."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimiser steps of one batch, a part of its groups each; more than one needs decoupled_ppo."""
+    reference: Path | None = None
+    """A frozen model in Hugging Face format, whose distance is measured, and penalised if one wants."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of the penalty KL(π_θ‖π_ref)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that is estimated: k1 lowers the advantages, k2 and k3 are added to the loss."""
     dynamic_sampling: bool = True
     """Groups whose rewards are all alike are filtered and replaced; off: they train at advantage 0."""
     normalize_advantage: bool = True
@@ -164,7 +197,26 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
             )
+        self._loss_is_consistent()
         return self
+
+    def _loss_is_consistent(self) -> None:
+        """Raises ValueError where the loss's settings do not go together."""
+        if self.minibatches > 1 and self.loss not in DECOUPLED:
+            raise ValueError(
+                f"minibatches = {self.minibatches} with loss = {self.loss!r}: after the first optimiser step "
+                f"π/μ is age and update in one. Several steps need loss = {DECOUPLED[0]!r}, which recomputes "
+                "π_old at the cut"
+            )
+        if self.minibatches > 1 and self.on_policy:
+            raise ValueError("on_policy is one optimiser step a batch; minibatches must be 1")
+        if self.minibatches > self.groups_per_batch:
+            raise ValueError(
+                f"minibatches = {self.minibatches} is more than groups_per_batch = {self.groups_per_batch}; "
+                "a group is not split"
+            )
+        if self.kl_coefficient and self.reference is None:
+            raise ValueError("kl_coefficient needs trainer.reference, the frozen model to stay close to")
 
 
 class EvalSettings(Section):

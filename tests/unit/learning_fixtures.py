@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import make_tiny_model
 from tidegate.trainer.batch import Row
+from tidegate.trainer.layout import Microbatch, microbatches
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 48
@@ -46,9 +47,9 @@ def make_row(rng: np.random.Generator, *, shortest: int = 4, longest: int = 40, 
         logprobs=np.where(mask, -rng.exponential(3.0, length), 0).astype(np.float32),
         versions=np.where(mask, rng.integers(2, 5, length), -1),
         temperature=np.where(mask, rng.choice([0.7, 1.0, 1.3], length), 1.0).astype(np.float32),
-        advantage=float(rng.normal()),
+        advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
         group_id=group,
-        session_id=f"{group}-s",
+        session_id=f"{group}-{rng.integers(2**60)}",
     )
 
 
@@ -84,9 +85,15 @@ def make_group(
                 logprobs=behind(0, reply.logprobs),
                 versions=behind(-1, reply.versions),
                 temperature=behind(1, reply.temperature),
+                advantages=behind(0, reply.advantages),
             )
         )
     return rows
+
+
+def lay(rows: list[Row], max_tokens: int) -> list[Microbatch]:
+    """As few microbatches as possible, without prefixes."""
+    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000)
 
 
 def make_trajectory(turns: list[Turn]) -> Trajectory:

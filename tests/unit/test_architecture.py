@@ -48,6 +48,7 @@ ALLOWED = {
 TORCH = {
     "trainer/policy",
     "trainer/loss",
+    "trainer/diagnostics",
     "trainer/layout",
     "trainer/forward",
     "trainer/publish",

@@ -44,6 +44,9 @@ def test_on_policy_forces_what_makes_it_synchronous() -> None:
     assert settings.trainer.publish_interval == 1
 
 
+DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -60,6 +63,14 @@ def test_on_policy_forces_what_makes_it_synchronous() -> None:
         ([*MODEL, "--trainer.steps.more", "3"], "trainer.steps"),
         ([*MODEL, "--sampling.max_tokens", "2000"], "leaves no room for a prompt"),
         ([*MODEL, "--gateway.host", "0.0.0.0"], "set gateway.admin_key"),
+        (
+            [*MODEL, "--trainer.loss", "gsop"],
+            "trainer.loss = 'gsop': there is no such loss; did you mean 'gspo'?",
+        ),
+        ([*MODEL, "--trainer.minibatches", "2"], "Several steps need loss = 'decoupled_ppo'"),
+        ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "minibatches must be 1"),
+        ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "a group is not split"),
+        ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
         ([], "'model' is required"),
     ],
 )

@@ -6,18 +6,13 @@ import torch
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch import Row
-from tidegate.trainer.layout import Microbatch, microbatches
-from tidegate.trainer.loss import LOSSES, Diagnostics, Loss, token_logprobs
+from tidegate.trainer.layout import Microbatch
+from tidegate.trainer.loss import Loss, make_loss, token_logprobs
 
-from .learning_fixtures import VOCABULARY, make_rows
+from .learning_fixtures import VOCABULARY, lay, make_rows
 
 CAP = 2.0
-DEFAULT: Loss = LOSSES["truncated"](TrainerSettings(importance_cap=CAP))
-
-
-def lay(rows: list[Row], max_tokens: int) -> list[Microbatch]:
-    """As few microbatches as possible."""
-    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000)
+DEFAULT: Loss = make_loss(TrainerSettings(importance_cap=CAP))
 
 
 def make_case(seed: int = 0) -> tuple[list[Row], Microbatch, torch.Tensor]:
@@ -53,7 +48,11 @@ def loss_of(logits_nv: torch.Tensor, batch: Microbatch, rows: list[Row]) -> torc
     # In float64, which token_logprobs would round: the comparison is with a formula, not with a model.
     logprobs_nv = torch.log_softmax(logits_nv / batch.temperatures_n[:, None], dim=-1)
     logprobs_n = logprobs_nv.gather(1, batch.targets_n[:, None]).squeeze(1)
-    return DEFAULT(logprobs_n, batch, DEFAULT.aggregation(rows))
+    return share(DEFAULT, logprobs_n, batch, rows)
+
+
+def share(loss: Loss, logprobs_n: torch.Tensor, batch: Microbatch, rows: list[Row]) -> torch.Tensor:
+    return loss(logprobs_n, batch, loss.aggregation(rows)[1])[0]
 
 
 def test_loss_and_gradient_are_the_formulas():
@@ -82,7 +81,7 @@ def test_on_policy_the_gradient_is_reinforces():
     rows, batch, logits_nv = make_case()
     logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
     batch.logprobs_n = logprobs_n.detach()
-    DEFAULT(logprobs_n, batch, DEFAULT.aggregation(rows)).backward()
+    share(DEFAULT, logprobs_n, batch, rows).backward()
     found, logits_nv.grad = logits_nv.grad, None
     logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
     (-(batch.advantages_n * logprobs_n).mean()).backward()
@@ -100,27 +99,14 @@ def test_a_token_above_the_cap_still_has_a_gradient():
 def test_the_denominator_is_the_whole_batchs():
     rows = make_rows(9)
     trained = sum(row.trained for row in rows)
-    assert DEFAULT.aggregation(rows) == trained
+    assert DEFAULT.aggregation(rows) == ([1.0] * 9, trained)
     parts = []
     for batch in lay(rows, 64):
         logprobs_n = torch.linspace(-3, -1, len(batch.at_n))
         ratio_n = (logprobs_n - batch.logprobs_n).exp().clamp(max=CAP)
         parts.append((ratio_n * batch.advantages_n * logprobs_n).sum())
-        assert float(DEFAULT(logprobs_n, batch, trained)) == pytest.approx(-float(parts[-1]) / trained)
+        assert DEFAULT(logprobs_n, batch, trained)[0].item() == pytest.approx(-float(parts[-1]) / trained)
     assert len(parts) > 1
-
-
-def test_under_sequence_mean_the_trajectory_is_the_unit():
-    rows = make_rows(4)
-    for row in rows:
-        row.weight = 1 / row.trained
-    assert DEFAULT.aggregation(rows) == pytest.approx(4)
-    batches = lay(rows, 10_000)
-    shares = [float(-DEFAULT(torch.ones(len(one.at_n)) * 0.0 - 1.0, one, 4.0)) for one in batches]
-    expected = -sum(
-        float(np.minimum(np.exp(-1.0 - row.logprobs[row.mask]), CAP).mean()) * row.advantage for row in rows
-    )
-    assert sum(shares) == pytest.approx(expected / 4, rel=1e-5)
 
 
 def test_logprobs_and_entropy_are_of_the_tempered_distribution():
@@ -129,46 +115,3 @@ def test_logprobs_and_entropy_are_of_the_tempered_distribution():
     torch.testing.assert_close(logprobs_n.exp(), torch.tensor([0.75, 0.9, 0.5]))
     expected = [-sum(p * math.log(p) for p in pair) for pair in ((0.25, 0.75), (0.1, 0.9), (0.5, 0.5))]
     torch.testing.assert_close(entropy_n, torch.tensor(expected))
-
-
-def test_diagnostics_are_their_formulas_over_all_microbatches():
-    rows = make_rows(9)
-    rng = np.random.default_rng(1)
-    found = Diagnostics(version=3, cap=1.5)
-    gaps, versions, entropies = [], [], []
-    for batch in lay(rows, 64):
-        gap = rng.normal(0, 0.7, len(batch.at_n))
-        entropy = rng.random(len(batch.at_n))
-        found.add(batch.logprobs_n.double() + torch.tensor(gap), torch.tensor(entropy), batch)
-        gaps.append(gap), versions.append(batch.versions_n.numpy()), entropies.append(entropy)
-    gap, version, entropy = map(np.concatenate, (gaps, versions, entropies))
-    ratio = np.exp(gap)
-    k3 = ratio - 1 - gap
-    expected = {
-        "mismatch_kl": k3[version == 3].mean(),
-        "lag_kl": k3.mean(),
-        "entropy": entropy.mean(),
-        "clip_fraction": (ratio > 1.5).mean(),
-        "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
-        "logprob_max_error": np.abs(gap[version == 3]).max(),
-    }
-    assert found.metrics() == pytest.approx(expected)
-
-
-def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
-    (batch,) = lay(make_rows(1), 4096)
-    found = Diagnostics(version=99, cap=2.0)
-    found.add(batch.logprobs_n, torch.zeros_like(batch.logprobs_n), batch)
-    metrics = found.metrics()
-    assert math.isnan(metrics["mismatch_kl"])
-    assert math.isnan(metrics["logprob_max_error"])
-    assert (metrics["lag_kl"], metrics["ess"], metrics["clip_fraction"]) == (0, pytest.approx(1), 0)
-
-
-def test_one_impossible_token_does_not_turn_the_figures_into_infinities():
-    (batch,) = lay(make_rows(1), 4096)
-    batch.logprobs_n[0] = -float("inf")
-    found = Diagnostics(version=99, cap=2.0)
-    found.add(torch.full_like(batch.logprobs_n, -1.0), torch.zeros_like(batch.logprobs_n), batch)
-    metrics = found.metrics()
-    assert all(math.isfinite(metrics[name]) for name in ("lag_kl", "ess", "clip_fraction"))

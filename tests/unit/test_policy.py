@@ -45,8 +45,17 @@ def plain_gradients(model: torch.nn.Module, rows: list[Row], cap: float) -> dict
     for row in rows:
         logprobs_n = plain_logprobs(model, row)
         ratio_n = (logprobs_n.detach() - torch.tensor(row.logprobs[row.mask])).exp().clamp(max=cap)
-        (-(ratio_n * row.advantage * logprobs_n).sum() / sum(one.trained for one in rows)).backward()
+        (
+            -(ratio_n * torch.tensor(row.advantages[row.mask]) * logprobs_n).sum()
+            / sum(one.trained for one in rows)
+        ).backward()
     return {name: one.grad.clone() for name, one in model.named_parameters()}
+
+
+def distance(policy: Policy, expected: dict[str, torch.Tensor]) -> float:
+    """Of the gradients to those expected, relative to these: ‖g − e‖ ÷ ‖e‖ over all parameters."""
+    apart = [(one.grad - expected[name]).norm() for name, one in policy.model.named_parameters()]
+    return float(torch.stack(apart).norm() / torch.stack([one.norm() for one in expected.values()]).norm())
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
@@ -73,8 +82,7 @@ def test_gradients_equal_one_row_at_a_time(base, microbatch_tokens):
     laid = bundles(rows, microbatch_tokens)
     assert [bool(bundle.prefixes) for bundle in laid][:2] == [False, True]
     metrics = policy.update(rows, version=3)
-    for name, parameter in policy.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert distance(policy, expected) <= 1e-6
     norm = torch.stack([one.norm() for one in expected.values()]).norm()
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -85,8 +93,7 @@ def test_logits_in_pieces_give_the_same_gradients(base, monkeypatch):
     monkeypatch.setattr(forward_module, "LOGITS_AT_ONCE", 7 * VOCABULARY)
     policy = load(base)
     policy.update(rows, version=3)
-    for name, parameter in policy.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert distance(policy, expected) <= 1e-6
 
 
 def test_logprobs_equal_the_whole_models(base):
@@ -172,20 +179,20 @@ def test_weight_decay_spares_vectors(base):
     policy = load(base, weight_decay=0.5, learning_rate=0.1)
     rows = make_rows(2)
     for row in rows:
-        row.advantage = 0.0
+        row.advantages[:] = 0.0
     before = weights_of(policy)
     policy.update(rows, version=3)
     for name, one in policy.model.named_parameters():
         torch.testing.assert_close(one.detach(), before[name] * (0.95 if one.ndim >= 2 else 1.0))
 
 
-@pytest.mark.parametrize("poison", ["advantage", "logprobs"])
+@pytest.mark.parametrize("poison", ["advantages", "logprobs"])
 def test_a_loss_that_is_not_finite_skips_the_step_and_names_the_groups(base, poison):
     policy = load(base, microbatch_tokens=64)
     # Seven times the length: the poisoned row has a microbatch to itself.
     rows = [*make_rows(3, longest=9), *make_rows(1, seed=5, shortest=63, longest=63)]
     rows[-1].group_id = "poisoned"
-    setattr(rows[-1], poison, float("nan") if poison == "advantage" else rows[-1].logprobs * np.nan)
+    setattr(rows[-1], poison, getattr(rows[-1], poison) * np.nan)
     before, state = weights_of(policy), policy.state()
     metrics = policy.update(rows, version=3)
     assert metrics["skipped"] == 1

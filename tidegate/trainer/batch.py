@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +28,16 @@ class Row:
     versions: npt.NDArray[np.int64]
     """The policy version that sampled the token; −1 where it is unknown or context."""
     temperature: npt.NDArray[np.float32]
-    advantage: float
+    advantages: npt.NDArray[np.float32]
     weight: float = 1.0
     """Of each trained token in the loss: 1 under token mean, 1 ÷ the trajectory's trained tokens under
     sequence mean."""
     group_id: str = ""
     session_id: str = ""
+    old: Logprobs | None = None
+    """log π_old, of the policy at the cut, where a batch is trained on in several optimiser steps."""
+    reference: Logprobs | None = None
+    """log π_ref, where there is a reference model."""
 
     @property
     def trained(self) -> int:
@@ -45,8 +50,10 @@ class Row:
         return int(np.flatnonzero(self.mask)[-1])
 
 
-def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
+def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[Row]:
     """The sequences that a trajectory's tree of turns is trained as, none if nothing can be trained.
+
+    `advantage` is that of every token, or one for each turn.
 
     Each path from a root to a last turn that can be trained is one sequence. Every delivered token that
     was sampled freely is trained in exactly one of them: what several paths share is trained in the
@@ -54,14 +61,30 @@ def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
 
     Raises TrainingError where a turn's arrays differ in length, or a reply follows nothing.
     """
+    turns = trajectory.turns
+    each = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
+    advantages = {turn.index: one for turn, one in zip(turns, each, strict=True)}
     rows = []
     done: set[int] = set()
     for leaf in _leaves(trajectory):
         path = _path(trajectory, leaf)
         chosen = {turn.index for turn in path if _trainable(turn)} - done
         done |= chosen
-        rows.append(_row(trajectory, path, chosen, advantage))
+        rows.append(_row(trajectory, path, chosen, advantages))
     return rows
+
+
+def minibatches(rows: Sequence[Row], number: int) -> list[list[Row]]:
+    """The rows in `number` parts of as many groups each, give or take one, in order; fewer where there
+    are not so many groups. A group stays whole, and its prompt is computed once."""
+    by_group: dict[str, list[Row]] = {}
+    for row in rows:
+        by_group.setdefault(row.group_id, []).append(row)
+    groups, number = list(by_group.values()), min(number, len(by_group))
+    bounds = [len(groups) * part // number for part in range(number + 1)]
+    return [
+        [row for group in groups[start:end] for row in group] for start, end in itertools.pairwise(bounds)
+    ]
 
 
 def _trainable(turn: Turn) -> bool:
@@ -89,7 +112,9 @@ def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
     return path[::-1]
 
 
-def _row(trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advantage: float) -> Row:
+def _row(
+    trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advantages: Mapping[int, float]
+) -> Row:
     length = sum(len(turn.delta_ids) + len(turn.output_ids) for turn in path)
     row = Row(
         ids=np.empty(length, dtype=np.int32),
@@ -97,7 +122,7 @@ def _row(trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advanta
         logprobs=np.zeros(length, dtype=np.float32),
         versions=np.full(length, -1, dtype=np.int64),
         temperature=np.ones(length, dtype=np.float32),
-        advantage=float(advantage),
+        advantages=np.zeros(length, dtype=np.float32),
         group_id=trajectory.group_id or "",
         session_id=trajectory.session_id,
     )
@@ -108,14 +133,14 @@ def _row(trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advanta
         row.ids[start:middle] = turn.delta_ids
         row.ids[middle:end] = turn.output_ids
         if turn.index in chosen:
-            _mark(row, turn, middle, end, trajectory.session_id)
+            _mark(row, turn, middle, end, advantages[turn.index])
         start = end
     return row
 
 
-def _mark(row: Row, turn: Turn, start: int, end: int, session_id: str) -> None:
+def _mark(row: Row, turn: Turn, start: int, end: int, advantage: float) -> None:
     """Enter a turn's sampled tokens, at `start..end` of the row, as trained."""
-    where = f"session {session_id}, turn {turn.index}"
+    where = f"session {row.session_id}, turn {turn.index}"
     mask = np.ones(end - start, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0
     if len(turn.logprobs) != end - start or len(mask) != end - start:
         raise TrainingError(
@@ -128,3 +153,4 @@ def _mark(row: Row, turn: Turn, start: int, end: int, session_id: str) -> None:
     row.logprobs[start:end] = np.where(mask, turn.logprobs, 0.0)
     row.versions[start:end] = np.where(mask, turn.token_versions(), -1)
     row.temperature[start:end] = np.where(mask, turn.temperature, 1.0)
+    row.advantages[start:end] = np.where(mask, advantage, 0.0)

@@ -156,7 +156,9 @@ def _specimens(vocabulary: int) -> list[Row]:
             own = np.arange(length) >= beginning
             ids = (np.arange(length) * beginning + own * (number + 1)) % vocabulary
             ones = np.ones(length, dtype=np.float32)
-            rows.append(Row(ids.astype(np.int32), own, 0 * ones, np.zeros(length, dtype=np.int64), ones, 0.0))
+            rows.append(
+                Row(ids.astype(np.int32), own, 0 * ones, np.zeros(length, dtype=np.int64), ones, 0 * ones)
+            )
     return rows
 
 

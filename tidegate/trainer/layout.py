@@ -60,6 +60,14 @@ class Microbatch:
     advantages_n: Tensor
     temperatures_n: Tensor
     weights_n: Tensor
+    old_n: Tensor | None = None
+    """log π_old, at the cut; None where there is one optimiser step a batch, for then π_θ is that policy."""
+    reference_n: Tensor | None = None
+    """log π_ref; None without a reference model."""
+
+    def at_cut(self, logprobs_n: Tensor) -> Tensor:
+        """log π_old, given log π_θ; constant, [n]."""
+        return logprobs_n.detach() if self.old_n is None else self.old_n
 
     @property
     def positions(self) -> int:
@@ -269,8 +277,8 @@ def _microbatch(
         arrays = [getattr(row, name)[positions] for row, positions in zip(taken, trained, strict=True)]
         return torch.from_numpy(np.concatenate(arrays))
 
-    def spread(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), counts))
+    def if_known(name: str) -> Tensor | None:
+        return None if getattr(taken[0], name) is None else side_by_side(name)
 
     at_n = [at * width + positions - 1 - starts[at] for at, positions in enumerate(trained)]
     return Microbatch(
@@ -286,7 +294,9 @@ def _microbatch(
         targets_n=side_by_side("ids").long(),
         logprobs_n=side_by_side("logprobs"),
         versions_n=side_by_side("versions"),
-        advantages_n=spread([row.advantage for row in taken]),
+        advantages_n=side_by_side("advantages"),
         temperatures_n=side_by_side("temperature"),
-        weights_n=spread([row.weight for row in taken]),
+        weights_n=torch.from_numpy(np.repeat(np.array([row.weight for row in taken], np.float32), counts)),
+        old_n=if_known("old"),
+        reference_n=if_known("reference"),
     )

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from errno import EIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,11 +22,12 @@ from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import Row, minibatches
 from tidegate.trainer.checkpoint import sync_tree
+from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward
-from tidegate.trainer.layout import Bundle, bundles, padding_ratio
-from tidegate.trainer.loss import LOSSES, Diagnostics
+from tidegate.trainer.layout import Bundle, Microbatch, Prefixes, bundles, padding_ratio
+from tidegate.trainer.loss import make_loss
 from tidegate.types import Logprobs
 
 TOKENIZER_FILES = (
@@ -44,23 +46,39 @@ FINAL_RATE = 0.1
 """What is left of the learning rate at the last step of a linear schedule."""
 
 
+@dataclass(slots=True)
+class _Descent:
+    """The gradient of one optimiser step, before the step is taken."""
+
+    loss: float
+    grad_norm: float
+    passes: list[Microbatch | Prefixes]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
 class Policy:
     """A Hugging Face causal LM with AdamW. It blocks: call it from a thread of its own.
 
     The model stays in evaluation mode, gradients on: dropout would make π differ from what is sampled.
-    `non_finite` names the groups of the last update that was skipped; it is empty after one that stepped.
+    `reference` is another model with the same vocabulary, frozen. `steps` counts the batches that were
+    stepped on; `non_finite` names the groups of the last step that was not taken, and is empty where all
+    steps of the last batch were.
     """
 
-    def __init__(self, model: Any, base: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Any, base: Path, settings: TrainerSettings, reference: Any = None) -> None:
         self.model = model
         self.settings = settings
         self.device = torch.device(settings.device)
         self.steps = 0
         self.non_finite: list[str] = []
         self._tokenizer = _tokenizer_files(base)
-        self._loss = LOSSES["truncated"](settings)
+        self._loss = make_loss(settings)
         self._optimizer = _optimizer(model, settings)
         self._forward = Forward(model)
+        self._reference = None if reference is None else Forward(reference)
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Policy:
@@ -69,48 +87,60 @@ class Policy:
         Sets torch's thread count and its global generator and turns transformers' progress bars off: all
         three belong to the whole process.
 
-        Raises StartError where the directory holds no causal LM that can be loaded.
+        Raises StartError where the directory, or that of the reference, holds no causal LM that can be
+        loaded.
         """
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        model = _read_model(path).to(torch.device(settings.device))
-        model.eval()
-        return cls(model, path, settings)
+        device = torch.device(settings.device)
+        model = _read_model(path).to(device).eval()
+        if settings.reference is None:
+            return cls(model, path, settings)
+        reference = _read_model(settings.reference).to(device).eval().requires_grad_(False)
+        sizes = [one.config.get_text_config().vocab_size for one in (model, reference)]
+        if sizes[0] != sizes[1]:
+            raise StartError(
+                f"trainer.reference = {settings.reference} has a vocabulary of {sizes[1]}, {path} one of "
+                f"{sizes[0]}: the reference must be a model with the same tokens"
+            )
+        return cls(model, path, settings, reference)
 
     def update(self, rows: Sequence[Row], version: int) -> dict[str, float]:
-        """One optimiser step on the rows of a batch; `version` is that of the weights it starts from.
+        """Train on the rows of a batch; `version` is that of the weights it starts from.
 
-        Returns the step's metrics, measured before the weights change. If the loss or a gradient is not
-        finite nothing changes, `skipped` is 1 and `non_finite` names the groups.
+        One optimiser step, or `minibatches` of them, a part of the groups each. A step whose loss or
+        gradient is not finite is not taken, nor are those after it, and `non_finite` names its groups;
+        `skipped` is 1 where that leaves the policy as it was. Returns the metrics: means over the steps,
+        measured before each.
 
         Raises TrainingError where no row has a trained token.
         """
         started = time.perf_counter()
-        layout = bundles(rows, self.settings.microbatch_tokens, share=self._forward.shares)
-        if not layout:
+        trained = self._anchored([row for row in rows if row.trained])
+        if not trained:
             raise TrainingError(f"a batch of {len(rows)} rows holds no token that can be trained")
-        denominator = self._loss.aggregation(rows)
-        diagnostics = Diagnostics(version, self.settings.importance_cap)
-        self._optimizer.zero_grad(set_to_none=True)
-        losses = [self._accumulate(bundle, denominator, diagnostics) for bundle in layout]
-        loss = float(torch.stack(losses).sum())
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        )
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        self.non_finite = [] if finite else self._suspects(rows)
+        diagnostics = Diagnostics(version)
         learning_rate = self._learning_rate()
-        if finite:
+        self.non_finite = []
+        steps: list[_Descent] = []
+        for part in minibatches(trained, self.settings.minibatches):
+            steps.append(self._descend(part, diagnostics))
+            if not steps[-1].finite:
+                self.non_finite = self._suspects(part)
+                break
             self._step(learning_rate)
-        passes = [one for bundle in layout for one in bundle.passes]
+        taken = sum(step.finite for step in steps)
+        self.steps += bool(taken)
+        passes = [one for step in steps for one in step.passes]
         return {
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": sum(step.loss for step in steps) / len(steps),
+            "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
             "learning_rate": learning_rate,
-            "skipped": float(not finite),
+            "optimizer_steps": float(taken),
+            "skipped": float(not taken),
             **diagnostics.metrics(),
-            "tokens/trained": float(sum(row.trained for row in rows)),
+            "tokens/trained": float(sum(row.trained for row in trained)),
             "tokens/computed": float(sum(one.tokens for one in passes)),
             "padding_ratio": padding_ratio(passes),
             "time/update": time.perf_counter() - started,
@@ -197,6 +227,28 @@ class Policy:
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else EIO, str(error), str(directory)) from error
 
+    def _anchored(self, rows: list[Row]) -> list[Row]:
+        """The rows with the logprobs of the policies that stand still while they are trained on."""
+        if self.settings.minibatches > 1:
+            rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
+        if self._reference is not None:
+            found = self._reference.logprobs(
+                rows, self.settings.microbatch_tokens, share=self._reference.shares
+            )
+            rows = [replace(row, reference=one) for row, one in zip(rows, found, strict=True)]
+        return rows
+
+    def _descend(self, rows: Sequence[Row], diagnostics: Diagnostics) -> _Descent:
+        """The gradient of the loss over the rows, clipped, in the parameters."""
+        weights, denominator = self._loss.aggregation(rows)
+        weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
+        layout = bundles(weighted, self.settings.microbatch_tokens, share=self._forward.shares)
+        self._optimizer.zero_grad(set_to_none=True)
+        losses = [self._accumulate(bundle, denominator, diagnostics) for bundle in layout]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        passes = [one for bundle in layout for one in bundle.passes]
+        return _Descent(float(torch.stack(losses).sum()), float(norm), passes)
+
     def _accumulate(self, bundle: Bundle, denominator: float, diagnostics: Diagnostics) -> Tensor:
         """Add a bundle's gradient to the parameters'; returns its share of the loss."""
         prefix = self._forward.prefix(bundle)
@@ -204,9 +256,9 @@ class Policy:
         for laid in bundle.microbatches:
             batch = laid.to(self.device)
             logprobs_n, entropy_n = self._forward(batch, prefix)
-            loss = self._loss(logprobs_n, batch, denominator)
+            loss, cut_n = self._loss(logprobs_n, batch, denominator)
             loss.backward()
-            diagnostics.add(logprobs_n, entropy_n, batch)
+            diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
             losses.append(loss.detach())
         if prefix is not None:
             prefix.backward()
@@ -225,14 +277,13 @@ class Policy:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        self.steps += 1
 
     def _suspects(self, rows: Sequence[Row]) -> list[str]:
         """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""
         bad = {
             row.group_id
             for row, logprobs in zip(rows, self.logprobs(rows), strict=True)
-            if not (math.isfinite(row.advantage * row.weight) and np.isfinite(logprobs).all())
+            if not (np.isfinite(row.advantages).all() and np.isfinite(logprobs).all())
             or np.isnan(row.logprobs[row.mask]).any()
         }
         return sorted(bad or {row.group_id for row in rows})
