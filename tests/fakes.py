@@ -270,6 +270,6 @@ async def staged(model: Path, **options: Any) -> AsyncIterator[Stage]:
         stack.push_async_callback(engine.stop)
         stack.callback(engine.release)
         url = await stack.enter_async_context(served(create_app(gateway)))
-        client = await stack.enter_async_context(GatewayClient(url, "admin"))
+        client = await stack.enter_async_context(GatewayClient(url, gateway.options.admin_key))
         await client.add_engine(engine.url)
         yield Stage(gateway, client, engine, url, stack)

@@ -23,6 +23,11 @@ def add(verbs: Verbs) -> None:
     verb.add_argument("--env", help="the environment whose rewards are given")
     verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
     verb.add_argument("--tool-parser", choices=["hermes", "none"], default="hermes")
+    verb.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=N",
+        help="what each session may use, unless it is opened with its own: turns, tokens (sampled), "
+        "seconds, calls (at once); may be repeated",
+    )  # fmt: skip
     verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
     verb.set_defaults(run=run)
@@ -31,6 +36,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.envs.base import load_environment
     from tidegate.gateway.client import ADMIN_KEY
+    from tidegate.gateway.limits import Limits
     from tidegate.gateway.server import GatewayOptions, serve
     from tidegate.serve import Listen
 
@@ -47,6 +53,15 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         admin_key=key,
         tool_parser=arguments.tool_parser,
         rewarders=rewarders,
+        limits=Limits(**dict(map(_limit, arguments.limit))),
     )
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
     return 0
+
+
+def _limit(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    names = ("turns", "tokens", "seconds", "calls")
+    if name not in names or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--limit {text}: give NAME=N, with a name of {', '.join(names)} and N at least 1")
+    return name, int(number)

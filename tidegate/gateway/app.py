@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies
-from tidegate.gateway.dataplane import ChatEndpoint, ClientGone, ModelsEndpoint, read_body, respond
+from tidegate.gateway.dataplane import MAX_BODY, ChatEndpoint, ClientGone, ModelsEndpoint, read_body, respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
 from tidegate.types import Trajectory
@@ -40,10 +41,27 @@ def create_app(gateway: Gateway) -> ASGIApp:
     data = Router(routes, default=control)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        plane = data if scope["type"] == "http" and "/v1/" in scope["path"] else control
-        await plane(scope, receive, send)
+        if scope["type"] == "http" and "/v1/" in scope["path"]:
+            await data(scope, receive, send)
+        else:
+            await control(scope, _bounded(receive), send)
 
     return app
+
+
+def _bounded(receive: Receive) -> Receive:
+    """The data plane reads bodies itself; what FastAPI reads is bounded here."""
+    size = 0
+
+    async def bounded() -> AsgiMessage:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > MAX_BODY:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
+        return message
+
+    return bounded
 
 
 def _control_plane(gateway: Gateway) -> FastAPI:

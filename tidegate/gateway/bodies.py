@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tidegate.gateway.limits import Limits
 from tidegate.gateway.sessions import Session
 from tidegate.types import Outcome, Sampling, Split, Task
 
@@ -32,6 +33,13 @@ class SamplingBody(Body):
     max_tokens: Annotated[int, Field(ge=1)] = 256
 
 
+class LimitsBody(Body):
+    turns: Annotated[int, Field(ge=1)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    seconds: Seconds | None = None
+    calls: Annotated[int, Field(ge=1)] | None = None
+
+
 class OpenSession(Body):
     task: TaskBody | None = None
     env: str | None = None
@@ -42,10 +50,15 @@ class OpenSession(Body):
     deadline_s: Seconds | None = None
     metadata: dict[str, Any] = {}
     seed: int | None = None
+    limits: LimitsBody = LimitsBody()
 
     def arguments(self) -> dict[str, Any]:
-        task = None if self.task is None else Task(**dict(self.task))
-        return {**dict(self), "task": task, "sampling": Sampling(**dict(self.sampling))}
+        return {
+            **dict(self),
+            "task": None if self.task is None else Task(**dict(self.task)),
+            "sampling": Sampling(**dict(self.sampling)),
+            "limits": Limits(**dict(self.limits)),
+        }
 
 
 class PostReward(Body):
@@ -125,6 +138,7 @@ def session_row(session: Session) -> dict[str, Any]:
         "slot": session.slot,
         "turns": len(session.tree.nodes),
         "calls": len(session.calls.live),
+        "limits": session.limits.to_wire(),
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
     }

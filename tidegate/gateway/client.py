@@ -99,8 +99,12 @@ class GatewayClient:
         deadline_s: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> SessionAccess:
-        """Open a session. Not repeated when its answer is lost: an orphan expires by itself."""
+        """Open a session; `limits` are its budgets: `turns`, `tokens`, `seconds`, `calls`.
+
+        Not repeated when its answer is lost: an orphan expires by itself.
+        """
         body = {
             "task": None if task is None else task.to_wire(),
             "env": env,
@@ -111,6 +115,7 @@ class GatewayClient:
             "deadline_s": deadline_s,
             "metadata": dict(metadata or {}),
             "seed": seed,
+            "limits": dict(limits or {}),
         }
         return SessionAccess(**await self._json("POST", "/sessions", body, connect_only=True))
 

@@ -14,6 +14,7 @@ import msgpack
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.limits import Limits
 from tidegate.gateway.metrics import Metrics, exposition
 from tidegate.gateway.pool import EnginePool, PoolOptions
 from tidegate.gateway.render import Renderer
@@ -47,6 +48,8 @@ class GatewayOptions:
     """How long after its deadline a session may still be finished before it is forgotten."""
     retention_s: float = 3600.0
     """How long a finished session that is in no sealed group is kept."""
+    limits: Limits = field(default_factory=Limits)
+    """Of a session that is opened without its own."""
     pool: PoolOptions = field(default_factory=PoolOptions)
 
     @property
@@ -131,6 +134,7 @@ class Gateway:
         slot: int | None = None,
         seed: int | None = None,
         metadata: dict[str, Any] | None = None,
+        limits: Limits | None = None,
     ) -> tuple[Session, str]:
         """A new session and its key, of which only a hash is kept. Raises GatewayError."""
         sampling = sampling or Sampling()
@@ -158,6 +162,7 @@ class Gateway:
             slot=slot,
             seed=seed,
             metadata=metadata or {},
+            limits=(limits or Limits()).over(self.options.limits),
             number=self.sessions.number(),
         )
         await self.journal.opened(session)

@@ -65,6 +65,11 @@ def engine_failure(message: str) -> Refusal:
     return Refusal(message, status=424, type="engine_error", code="engine_error")
 
 
+def queue_full(message: str) -> Refusal:
+    """Nothing of it was sampled, and the line gets shorter: a retry may be let in."""
+    return Refusal(message, status=503, type="overloaded", code="queue_full", retryable=True)
+
+
 def not_recorded(message: str) -> Refusal:
     """The reply is there but could not be written down, so it is kept back: a retry may have it."""
     return Refusal(message, status=503, type="journal_error", code="journal_error", retryable=True)

@@ -110,9 +110,14 @@ def _seed(text: str) -> int:
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
-def token_budget(prompt: int, wished: int | None, sampling: Sampling, max_context: int | None) -> int:
-    """How many tokens may be sampled after a prompt of so many; raises Refusal if there is no room."""
-    most = sampling.max_tokens if wished is None else min(wished, sampling.max_tokens)
+def token_budget(
+    prompt: int, wished: int | None, sampling: Sampling, max_context: int | None, left: int | None = None
+) -> int:
+    """How many tokens may be sampled after a prompt of so many; raises Refusal if there is no room.
+
+    `left` is what the session's own budget has left.
+    """
+    most = min(one for one in (wished, left, sampling.max_tokens) if one is not None)
     if max_context is None:
         return most
     if prompt >= max_context:

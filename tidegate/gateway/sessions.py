@@ -11,6 +11,7 @@ from typing import Any
 
 from tidegate.gateway.calls import Calls
 from tidegate.gateway.engines import Seat
+from tidegate.gateway.limits import Limits
 from tidegate.gateway.refusal import Refusal, session_over, wrong_key
 from tidegate.gateway.tree import Node, Tree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
@@ -50,6 +51,7 @@ class Session:
     slot: int | None = None
     seed: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
     number: int = 0
     """By which the journal knows it."""
     tree: Tree = field(default_factory=Tree)
@@ -59,6 +61,8 @@ class Session:
     """Posted while it ran, by name."""
     gave_up: str | None = None
     """Why the gateway gave up on the engines in its last call, if it did."""
+    spent: str | None = None
+    """Which budget is used up, once a call was refused for it."""
     interrupted: str | None = None
     """That the gateway was restarted since its last reply, which an agent may take for an error."""
     closed: str | None = None
@@ -183,11 +187,15 @@ def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome,
         infra = session.gave_up or session.interrupted
         if told is Outcome.AGENT_ERROR and infra is not None:
             return Outcome.INFRA_ERROR, infra
+        if told is Outcome.AGENT_ERROR and session.spent is not None:
+            return Outcome.TRUNCATED, session.spent
         return told, None
     if now >= session.deadline:
         return Outcome.TIMEOUT, "the session's deadline passed before it was finished"
     if session.gave_up is not None:
         return Outcome.INFRA_ERROR, session.gave_up
+    if session.spent is not None:
+        return Outcome.TRUNCATED, session.spent
     newest = session.tree.newest()
     if newest is None:
         return Outcome.AGENT_ERROR, (

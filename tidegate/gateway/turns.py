@@ -14,12 +14,14 @@ from typing import Any
 
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.calls import Call
+from tidegate.gateway.dispatch import QueueFullError
 from tidegate.gateway.journal import Journal
+from tidegate.gateway.limits import check_limits
 from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.protocol import Order, Sampled
-from tidegate.gateway.refusal import engine_failure, not_recorded
+from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
@@ -88,7 +90,7 @@ class Turns:
             call = self._recall(ask, repeated)
             self._begin(session, call, self._repeat(session, call, repeated))
         else:
-            call = self._prepare(session, ask)
+            call = self._prepare(session, ask, check_limits(session, now))
             session.calls.add(call)
             self._begin(session, call, self._generate(session, call))
         return call
@@ -97,12 +99,13 @@ class Turns:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
         call.task.add_done_callback(lambda task: self._ended(session, call, task))
 
-    def _prepare(self, session: Session, ask: Ask) -> Call:
+    def _prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
+        """A new call, which may sample the `left` tokens of the session's budget."""
         place = session.tree.place(ask.messages, ask.tools, ask.template_options)
         place, delta, branch = self._delta(session, ask, place)
         prompt = session.tree.prompt(place.parent, delta)
         context = self._pool.max_context or self._model_context
-        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context)
+        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context, left)
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
         )
@@ -176,6 +179,10 @@ class Turns:
         on_ids = call.on_ids if call.order.stream else None
         try:
             sampled = await self._pool.sample(call.order, session.seat, session.deadline, on_ids)
+        except QueueFullError as error:
+            session.gave_up = str(error)
+            call.refusal = queue_full(str(error))
+            return
         except EngineError as error:
             session.gave_up = str(error)
             call.refusal = engine_failure(str(error))
