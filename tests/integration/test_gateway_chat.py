@@ -13,12 +13,14 @@ import openai
 import orjson
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from tests.fakes import Fault, Stage, eventually, logprob_of, staged
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway import exchange
+from tidegate.gateway.calls import Call
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.dialects import chat
-from tidegate.gateway.turns import digest_of
+from tidegate.gateway.turns import Ask, digest_of
 from tidegate.types import Outcome, Sampling, Task, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
@@ -102,15 +104,15 @@ async def test_a_tool_loop_extends_the_recorded_ids(stage: Stage, stream: bool) 
     assert trajectory.prompt_ids(trajectory.turns[-1]).tolist() == stage.engine.requests[-1]["input_ids"]
 
 
-async def whole(llm: AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
-    reply = await llm.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+async def whole(llm: AsyncOpenAI, messages: list[Any], **options: Any) -> dict[str, Any]:
+    reply = await llm.chat.completions.create(model="m", messages=messages, tools=TOOLS, **options)
     calls = bool(reply.choices[0].message.tool_calls)
     assert reply.choices[0].finish_reason == ("tool_calls" if calls else "stop")
     return reply.choices[0].message.model_dump(exclude_none=True)
 
 
-async def streamed(llm: AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
-    async with llm.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as stream:
+async def streamed(llm: AsyncOpenAI, messages: list[Any], **options: Any) -> dict[str, Any]:
+    async with llm.chat.completions.stream(model="m", messages=messages, tools=TOOLS, **options) as stream:
         async for _ in stream:
             pass
         reply = await stream.get_final_completion()
@@ -206,6 +208,156 @@ async def test_logprobs_are_given_where_asked_for(stage: Stage) -> None:
     assert rows[0].logprob == pytest.approx(logprob_of(ids[0], 0))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_choices_are_samples_of_their_own(stage: Stage, stream: bool) -> None:
+    access, llm = await opened(stage, split="eval")
+    texts = ["One.", "Two.", "Three."]
+    ids = [stage.say(text) for text in texts]
+    asked: Any = {"model": "m", "messages": ASK, "n": 3, "seed": 7, "logprobs": True}
+    if stream:
+        async with llm.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+            reply: Any = await events.get_final_completion()
+    else:
+        reply = await llm.chat.completions.create(**asked)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert sorted(choice.message.content for choice in reply.choices) == sorted(texts)
+    assert sorted(len(choice.logprobs.content) for choice in reply.choices) == sorted(map(len, ids))
+    assert reply.usage.completion_tokens == sum(map(len, ids))
+    assert reply.usage.prompt_tokens == len(stage.engine.requests[0]["input_ids"])
+    assert sorted(one["sampling_params"]["sampling_seed"] for one in stage.engine.requests) == [7, 8, 9]
+    assert (await stage.client.finish(access.session_id, reward=0)).turns == 3
+    assert stage.gateway.metrics.undelivered_turns == 0
+
+
+async def test_where_one_choice_fails_all_are_abandoned(stage: Stage) -> None:
+    _, llm = await opened(stage)
+    stage.engine.faults.extend([Fault("hang"), Fault("garbage")])
+    with pytest.raises(openai.APIStatusError, match="not JSON"):
+        await llm.chat.completions.create(model="m", messages=ASK, n=2)
+    await stage.engine.until(lambda: len(stage.engine.aborted) == 1)
+
+
+async def test_logprobs_come_with_a_stream_s_end(stage: Stage) -> None:
+    _, llm = await opened(stage)
+    ids = stage.say("Four")
+    stream = await llm.chat.completions.create(model="m", messages=ASK, stream=True, logprobs=True)
+    last = [chunk async for chunk in stream][-1].choices[0]
+    assert last.finish_reason == "stop"
+    assert last.logprobs is not None
+    assert [row.logprob for row in last.logprobs.content or ()] == [
+        pytest.approx(logprob_of(one, i)) for i, one in enumerate(ids)
+    ]
+
+
+NAMED: Any = {"type": "function", "function": {"name": "calculator"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "start"),
+    [("required", '<tool_call>\n{"name":'), (NAMED, '<tool_call>\n{"name": "calculator", "arguments":')],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_demanded_call_begins_in_the_prompt(
+    stage: Stage, choice: Any, start: str, stream: bool
+) -> None:
+    access, llm = await opened(stage)
+    ids = stage.say(CALL.replace('":', '": ').replace(":  ", ": ").removeprefix(start))
+    message = await (streamed if stream else whole)(llm, list(ASK), tool_choice=choice)
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "calculator", "arguments": '{"expression":"1+2"}'}
+    prompt = stage.engine.requests[0]["input_ids"]
+    assert stage.gateway.renderer.decode(prompt).endswith("assistant\n" + start)
+    messages = [*ASK, message, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    await llm.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    assert stage.engine.requests[1]["input_ids"][: len(prompt) + len(ids)] == [*prompt, *ids]
+    await stage.client.finish(access.session_id, reward=0)
+    first = (await stage.client.trajectory(access.session_id)).turns[0]
+    assert first.output_ids.tolist() == ids  # what was forced is not sampled, and not trained on
+
+
+async def test_a_demanded_call_that_is_malformed_is_content(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.say(" oops")
+    reply = await llm.chat.completions.create(model="m", messages=ASK, tools=TOOLS, tool_choice="required")
+    assert reply.choices[0].message.content == '<tool_call>\n{"name": oops'
+    await stage.client.finish(access.session_id, reward=0)
+    assert (await stage.client.trajectory(access.session_id)).turns[0].parse == "malformed"
+
+
+async def test_a_single_call_ends_the_reply(stage: Stage) -> None:
+    _, llm = await opened(stage)
+    stage.say(CALL, ended=False)
+    reply = await llm.chat.completions.create(
+        model="m", messages=ASK, tools=TOOLS, parallel_tool_calls=False, stop="END"
+    )
+    assert stage.engine.requests[0]["sampling_params"]["stop"] == ["END", "</tool_call>"]
+    assert reply.choices[0].message.tool_calls is not None
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_model_without_calls_of_its_own_refuses_to_be_made_to_call(tmp_path: Path) -> None:
+    async with staged(make_model_dir(tmp_path / "tiny"), tool_parser="none") as stage:
+        _, llm = await opened(stage)
+        for name, value in (("tool_choice", "required"), ("parallel_tool_calls", False)):
+            with pytest.raises(openai.BadRequestError, match=name):
+                await llm.chat.completions.create(model="m", messages=ASK, tools=TOOLS, **{name: value})  # type: ignore[call-overload]
+        assert stage.engine.requests == []
+
+
+class Answer(BaseModel):
+    value: int
+
+
+async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_refused_in_training(stage: Stage) -> None:
+    _, llm = await opened(stage, split="eval")
+    stage.say('{"value": 3}')
+    reply = await llm.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
+    assert reply.choices[0].message.parsed == Answer(value=3)
+    sent = orjson.loads(stage.engine.requests[0]["sampling_params"]["json_schema"])
+    assert sent["properties"]["value"]["type"] == "integer"
+    _, llm = await opened(stage)
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        await llm.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kept", [True, False])
+async def test_reasoning_is_told_apart_and_may_be_left_out_of_histories(
+    stage: Stage, stream: bool, kept: bool
+) -> None:
+    access, llm = await opened(stage)
+    ids = stage.say(f"<think>\nOne and\ntwo.\n</think>\n\nI ask.\n{CALL}")
+    message = await (streamed if stream else whole)(llm, list(ASK))
+    assert message["reasoning_content"] == "One and\ntwo."
+    assert message["content"] == "I ask."
+    [call] = message["tool_calls"]
+    if not kept:
+        del message["reasoning_content"]
+    messages = [*ASK, message, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    await llm.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    first, second = stage.engine.requests
+    assert second["input_ids"][: len(first["input_ids"]) + len(ids)] == [*first["input_ids"], *ids]
+    await stage.client.finish(access.session_id, reward=0)
+    assert (await stage.client.trajectory(access.session_id)).turns[1].branch is None
+
+
+async def test_a_silent_stream_is_kept_alive(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
+    access, _ = await opened(stage)
+    stage.say("Four")
+    stage.engine.faults.append(Fault("hold"))
+    body = {"model": "m", "messages": ASK, "stream": True}
+    headers = {"Authorization": f"Bearer {access.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{access.base_url}/chat/completions", json=body) as response,
+    ):
+        for _ in range(2):
+            assert b": keep-alive" in b"".join([await response.content.readuntil(b"keep-alive\n\n")])
+        stage.engine.release()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
 async def test_parallel_calls_and_sub_agents_are_branches(stage: Stage) -> None:
     access, llm = await opened(stage)
     first = await llm.chat.completions.create(model="m", messages=ASK)
@@ -244,16 +396,19 @@ async def test_the_same_session_seed_gives_the_same_seeds(stage: Stage) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n": 2}, "n"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"n": 129}, "n must be at most"),
+    ({"response_format": {"type": "json_object"}}, "response_format: .* training"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice.*'f'"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"extra_body": {"guided_regex": "x"}}, "guided_regex"),
-    ({"stream": True, "logprobs": True}, "logprobs"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
     ({"temperature": 3}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -444,6 +599,12 @@ async def test_a_client_that_leaves_aborts_its_generation(stage: Stage, stream: 
     assert (await stage.client.finish(access.session_id, reward=0)).turns == 1
 
 
+async def made(call: Call) -> None:
+    """Until a call that nobody listens to is over."""
+    assert call.task is not None
+    await call.task
+
+
 async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_the_retry(
     stage: Stage,
 ) -> None:
@@ -452,10 +613,8 @@ async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_th
     session = stage.gateway.session(access.session_id)
     stage.say("lost")
     body = orjson.dumps({"model": "m", "messages": ASK})
-    call = stage.gateway.turns.call(
-        session, chat.read_request(orjson.loads(body), digest_of(body), None, False).ask
-    )
-    await call.news()
+    ask = Ask(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/" + body))
+    await made(stage.gateway.turns.call(session, ask))
     assert [node.turn.delivered for node in session.tree.nodes] == [False]
     assert (await stage.client.list_groups()) == []
     async with aiohttp.ClientSession() as http:
@@ -470,9 +629,7 @@ async def test_who_quotes_a_reply_has_it(stage: Stage) -> None:
     access, llm = await opened(stage)
     session = stage.gateway.session(access.session_id)
     stage.say("lost, it seemed")
-    body = orjson.dumps({"model": "m", "messages": ASK})
-    ask = chat.read_request(orjson.loads(body), digest_of(body), None, False).ask
-    await stage.gateway.turns.call(session, ask).news()
+    await made(stage.gateway.turns.call(session, Ask(ASK)))
     history = [*ASK, {"role": "assistant", "content": "lost, it seemed"}, ASK[1]]
     await llm.chat.completions.create(model="m", messages=history)
     assert [node.turn.delivered for node in session.tree.nodes] == [True, True]

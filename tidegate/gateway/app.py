@@ -20,7 +20,9 @@ from starlette.types import Message as AsgiMessage
 
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies
-from tidegate.gateway.dataplane import MAX_BODY, ChatEndpoint, ClientGone, ModelsEndpoint, read_body, respond
+from tidegate.gateway.dataplane import MAX_BODY, ClientGone, Endpoint, ModelsEndpoint, read_body
+from tidegate.gateway.dialects import chat
+from tidegate.gateway.exchange import respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
 from tidegate.types import Trajectory
@@ -32,11 +34,14 @@ def create_app(gateway: Gateway) -> ASGIApp:
     What agents call goes around FastAPI, whose layers cost more than the work they would wrap.
     """
     control = _control_plane(gateway)
-    chat, models = ChatEndpoint(gateway), ModelsEndpoint(gateway)
+    endpoints: list[tuple[str, str, ASGIApp]] = [
+        ("POST", "/chat/completions", Endpoint(gateway, chat)),
+        ("GET", "/models", ModelsEndpoint(gateway)),
+    ]
     routes = [
         Route(base + path, endpoint, methods=[method])
         for base in ("/s/{session_id}/v1", "/v1")
-        for path, endpoint, method in (("/chat/completions", chat, "POST"), ("/models", models, "GET"))
+        for method, path, endpoint in endpoints
     ]
     data = Router(routes, default=control)
 

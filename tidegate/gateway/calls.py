@@ -39,12 +39,12 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
     prompt_tokens: int = 0
-    listeners: int = 0
     task: asyncio.Task[None] | None = None
     node: Node | None = None
     refusal: Refusal | None = None
     cached_tokens: int = 0
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    bells: set[asyncio.Event] = field(default_factory=set)
+    """Of those who listen: set when there are more parts, or when the call is done."""
 
     @property
     def done(self) -> bool:
@@ -58,19 +58,8 @@ class Call:
             self.wake()
 
     def wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def news(self) -> asyncio.Future[None]:
-        """Done when there are more parts, or the call is."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.done:
-            waiter.set_result(None)
-        else:
-            self._waiters.append(waiter)
-        return waiter
+        for bell in self.bells:
+            bell.set()
 
     @property
     def request(self) -> Request:
@@ -135,7 +124,7 @@ class Calls:
         if not retry:
             return None
         alike = [one for one in self._undelivered if one.digest == digest]
-        unheard = next((one for one in alike if one.listeners == 0), None)
+        unheard = next((one for one in alike if not one.bells), None)
         if unheard is None and self._abandoned[digest] > 0:
             self._abandoned[digest] -= 1  # that one is what is retried; it has no reply to give
             return None

@@ -2,146 +2,82 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
-from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import chat
+from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
+from tidegate.gateway.exchange import Exchange, refuse, respond
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.refusal import Refusal, session_over
+from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.turns import digest_of
 
 log = logging.getLogger("tidegate.gateway")
 MAX_BODY = 64 * 2**20
-_JSON = b"application/json"
-_NO_RETRY = (b"x-should-retry", b"false")
 
 
 class ClientGone(Exception):
     """The client closed the connection before its request was whole."""
 
 
-class ChatEndpoint:
-    """`POST …/chat/completions`."""
+class Endpoint:
+    """What makes turns in one dialect: `POST …/chat/completions` and its like."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
         self._gateway = gateway
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session: Session | None = None
+        gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            session = authenticate(self._gateway, scope, headers)
-            request = _read(await read_body(receive), headers)
-            call = self._gateway.turns.call(session, request.ask)
+            session = authenticate(gateway, scope, headers)
+            body = await read_body(receive)
+            request = self._dialect.read(parse(body), session)
+            calls = self._calls(session, request, body, headers)
         except ClientGone:
             return
         except Refusal as refusal:
-            await self._refuse(send, refusal)
+            await refuse(send, self._dialect, refusal, gateway.metrics)
             return
-        except Exception as error:
-            log.exception("a request could not be read")
-            if session is not None:
-                session.gave_up = f"the gateway failed on a request: {error!r}"
-            await self._refuse(
-                send, Refusal(f"the gateway cannot make sense of this: {type(error).__name__}")
-            )
+        except Exception as error:  # noqa: BLE001 - logged, told to the client, and held against no agent
+            await refuse(send, self._dialect, puzzled(session, error), gateway.metrics)
             return
-        await self._answer(session, call, request, receive, send)
+        model = ServedModel(gateway.model_name, gateway.renderer.token_text, gateway.turns.thought_end)
+        exchange = Exchange(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
+        await exchange.run(receive, send)
 
-    async def _answer(
-        self, session: Session, call: Call, request: chat.ChatRequest, receive: Receive, send: Send
-    ) -> None:
-        """Send the reply; a client that leaves before it is there abandons the call."""
-        call.listeners += 1
-        gone = asyncio.ensure_future(receive())  # the request is read: what comes now is a disconnect
-        gone.add_done_callback(lambda _: call.wake())
-        delivered = False
+    def _calls(
+        self, session: Session, request: Request, body: bytes, headers: dict[bytes, bytes]
+    ) -> list[Call]:
+        """The calls that a request is answered with. Each of them can be asked for again by its place in
+        the request; where one is refused all are."""
+        key = headers.get(b"idempotency-key")
+        retries = headers.get(b"x-stainless-retry-count", b"0")
+        retry = retries.isdigit() and int(retries) >= 1
+        kind = self._dialect.__name__.encode()
+        calls: list[Call] = []
         try:
-            if request.ask.stream:
-                delivered = await self._stream(session, call, request, gone, send)
-            else:
-                delivered = await self._whole(session, call, request, gone, send)
-        finally:
-            if not delivered:
+            for index, ask in enumerate(request.asks):
+                place = b"%s/%d/" % (kind, index)
+                ask = replace(
+                    ask,
+                    digest=digest_of(place + body),
+                    idempotency_key=None if key is None else (place + key).decode("latin-1"),
+                    retry=retry,
+                )
+                calls.append(self._gateway.turns.call(session, ask))
+        except BaseException:
+            for call in calls:
                 self._gateway.turns.abandon(session, call)
-            gone.cancel()
-
-    async def _whole(
-        self,
-        session: Session,
-        call: Call,
-        request: chat.ChatRequest,
-        gone: asyncio.Future[AsgiMessage],
-        send: Send,
-    ) -> bool:
-        while not call.done and not gone.done():
-            await call.news()
-        if refusal := _refusal(session, call):
-            await self._refuse(send, refusal)
-            return False
-        if gone.done():
-            return False
-        body = chat.whole(call, request, self._gateway.model_name, self._gateway.renderer.token_text)
-        self._gateway.turns.deliver(session, call)
-        await respond(send, 200, body)
-        self._gateway.turns.sent(session, call)
-        return True
-
-    async def _stream(
-        self,
-        session: Session,
-        call: Call,
-        request: chat.ChatRequest,
-        gone: asyncio.Future[AsgiMessage],
-        send: Send,
-    ) -> bool:
-        """Server-sent events; the status waits for the first token, so that a refusal can have its own."""
-        stream = chat.ChatStream(call, request, self._gateway.model_name)
-        sent, started = 0, False
-        while True:
-            done = call.done
-            refusal = _refusal(session, call)
-            if refusal is not None and not started:
-                await self._refuse(send, refusal)
-                return False
-            parts = call.reader.parts[sent:]
-            data = b"".join(map(stream.part, parts))
-            sent += len(parts)
-            if not started and (parts or done):
-                started = True
-                await send(_start(200, stream.content_type, [(b"cache-control", b"no-cache")]))
-                data = stream.start() + data
-            if refusal is not None:
-                self._count(refusal)
-                await send({"type": "http.response.body", "body": data + stream.error(refusal)})
-                return False
-            if gone.done():
-                return False
-            if done:
-                self._gateway.turns.deliver(session, call)
-                await send({"type": "http.response.body", "body": data + stream.end()})
-                self._gateway.turns.sent(session, call)
-                return True
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            else:
-                await call.news()
-
-    async def _refuse(self, send: Send, refusal: Refusal) -> None:
-        self._count(refusal)
-        headers = [] if refusal.retryable else [_NO_RETRY]
-        await respond(send, refusal.status, chat.error_body(refusal), headers)
-
-    def _count(self, refusal: Refusal) -> None:
-        self._gateway.metrics.refusals[refusal.code or refusal.type] += 1
+            raise
+        return calls
 
 
 class ModelsEndpoint:
@@ -154,7 +90,7 @@ class ModelsEndpoint:
         try:
             authenticate(self._gateway, scope, dict(scope["headers"]))
         except Refusal as refusal:
-            await respond(send, refusal.status, chat.error_body(refusal), [_NO_RETRY])
+            await refuse(send, chat, refusal, self._gateway.metrics)
             return
         row = {"id": self._gateway.model_name, "object": "model", "created": 0, "owned_by": "tidegate"}
         await respond(send, 200, orjson.dumps({"object": "list", "data": [row]}))
@@ -163,7 +99,9 @@ class ModelsEndpoint:
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> Session:
     """The session that the call's key opens; a path that names another one is refused alike."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    token = key.strip().decode("latin-1") if scheme.lower() == b"bearer" else None
+    if scheme.lower() != b"bearer":
+        key = headers.get(b"x-api-key", b"")
+    token = key.strip().decode("latin-1")
     return gateway.sessions.authenticate(token, scope.get("path_params", {}).get("session_id"))
 
 
@@ -185,41 +123,20 @@ async def read_body(receive: Receive) -> bytes:
         message = await receive()
 
 
-def _read(body: bytes, headers: dict[bytes, bytes]) -> chat.ChatRequest:
+def parse(body: bytes) -> dict[str, Any]:
+    """A body's JSON; raises Refusal where it is none, or no object."""
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Refusal(f"the body is not JSON: {error}") from None
-    key = headers.get(b"idempotency-key")
-    retries = headers.get(b"x-stainless-retry-count", b"0")
-    retry = retries.isdigit() and int(retries) >= 1
-    return chat.read_request(payload, digest_of(body), key.decode("latin-1") if key else None, retry)
+    if not isinstance(payload, dict):
+        raise Refusal("the body is not a JSON object")
+    return payload
 
 
-def _refusal(session: Session, call: Call) -> Refusal | None:
-    if call.refusal is not None:
-        return call.refusal
-    # The session ended between the reply and its delivery: what is recorded must not change any more.
-    if call.done and session.closed is not None and not (call.node and call.node.turn.delivered):
-        return session_over(session.closed)
-    return None
-
-
-def _start(status: int, content_type: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
-    return {
-        "type": "http.response.start",
-        "status": status,
-        "headers": [(b"content-type", content_type), *headers],
-    }
-
-
-async def respond(
-    send: Send,
-    status: int,
-    body: bytes,
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    content_type: bytes = _JSON,
-) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send(_start(status, content_type, [length, *headers]))
-    await send({"type": "http.response.body", "body": body})
+def puzzled(session: Session | None, error: Exception) -> Refusal:
+    """A request on which the gateway itself failed: that is not the agent's fault."""
+    log.error("a request could not be read", exc_info=error)
+    if session is not None:
+        session.gave_up = f"the gateway failed on a request: {error!r}"
+    return Refusal(f"the gateway cannot make sense of this: {type(error).__name__}")

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tidegate.gateway.toolcalls import Parser, Part
+from tidegate.gateway.toolcalls import Parser, Part, Reasoning, ToolCall
 from tidegate.types import Message
 
 Decode = Callable[[Sequence[int]], str]
@@ -62,16 +62,18 @@ class StopCutter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None
+        """The stop string that was found."""
 
     def feed(self, text: str) -> str:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.stopped = min(found)
+            self._held = ""
+            return text[:at]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]
@@ -101,15 +103,20 @@ def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int 
 
 
 class ReplyReader:
-    """The pipeline of one reply; `parts` grows as ids arrive."""
+    """The pipeline of one reply; `parts` grows as ids arrive.
 
-    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser) -> None:
+    `begun` is text that the prompt ends with and that belongs to the reply.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser, begun: str = "") -> None:
         self._text = Detokenizer(decode)
         self._cut = StopCutter(stops)
         self._parser = parser
         self.parts: list[Part] = []
         self.call_ids: list[str] = []
         self.seen = 0
+        self.begun = begun
+        self._add(parser.feed(begun))
 
     def push(self, ids: Sequence[int]) -> None:
         """More of the reply's ids, those that come after the `seen` ones."""
@@ -123,11 +130,11 @@ class ReplyReader:
 
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
-        self.call_ids += [f"call_{uuid.uuid4().hex[:24]}" for part in parts if not isinstance(part, str)]
+        self.call_ids += [f"call_{uuid.uuid4().hex[:24]}" for part in parts if isinstance(part, ToolCall)]
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended it."""
+    def stopped(self) -> str | None:
+        """The stop string that ended it."""
         return self._cut.stopped
 
     @property
@@ -137,8 +144,11 @@ class ReplyReader:
     def message(self) -> Message:
         """The reply as an OpenAI message."""
         content = "".join(part for part in self.parts if isinstance(part, str))
-        calls = [part for part in self.parts if not isinstance(part, str)]
+        calls = [part for part in self.parts if isinstance(part, ToolCall)]
+        reasoning = "".join(part.text for part in self.parts if isinstance(part, Reasoning))
         message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [

@@ -11,12 +11,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidegate.gateway.refusal import context_exceeded, unsupported
 from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
+
+
+class Schema(NamedTuple):
+    """A JSON schema that the reply must have, and the parameter that asked for it."""
+
+    param: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class Wishes:
     stop: Sequence[str] = ()
     penalties: Mapping[str, float] = field(default_factory=dict)
     """Those that are not at their neutral value."""
+    schema: Schema | None = None
 
 
 class SamplingRules:
@@ -45,6 +53,12 @@ class SamplingRules:
     ) -> dict[str, Any]:
         """The engine's sampling parameters, `max_new_tokens` apart. Raises Refusal by name."""
         if split == "train":
+            if wishes.schema is not None:
+                raise unsupported(
+                    wishes.schema.param,
+                    "a reply that a grammar binds is not supported in training sessions: its tokens are not "
+                    "drawn from the policy",
+                )
             self._say(wishes, sampling, env)
             temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
         else:
@@ -59,6 +73,8 @@ class SamplingRules:
             "top_k": top_k,
             "stop_token_ids": self._stop_ids,
         }
+        if wishes.schema is not None:
+            params["json_schema"] = wishes.schema.text
         if wishes.stop:
             params["stop"] = list(wishes.stop)
         if (one := turn_seed(seed, turn, wishes.seed)) is not None:

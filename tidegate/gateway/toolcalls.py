@@ -1,4 +1,4 @@
-"""Tool calls as the model writes them.
+"""What a reply is made of, and tool calls as the model writes them.
 
 Hermes form (also Qwen's): `<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, any number of
 times, with text around it. Parsers take text piece by piece and give content and calls as soon as they
@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import orjson
 
+from tidegate.gateway.refusal import unsupported
+
 ToolParser = Literal["hermes", "none"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -23,15 +25,62 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-Part = str | ToolCall
+class Reasoning(NamedTuple):
+    """A piece of what the model thought before it answered."""
+
+    text: str
+
+
+Part = str | Reasoning | ToolCall
+"""A piece of content, a piece of reasoning, or a whole call."""
 
 
 class Parser(Protocol):
-    status: str | None
+    """Reads one reply, piece by piece."""
 
-    def feed(self, text: str) -> list[Part]: ...
+    @property
+    def status(self) -> str | None:
+        """How its calls were read, see `Turn.parse`."""
 
-    def finish(self) -> list[Part]: ...
+    def feed(self, text: str) -> list[Part]:
+        """More text; the parts that are certain now."""
+
+    def finish(self) -> list[Part]:
+        """The text is over; what is left of it."""
+
+
+class ToolUse(NamedTuple):
+    """How a reply may use tools; `name` is the tool that it must call."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+def forced_start(parser: ToolParser, use: ToolUse) -> str:
+    """The text that a reply is made to start with so that it is a call; empty where it need not be one.
+
+    It ends where the model's own tokens would: before the space that begins the next one. Raises Refusal
+    where the family's calls have no such start.
+    """
+    if use.mode != "required":
+        return ""
+    if parser != "hermes":
+        raise unsupported("tool_choice", "only 'auto' and 'none' are supported with this model's tool calls")
+    start = OPEN + '\n{"name":'
+    return start if use.name is None else f'{start} {orjson.dumps(use.name).decode()}, "arguments":'
+
+
+def single_call_stop(parser: ToolParser, use: ToolUse) -> str | None:
+    """The text at which a reply with at most one call ends; None where there may be more of them.
+
+    Raises Refusal where the family's calls have no such end.
+    """
+    if use.parallel or use.mode == "none":
+        return None
+    if parser != "hermes":
+        raise unsupported("parallel_tool_calls", "false is not supported with this model's tool calls")
+    return CLOSE
 
 
 class PlainParser:
@@ -82,7 +131,7 @@ class HermesParser:
         before, found, after = self._buffer.partition(marker)
         if not found:
             if not self._inside:
-                keep = _partial_suffix(self._buffer, OPEN)
+                keep = partial_suffix(self._buffer, OPEN)
                 self._content(parts, self._buffer[: len(self._buffer) - keep])
                 self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
@@ -135,7 +184,7 @@ def read_call(text: str) -> ToolCall | None:
     return ToolCall(value["name"], orjson.dumps(arguments).decode())
 
 
-def _partial_suffix(text: str, marker: str) -> int:
+def partial_suffix(text: str, marker: str) -> int:
     """How many characters at the end of `text` may be the beginning of `marker`."""
     at = text.rfind("<", max(0, len(text) - len(marker) + 1))
     while at >= 0:

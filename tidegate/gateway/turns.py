@@ -12,6 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
@@ -21,12 +23,23 @@ from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.protocol import Order, Sampled
-from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full
+from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
+from tidegate.gateway.reasoning import OPEN as THOUGHT_START
+from tidegate.gateway.reasoning import ReasoningParser
+from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full, unsupported
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
 from tidegate.gateway.sessions import Session
-from tidegate.gateway.toolcalls import PARSERS, PlainParser, ToolParser
+from tidegate.gateway.toolcalls import (
+    PARSERS,
+    Parser,
+    PlainParser,
+    ToolParser,
+    ToolUse,
+    forced_start,
+    single_call_stop,
+)
 from tidegate.gateway.tree import Node, Place
 from tidegate.types import Ids, Message
 
@@ -38,13 +51,13 @@ class Ask:
     """A request for a reply in the one internal form that every dialect is translated to."""
 
     messages: list[Message]
-    digest: bytes
-    """Of the request's body."""
     wishes: Wishes = field(default_factory=Wishes)
     tools: list[Any] | None = None
-    parse_tools: bool = True
+    tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
+    digest: bytes = b""
+    """Of the request's body."""
     idempotency_key: str | None = None
     retry: bool = False
     """The client says that it sends this again."""
@@ -73,6 +86,9 @@ class Turns:
         self._tool_parser = tool_parser
         self._model_context = model_context
         self._sampling = SamplingRules(renderer.stop_ids)
+        # Where the marker is a token of the model's own, the model was made to reason with it.
+        marker = renderer.encode(THOUGHT_END)
+        self.thought_end = marker[0] if len(marker) == 1 else None
 
     def call(self, session: Session, ask: Ask) -> Call:
         """The call that answers a request: a new one, or the one that it repeats. Raises Refusal.
@@ -103,15 +119,20 @@ class Turns:
         """A new call, which may sample the `left` tokens of the session's budget."""
         place = session.tree.place(ask.messages, ask.tools, ask.template_options)
         place, delta, branch = self._delta(session, ask, place)
+        reader = self._reader(ask, delta)
+        if reader.begun:
+            delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
         prompt = session.tree.prompt(place.parent, delta)
         context = self._pool.max_context or self._model_context
         budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context, left)
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
         )
+        if ask.tools and (end := single_call_stop(self._tool_parser, ask.tool_use)):
+            params["stop"] = [*ask.wishes.stop, end]
         order = Order(prompt, params, budget, ask.stream)
-        if ask.wishes.stop:
-            order.stop_after = partial(stop_after, self._renderer.decode, ask.wishes.stop)
+        if stops := params.get("stop"):
+            order.stop_after = partial(stop_after, self._renderer.decode, stops)
         self._metrics.rendered_tokens += len(delta)
         return Call(
             ask.digest,
@@ -119,23 +140,19 @@ class Turns:
             delta,
             ask.messages[place.start :],
             order,
-            self._reader(ask),
+            reader,
             branch,
             ask.idempotency_key,
             session.calls.begun,
             prompt_tokens=len(prompt),
         )
 
-    def _reader(self, ask: Ask) -> ReplyReader:
-        parse = ask.parse_tools and bool(ask.tools)
-        parser = PARSERS[self._tool_parser]() if parse else PlainParser()
-        return ReplyReader(self._renderer.decode, ask.wishes.stop, parser)
-
     def _recall(self, ask: Ask, node: Node) -> Call:
         """A call whose reply is there already: the same request, whose turn is `node`, came again."""
+        delta = node.turn.delta_ids
         place = Place(node.turn.parent, 0, node.asked, None, node.root)
-        order = Order(node.turn.delta_ids[:0], {}, 0, ask.stream)
-        call = Call(ask.digest, place, node.turn.delta_ids, node.said, order, self._reader(ask))
+        order = Order(delta[:0], {}, 0, ask.stream)
+        call = Call(ask.digest, place, delta, node.said, order, self._reader(ask, delta))
         call.id, call.created = node.request.id, int(node.turn.started)
         call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
         return call
@@ -146,6 +163,18 @@ class Turns:
         call.reader.finish()
         call.reader.call_ids = [one["id"] for one in node.reply.get("tool_calls") or ()]
         await self._commit(session, call, node)
+
+    def _reader(self, ask: Ask, delta: Ids) -> ReplyReader:
+        """What reads the reply to a prompt that ends with `delta`."""
+        calls = bool(ask.tools) and ask.tool_use.mode != "none"
+        parser: Parser = PARSERS[self._tool_parser]() if calls else PlainParser()
+        forced = forced_start(self._tool_parser, ask.tool_use)
+        if self.thought_end is not None:
+            begun = self._renderer.decode(delta[-4:].tolist()).rstrip().endswith(THOUGHT_START)
+            if begun and forced:
+                raise unsupported("tool_choice", "a call cannot be forced where the prompt opens reasoning")
+            parser = ReasoningParser(parser, begun)
+        return ReplyReader(self._renderer.decode, ask.wishes.stop, parser, forced)
 
     def _delta(self, session: Session, ask: Ask, place: Place) -> tuple[Place, Ids, str | None]:
         """The ids that the request adds to its parent; a root where the template permits no other."""
@@ -254,15 +283,13 @@ class Turns:
 
     def abandon(self, session: Session, call: Call) -> None:
         """A listener left without the reply; with the last one the generation is aborted."""
-        call.listeners -= 1
-        if call.listeners <= 0 and not call.done and call.task is not None:
+        if not call.bells and not call.done and call.task is not None:
             self._metrics.abandoned_calls += 1
             session.calls.abandoned(call)
             call.task.cancel()
 
     def deliver(self, session: Session, call: Call) -> None:
         """The reply goes out now, to a client that is still there: nothing may be awaited before that."""
-        call.listeners -= 1
         session.calls.delivered(call)
         assert call.node is not None, "only a reply that is there is delivered"
         self._delivered(session, call.node.turn.index)

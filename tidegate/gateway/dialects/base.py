@@ -1,0 +1,92 @@
+"""What every dialect is to the data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from tidegate.gateway.calls import Call
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.sessions import Session
+from tidegate.gateway.toolcalls import Part
+from tidegate.gateway.turns import Ask
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What replies say of the model."""
+
+    name: str
+    token_text: Callable[[int], str]
+    thought_end: int | None
+    """The id that ends reasoning, where the model has one."""
+
+
+class Usage(NamedTuple):
+    """Tokens of one request."""
+
+    prompt: int
+    cached: int
+    output: int
+    reasoning: int
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], model: ServedModel, choices: int = 1) -> Usage:
+        """Of finished calls, of which each `choices` share a prompt."""
+        turns = [call.node.turn for call in calls if call.node is not None]
+        return cls(
+            sum(call.prompt_tokens for call in calls[::choices]),
+            sum(turn.cached_tokens for turn in turns[::choices]),
+            sum(len(turn.output_ids) for turn in turns),
+            sum(_reasoning(turn.output_ids.tolist(), model.thought_end) for turn in turns),
+        )
+
+
+def _reasoning(ids: list[int], end: int | None) -> int:
+    return ids.index(end) + 1 if end is not None and end in ids else 0
+
+
+class Events(Protocol):
+    """The stream of one request, as bytes; made when its calls begin."""
+
+    ping: bytes
+    """What keeps a connection alive and means nothing."""
+
+    def start(self) -> bytes: ...
+
+    def part(self, choice: int, part: Part) -> bytes: ...
+
+    def end(self) -> bytes:
+        """All calls are done."""
+
+    def error(self, refusal: Refusal) -> bytes:
+        """The stream ends with an error."""
+
+
+class Request(Protocol):
+    """A body that was understood: what it asks for, and the form of its answer."""
+
+    @property
+    def asks(self) -> Sequence[Ask]:
+        """One for each reply that is wanted."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+        """The body of the answer; the calls, one for each of `asks`, are done."""
+
+    def events(self, calls: Sequence[Call], model: ServedModel) -> Events: ...
+
+
+class Dialect(Protocol):
+    """A module of this package."""
+
+    __name__: str
+
+    def read(self, payload: dict[str, Any], session: Session) -> Request:
+        """Understand a body. Raises Refusal that names what cannot be honoured."""
+
+    def error(self, refusal: Refusal) -> bytes:
+        """The body of an answer that refuses."""
