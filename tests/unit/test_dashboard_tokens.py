@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,14 @@ from tidegate.viewer.dashboard.episode import Tree, reasons, tokens, versions
 from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load
 
 from .learning_fixtures import make_trajectory, make_turn, trees
+
+
+def as_read(trajectory: Trajectory) -> dict[str, Any]:
+    """Its record as the dashboard reads it from the file."""
+    record: dict[str, Any] = orjson.loads(
+        orjson.dumps(readable(trajectory), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
+    return record
 
 
 def trained_by(tree: Tree, number: int) -> list[int]:
@@ -36,7 +45,7 @@ def trained_by(tree: Tree, number: int) -> list[int]:
 @given(trees())
 def test_what_is_called_trained_is_what_the_trainer_trains(trajectory: Trajectory) -> None:
     rows = rows_of(trajectory, 0.5)
-    tree = Tree(readable(trajectory))
+    tree = Tree(as_read(trajectory))
     sequences = tree.sequences()
     assert len(sequences) == len(rows)
     for number, row in enumerate(rows):
@@ -47,7 +56,7 @@ def test_what_is_called_trained_is_what_the_trainer_trains(trajectory: Trajector
 
 
 def test_why_not() -> None:
-    turn = readable(make_trajectory([make_turn(0, None, [1], [2, 3, 4], forced=(1,))]))["turns"][0]
+    turn = as_read(make_trajectory([make_turn(0, None, [1], [2, 3, 4], forced=(1,))]))["turns"][0]
     assert reasons(turn, "stepped") == [("trained", 1), ("grammar", 1), ("trained", 1)]
     assert reasons(turn, "trained") == reasons(turn, "stepped")
     assert reasons(turn, "stale") == [("stale", 1), ("grammar", 1), ("stale", 1)]
@@ -117,7 +126,7 @@ def test_tokens_come_in_pages_that_fit_together(model: Path) -> None:
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode("one 🙂 two 水 three").ids
-    record = readable(make_trajectory([make_turn(0, None, [5], ids)]))
+    record = as_read(make_trajectory([make_turn(0, None, [5], ids)]))
     texts = Texts(model.parent / "nowhere", str(model))
     whole = tokens(Tree(record), 0, "sampled", texts, 0, 1000)
     pages = [tokens(Tree(record), 0, "sampled", texts, start, 5) for start in range(0, len(ids), 5)]
@@ -140,7 +149,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_told(tmp_path: Path
     assert texts.pieces([1, 2]) is None
     assert texts.problem is not None
     assert "gone is not there" in texts.problem
-    record = readable(make_trajectory([make_turn(0, None, [1], [2, 3])]))
+    record = as_read(make_trajectory([make_turn(0, None, [1], [2, 3])]))
     assert tokens(Tree(record), 0, "sampled", texts, 0, 10)["texts"] is None
 
 

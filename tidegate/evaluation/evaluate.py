@@ -183,7 +183,7 @@ def _line(episode: Episode, temperature: float) -> bytes:
         "answer": episode.task.answer,
         **readable(episode.trajectory),
     }
-    return orjson.dumps(line, default=str) + b"\n"
+    return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
 def next_directory(parent: Path) -> Path:

@@ -1,16 +1,22 @@
-"""`trajectories/`: every episode that was trained on, dropped or failed, as people and tools read it."""
+"""`trajectories/`: every episode that was trained on, dropped or failed, as people and tools read it.
+
+A line holds all of a trajectory, ids and logprobs exactly: `recorded` reads it back as it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
+from tidegate.errors import TidegateError
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State
-from tidegate.types import Trajectory, Turn
+from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 
 class TrajectoryFiles:
@@ -43,31 +49,58 @@ class TrajectoryFiles:
 
     def failure(self, trajectory: Trajectory, attempt: str) -> None:
         with open(self.directory / "failed.jsonl", "ab") as file:
-            file.write(
-                orjson.dumps({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)})
-                + b"\n"
-            )
+            file.write(_line({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         part = self.directory / f"{name}.part"
-        part.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        part.write_bytes(b"".join(map(_line, lines)))
         part.replace(self.directory / name)
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as JSON, tokens included."""
+    """A trajectory as what goes into a line; numbers of numpy stay so."""
     wire = trajectory.to_wire()
     wire["turns"] = [_turn(turn) for turn in trajectory.turns]
     return wire
+
+
+def recorded(line: Mapping[str, Any]) -> Trajectory:
+    """The trajectory of a line of `trajectories/`, bit for bit."""
+    known = {field.name for field in fields(Trajectory)}
+    wire = {name: value for name, value in line.items() if name in known}
+    wire["turns"] = [_turn_of(turn) for turn in wire["turns"]]
+    return Trajectory(**{**wire, "outcome": Outcome(wire["outcome"])})
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line of a file of `trajectories/`. Raises TidegateError for one that is damaged."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def step_files(run_dir: Path) -> dict[int, Path]:
+    """The batches of a run by their step, in order; raises TidegateError where there is none."""
+    found = {int(path.stem[5:]): path for path in (run_dir / "trajectories").glob("step_*.jsonl")}
+    if not found:
+        raise TidegateError(f"{run_dir}: no trajectories there; is this the directory of a run that trained?")
+    return dict(sorted(found.items()))
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
         "parent": turn.parent,
-        "delta_ids": turn.delta_ids.tolist(),
-        "output_ids": turn.output_ids.tolist(),
-        "logprobs": [round(float(one), 6) for one in turn.logprobs],
+        "delta_ids": np.ascontiguousarray(turn.delta_ids, dtype=np.int32),
+        "output_ids": np.ascontiguousarray(turn.output_ids, dtype=np.int32),
+        "logprobs": np.ascontiguousarray(turn.logprobs, dtype=np.float32),
         "version_spans": [list(span) for span in turn.version_spans],
         "finish_reason": turn.finish_reason,
         "temperature": turn.temperature,
@@ -80,3 +113,17 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
+
+
+def _turn_of(line: Mapping[str, Any]) -> Turn:
+    mask = line["output_mask"]
+    return Turn(
+        **{
+            **line,
+            "delta_ids": np.array(line["delta_ids"], dtype=np.int32),
+            "output_ids": np.array(line["output_ids"], dtype=np.int32),
+            "logprobs": np.array(line["logprobs"], dtype=np.float32),
+            "version_spans": tuple(VersionSpan(*span) for span in line["version_spans"]),
+            "output_mask": None if mask is None else np.array(mask, dtype=np.uint8),
+        }
+    )
