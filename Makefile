@@ -38,7 +38,7 @@ test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500
 
 bench: install   ## every benchmark, one table each
-	@for b in controls gateway; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@for b in engine controls gateway; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 clean:           ## remove what make made (not your runs)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -54,6 +54,8 @@ class EngineSettings(Section):
     """Requests that are decoded at the same time."""
     max_context: Annotated[int, Field(ge=16)] = 1024
     """Prompt + output tokens of one request."""
+    prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
+    """Keys and values kept of earlier sequences, so that a follow-up turn computes only what is new."""
 
 
 class GatewaySettings(Section):

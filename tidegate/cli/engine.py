@@ -19,6 +19,12 @@ def add(verbs: Verbs) -> None:
     verb.add_argument("--threads", type=int, default=1)
     verb.add_argument("--max-slots", type=int, default=64, help="requests decoded at the same time")
     verb.add_argument("--max-context", type=int, default=1024, help="prompt + output tokens of a request")
+    verb.add_argument(
+        "--prefix-cache-mb",
+        type=int,
+        default=256,
+        help="kept of earlier sequences for follow-up turns; 0: none",
+    )
     add_address(verb, 30000)
     verb.set_defaults(run=run)
 
@@ -36,6 +42,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         threads=arguments.threads,
         max_slots=arguments.max_slots,
         max_context=arguments.max_context,
+        prefix_cache_mb=arguments.prefix_cache_mb,
         weight_version=arguments.weight_version,
     )
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.engine.options import EngineOptions
 from tidegate.errors import ConfigError
 
 FLOAT32 = 4
@@ -191,7 +190,7 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
             ),
             Item(
                 engine.device, "engine", "prefixes", "at most, of earlier sequences",
-                EngineOptions(settings.model.path).prefix_cache_mb * 2**20,
+                engine.prefix_cache_mb * 2**20,
             ),
         ]  # fmt: skip
     device = trainer.device

@@ -65,6 +65,7 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
         "--model", str(weights), "--weight-version", str(version), "--device", engine.device,
         "--dtype", engine.dtype, "--threads", str(engine.threads),
         "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
+        "--prefix-cache-mb", str(engine.prefix_cache_mb),
     ]  # fmt: skip
 
 
