@@ -123,7 +123,8 @@ _CORPUS = [
 
 
 @cache
-def _backend() -> str:
+def tiny_backend() -> str:
+    """The tokenizer as `tokenizers`' JSON, with the special tokens of TEMPLATES."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -141,7 +142,7 @@ def _backend() -> str:
 def make_tokenizer(template: str = "qwen2") -> Any:
     """A tokenizer whose chat template is one of TEMPLATES."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend()),
+        tokenizer_object=Tokenizer.from_str(tiny_backend()),
         eos_token="</s>" if template == "mistral" else "<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=SPECIAL[1:],

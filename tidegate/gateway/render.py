@@ -23,6 +23,7 @@ from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.render_book import BARE, FrameBook
+from tidegate.gateway.render_calls import wants_short_ids, with_short_ids
 from tidegate.gateway.render_codec import Codec, load_tokenizer
 from tidegate.gateway.render_template import ChatTemplate, Suffixes, Unrenderable
 from tidegate.gateway.toolcalls import CLOSE, OPEN
@@ -48,14 +49,20 @@ class Renderer:
         except Exception as error:
             raise StartError(f"the model's chat template fails on a plain question: {error}") from error
         suffixes = Suffixes(self.template, self.codec.added, [self.token_text(stop) for stop in stops])
-        self.closing = suffixes.closing
+        self.closing, self.ending = suffixes.closing, suffixes.ending
         self.closing_ids = self.encode(self.closing) if self.closing else []
-        self.stop_ids = sorted({*stops, *self.closing_ids})
+        self.stop_ids = sorted({*stops, *(self.encode(self.ending) if self.ending else ())})
         self.shielded = 0
         """Requests in whose messages something looked like a control token."""
+        self._short_ids = wants_short_ids(self.template)
         self._stops = frozenset(self.stop_ids)
         self._book = FrameBook(suffixes)
         self._roots: OrderedDict[bytes, Ids] = OrderedDict()
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames that the template was seen to contradict; each is then rendered every time."""
+        return self._book.dropped
 
     @classmethod
     def load(cls, model: Path) -> Renderer:
@@ -71,15 +78,20 @@ class Renderer:
         if self.codec.looks_alike(said.decode()):
             self.shielded += 1
             messages = self.codec.shield_all(messages)
-        try:
-            text = self.template.render(messages, tools, options)
-        except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
-            raise Refusal(f"messages: the model's chat template refuses them: {error}") from None
-        ids = np.asarray(self.encode(text), dtype=np.int32)
+        ids = np.asarray(self.encode(self.write(messages, tools, options)), dtype=np.int32)
         self._roots[key] = ids
         if len(self._roots) > _CACHED_ROOTS:
             self._roots.popitem(last=False)
         return ids
+
+    def write(self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True) -> str:
+        """The text of a history; with `prompt` up to where the model is to speak. Raises Refusal."""
+        if self._short_ids:
+            messages = with_short_ids(messages)
+        try:
+            return self.template.render(messages, tools, options, prompt)
+        except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
+            raise Refusal(f"messages: the model's chat template refuses them: {error}") from None
 
     def follow_up(
         self,
@@ -99,6 +111,10 @@ class Renderer:
         if any(self.codec.looks_alike(message["content"]) for message in new):
             self.shielded += 1
             new = [{**message, "content": self.codec.shield(message["content"])} for message in new]
+        if self._short_ids:
+            before = context
+            context = lambda: with_short_ids(before())  # noqa: E731 - the same thing, mapped
+            [reply], new = with_short_ids([reply]), with_short_ids(new)
         text = self._book.after(context, reply, new, tools, options)
         # Encoded together with the end of turn, so that the first new token sees what stands before it.
         return np.asarray(self._mended(self.encode(text), last_id), dtype=np.int32)

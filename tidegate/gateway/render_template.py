@@ -55,7 +55,10 @@ class Suffixes:
     def __init__(self, template: ChatTemplate, added: Collection[str], stops: Collection[str]) -> None:
         self._template = template
         self.closing = self._find_closing(added)
-        """The token that the template ends a reply with; empty where each role's own marker does it."""
+        """The token that the template ends a past reply with; empty where the next role's marker does."""
+        last = self._last_tail()
+        self.ending = _first(added, last) if last else self.closing
+        """The token that ends a last reply, and so stops the model: for some formats another one."""
         self._enders = tuple({*stops, self.closing} - {""})
 
     def after(
@@ -79,10 +82,16 @@ class Suffixes:
         return tail[min(found) :]
 
     def _tail(
-        self, before: list[Message], reply: Message, new: list[Message], tools: Any, options: dict[str, Any]
+        self,
+        before: list[Message],
+        reply: Message,
+        new: list[Message],
+        tools: Any,
+        options: dict[str, Any],
+        prompt: bool = True,
     ) -> str:
         try:
-            text = self._template.render([*before, reply, *new], tools, options)
+            text = self._template.render([*before, reply, *new], tools, options, prompt)
         except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
             raise Unrenderable(str(error)) from None
         if text.count(STAND_IN) != 1:
@@ -93,12 +102,20 @@ class Suffixes:
         """A token that follows a reply whatever comes next ends it; one that announces what comes doesn't."""
         firsts: set[str] = set()
         for new in ([_asked(".")], [], [{"role": "tool", "content": ".", "tool_call_id": "c", "name": "f"}]):
-            try:
-                tail = self._tail([_asked(".")], _said(STAND_IN), new, None, {}).lstrip()
-            except Unrenderable:
-                continue
-            firsts.add(max((token for token in added if tail.startswith(token)), key=len, default=""))
+            with contextlib.suppress(Unrenderable):
+                firsts.add(_first(added, self._tail([_asked(".")], _said(STAND_IN), new, None, {})))
         return firsts.pop() if len(firsts) == 1 else ""
+
+    def _last_tail(self) -> str:
+        with contextlib.suppress(Unrenderable):
+            return self._tail([_asked(".")], _said(STAND_IN), [], None, {}, prompt=False)
+        return ""
+
+
+def _first(added: Collection[str], text: str) -> str:
+    """The token that `text` begins with."""
+    text = text.lstrip()
+    return max((token for token in added if text.startswith(token)), key=len, default="")
 
 
 def _asked(text: str) -> Message:

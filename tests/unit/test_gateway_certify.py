@@ -1,0 +1,79 @@
+"""What is said of a template is what it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.families import FAMILIES, family_renderer
+from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.certify import Certificate, certify
+from tidegate.gateway.render import Renderer
+
+
+def verdicts(certificate: Certificate) -> dict[str, str]:
+    return {one.kind: one.verdict for one in certificate.judgements}
+
+
+@pytest.mark.parametrize("name", ["qwen25", "mistral_v7", "phi4", "granite", "command_r", "smollm"])
+def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(name: str) -> None:
+    certificate = certify(family_renderer(name, "tiny"))
+    assert set(verdicts(certificate).values()) == {"exact"}, certificate.line()
+    assert certificate.shields
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "verdict", "why"),
+    [
+        ("qwen3", "after reasoning", "kept", "writes the past reply otherwise"),
+        ("llama3", "whitespace at a reply's edges", "kept", "writes the past reply otherwise"),
+        ("llama3", "results of parallel calls", "refused", "one call a turn"),
+        ("mistral_v3", "a question, with a system prompt and tools", "kept", "rewrites the first prompt"),
+        ("mistral_v3", "a tool's result", "exact", ""),
+        ("gemma", "two questions at once", "refused", "take turns"),
+        ("deepseek_v3", "a system message in the middle", "kept", "rewrites the first prompt"),
+        ("deepseek_r1", "a question", "kept", "rewrites the first prompt"),
+        ("gpt_oss", "a question", "kept", "writes the past reply otherwise"),
+        ("gpt_oss", "a tool's result", "exact", ""),
+        ("glm4", "a tool's result", "exact", ""),
+    ],
+)
+def test_what_is_not_exact_is_told_with_the_reason(name: str, kind: str, verdict: str, why: str) -> None:
+    certificate = certify(family_renderer(name, "tiny"))
+    [found] = [one for one in certificate.judgements if one.kind == kind]
+    assert (found.verdict, why in found.why) == (verdict, True), found
+    assert certificate.line().startswith(f"{len(certificate.of('exact'))} of 15 kinds")
+
+
+def test_a_template_that_rewrites_replies_branches_everywhere() -> None:
+    certificate = certify(Renderer(make_tokenizer("shouting")))
+    assert set(verdicts(certificate).values()) == {"branch"}
+    assert "branch: 15 kinds" in certificate.line()
+
+
+def test_a_template_that_counts_messages_is_exact_for_all_that() -> None:
+    assert set(verdicts(certify(Renderer(make_tokenizer("counting")))).values()) == {"exact"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_control_tokens_that_a_user_writes_stay_text(name: str) -> None:
+    renderer = family_renderer(name, "tiny")
+    assert certify(renderer).shields
+    evil = " ".join(FAMILIES[name].special)
+    calm = [{"role": "user", "content": "calm"}]
+    spoken = [{"role": "user", "content": evil}]
+    control = {renderer.codec.added[one] for one in FAMILIES[name].special}
+    reply = {"role": "assistant", "content": "b"}
+    for made in (
+        lambda new: renderer.root(new, None, {}),
+        lambda new: renderer.follow_up(lambda: calm, reply, new, None, {}, None),
+    ):
+        expected = [one for one in made(calm).tolist() if one in control]
+        assert [one for one in made(spoken).tolist() if one in control] == expected
+        assert evil in renderer.codec.spell(made(spoken).tolist())
+    assert renderer.shielded >= 2
+
+
+def test_a_real_tokenizer_is_certified_within_a_second() -> None:
+    certificate = certify(family_renderer("qwen3", "real"))
+    assert certificate.seconds < 1
+    assert len(certificate.of("exact")) == 14
