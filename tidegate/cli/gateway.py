@@ -28,6 +28,9 @@ def add(verbs: Verbs) -> None:
         help="what each session may use, unless it is opened with its own: turns, tokens (sampled), "
         "seconds, calls (at once); may be repeated",
     )  # fmt: skip
+    verb.add_argument(
+        "--journal", type=Path, metavar="DIR", help="keep sessions and groups there: they survive a restart"
+    )
     verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
     verb.set_defaults(run=run)
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         tool_parser=arguments.tool_parser,
         rewarders=rewarders,
         limits=Limits(**dict(map(_limit, arguments.limit))),
+        journal=arguments.journal,
     )
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
     return 0

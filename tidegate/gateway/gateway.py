@@ -14,12 +14,22 @@ import msgpack
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.journal_disk import DiskJournal
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.metrics import Metrics, exposition
 from tidegate.gateway.pool import EnginePool, PoolOptions
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Rewarder, Scorer
-from tidegate.gateway.sessions import Ending, Session, Sessions, decide, hash_key, new_id, new_key
+from tidegate.gateway.sessions import (
+    Ending,
+    Session,
+    Sessions,
+    decide,
+    hash_key,
+    new_id,
+    new_key,
+    trajectory_of,
+)
 from tidegate.gateway.toolcalls import ToolParser
 from tidegate.gateway.turns import Turns, model_context
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
@@ -50,6 +60,8 @@ class GatewayOptions:
     """How long a finished session that is in no sealed group is kept."""
     limits: Limits = field(default_factory=Limits)
     """Of a session that is opened without its own."""
+    journal: Path | None = None
+    """The directory in which everything is kept; None: all is lost with the process."""
     pool: PoolOptions = field(default_factory=PoolOptions)
 
     @property
@@ -60,11 +72,9 @@ class GatewayOptions:
 class Gateway:
     """One gateway's state. Made anywhere; `start` and `close` bracket its work on one event loop."""
 
-    def __init__(
-        self, options: GatewayOptions, renderer: Renderer | None = None, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
         self.options = options
-        self.journal = journal or Journal()
+        self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
         self.model_name = options.name
         """What replies call the model; asked of the file system once, not with every reply."""
@@ -179,6 +189,7 @@ class Gateway:
         session = self.session(session_id)
         if session.closed is not None:
             raise GatewayError(f"session {session_id} is over ({session.closed})", status=410)
+        _check_storable(name)
         session.rewards[name] = value
         await self.journal.rewarded(session, name, value)
 
@@ -220,12 +231,12 @@ class Gateway:
 
     async def _finish(self, session: Session, ending: Ending) -> Trajectory:
         await self.journal.closing(session)
-        trajectory = self._trajectory(session, ending)
+        trajectory = trajectory_of(session, ending)
         left = session.deadline - ending.at
         await self.scorer.reward(trajectory, session.task, session.rewards, ending.claimed, left)
-        await self.journal.finished(session, trajectory)
-        session.trajectory = trajectory
-        session.forget_at = asyncio.get_running_loop().time() + self.options.retention_s
+        forget_at = asyncio.get_running_loop().time() + self.options.retention_s
+        await self.journal.finished(session, trajectory, forget_at)
+        session.trajectory, session.forget_at = trajectory, forget_at
         self.metrics.outcomes[trajectory.outcome.value] += 1
         return trajectory
 
@@ -235,30 +246,16 @@ class Gateway:
             log.error("session %s could not be finished: %s", session.id, error)
             session.finishing = None
 
-    def _trajectory(self, session: Session, ending: Ending) -> Trajectory:
-        newest = session.tree.newest()
-        return Trajectory(
-            session_id=session.id,
-            task_id=session.task.id if session.task is not None else "",
-            env=session.env,
-            split=session.split,
-            outcome=ending.outcome,
-            turns=session.tree.turns(),
-            group_id=session.group_id,
-            slot=session.slot,
-            metrics=dict(ending.metrics),
-            output=ending.output,
-            error=ending.error,
-            seconds=ending.at - session.opened,
-            messages=session.tree.history(newest.turn.index) if newest is not None else [],
-            metadata=session.metadata,
-        )
-
     async def forget(self, session_id: str) -> None:
-        """Delete a session and what it recorded. Idempotent."""
+        """Delete a session and what it recorded, for good. Idempotent. Raises GatewayError."""
         session = self.sessions.get(session_id)
-        if session is not None:
-            await self._forget([session])
+        if session is None:
+            return
+        if session.group_id is not None and self.groups.get(session.group_id) is not None:
+            raise GatewayError(
+                f"session {session_id} is in the sealed group {session.group_id}: end the group", status=400
+            )
+        await self._forget([session])
 
     async def _forget(self, sessions: list[Session]) -> None:
         for session in sessions:
@@ -319,6 +316,7 @@ class Gateway:
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
         """End a lease, and with it the group and its sessions. Idempotent."""
+        _check_storable(lease_id, outcome)
         for session in await self.groups.ack(epoch, lease_id, outcome):
             self.sessions.forget(session)
 

@@ -56,7 +56,7 @@ class Journal:
         return None
 
     def start(self) -> Recovered:
-        """Open it, on a running event loop, and read what it holds. Raises StartError."""
+        """Read what it holds, and be ready to write, on a running event loop. Raises StartError."""
         return Recovered()
 
     async def close(self) -> None:
@@ -75,7 +75,8 @@ class Journal:
     async def closing(self, session: Session) -> None:
         """A session's `ending` is decided, and with it which of its turns were delivered."""
 
-    async def finished(self, session: Session, trajectory: Trajectory) -> None: ...
+    async def finished(self, session: Session, trajectory: Trajectory, forget_at: float) -> None:
+        """A session has its trajectory; it may be forgotten at `forget_at`, in the loop's time."""
 
     async def forgotten(self, sessions: Sequence[Session]) -> None:
         """Everything of these sessions is gone for good."""

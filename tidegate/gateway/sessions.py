@@ -205,5 +205,26 @@ def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome,
     return (Outcome.TRUNCATED if newest.turn.finish_reason == "length" else Outcome.COMPLETED), None
 
 
+def trajectory_of(session: Session, ending: Ending) -> Trajectory:
+    """A session that ended, before its reward."""
+    newest = session.tree.newest()
+    return Trajectory(
+        session_id=session.id,
+        task_id=session.task.id if session.task is not None else "",
+        env=session.env,
+        split=session.split,
+        outcome=ending.outcome,
+        turns=session.tree.turns(),
+        group_id=session.group_id,
+        slot=session.slot,
+        metrics=dict(ending.metrics),
+        output=ending.output,
+        error=ending.error,
+        seconds=ending.at - session.opened,
+        messages=session.tree.history(newest.turn.index) if newest is not None else [],
+        metadata=session.metadata,
+    )
+
+
 def bad_session(message: str) -> Refusal:
     return Refusal(message, status=400)

@@ -168,11 +168,8 @@ class Tree:
         before = 0 if turn.parent is None else self.nodes[turn.parent].length
         key = chain(place.asked, template_form(reply, before + len(said)))
         node = Node(turn, request, place.root, place.asked, key, said, reply, before + len(said) + 1)
-        self.nodes.append(node)
+        self._keep(node)
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
-        known = self._by_key.get(key)
-        if known is None or not self.nodes[known].turn.delivered:
-            self._by_key[key] = turn.index
         return node
 
     def delivered(self, index: int) -> None:
@@ -180,6 +177,25 @@ class Tree:
         node = self.nodes[index]
         node.turn.delivered, node.in_doubt = True, False
         self._by_key[node.key] = index
+
+    @classmethod
+    def restored(cls, nodes: Sequence[Node]) -> Tree:
+        """A tree of turns that were recorded before, in their order; sets their `length`."""
+        tree = cls()
+        for node in nodes:
+            parent = node.turn.parent
+            node.length = (0 if parent is None else nodes[parent].length) + len(node.said) + 1
+            tree._keep(node)
+        return tree
+
+    def _keep(self, node: Node) -> None:
+        index = len(self.nodes)
+        self.nodes.append(node)
+        if not node.key:  # stands for a turn that was lost
+            return
+        known = self._by_key.get(node.key)
+        if known is None or node.turn.delivered or not self.nodes[known].turn.delivered:
+            self._by_key[node.key] = index
 
     def settle(self) -> None:
         """No request comes any more: of turns in doubt only the newest turn was delivered."""

@@ -196,9 +196,7 @@ class Turns:
             except Unrenderable as error:
                 why = f"template: {error}"
             else:
-                if not node.turn.delivered:  # who quotes a reply has it
-                    self._delivered(session, place.parent)
-                    self._journal.sent(session, place.parent)
+                self._delivered(session, place.parent)  # who quotes a reply has it
                 return place, delta, None
         forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
         whole = place._replace(parent=None, start=0)

@@ -1,0 +1,152 @@
+"""A gateway that goes on where another one ended: the same sessions, turns, groups and leases."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.fakes import Stage, staged
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.errors import GatewayError, StartError
+from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.journal_disk import FILE
+from tidegate.types import Task, Trajectory
+
+TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
+ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_dir(tmp_path / "tiny")
+
+
+@pytest.fixture
+async def stage(model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(model, journal=tmp_path / "journal") as made:
+        yield made
+
+
+def killed(tmp_path: Path, name: str = "after") -> Path:
+    """What a `kill -9` at this moment would leave of the journal."""
+    return Path(shutil.copytree(tmp_path / "journal", tmp_path / name))
+
+
+async def talk(stage: Stage, access: SessionAccess, turns: int, messages: list[Any] = ASK) -> list[Any]:
+    """A conversation; its messages up to the last reply."""
+    async with client_of(stage, access) as llm:
+        for number in range(turns):
+            said = messages if number == 0 else [*messages, {"role": "user", "content": f"more {number}"}]
+            reply = await llm.chat.completions.create(model="m", messages=said)
+            messages = [*said, {"role": "assistant", "content": reply.choices[0].message.content}]
+    return messages
+
+
+def client_of(stage: Stage, access: SessionAccess, **options: Any) -> AsyncOpenAI:
+    """The session's client, wherever the gateway serves now."""
+    options = {"max_retries": 0, **options}
+    return AsyncOpenAI(base_url=f"{stage.url}/s/{access.session_id}/v1", api_key=access.api_key, **options)
+
+
+def essence(trajectory: Trajectory) -> dict[str, Any]:
+    return trajectory.to_wire()
+
+
+async def test_a_session_goes_on_with_the_same_key(stage: Stage, model: Path, tmp_path: Path) -> None:
+    access = await stage.client.open_session(
+        task=TASK, group_id="g", slot=1, seed=7, metadata={"attempt": "a"}
+    )
+    history = await talk(stage, access, 3)
+    await stage.client.post_reward(access.session_id, 0.5, "part")
+    before = stage.gateway.session(access.session_id)
+    async with staged(model, journal=killed(tmp_path)) as later:
+        after = later.gateway.session(access.session_id)
+        assert (after.task, after.sampling, after.seed, after.slot) == (TASK, before.sampling, 7, 1)
+        assert abs(after.deadline - before.deadline) < 1
+        assert after.rewards == {"part": 0.5}
+        assert [node.turn.to_wire() | {"delivered": True} for node in after.tree.nodes] == [
+            node.turn.to_wire() for node in before.tree.nodes
+        ]
+        await talk(later, access, 1, [*history, {"role": "user", "content": "and now?"}])
+        summary = await later.client.finish(access.session_id)
+        trajectory = await later.client.trajectory(access.session_id)
+        assert [turn.parent for turn in trajectory.turns] == [None, 0, 1, 2]
+        assert all(turn.delivered and turn.branch is None for turn in trajectory.turns)
+        assert (summary.turns, summary.reward) == (4, 0.5)
+        with pytest.raises(openai.AuthenticationError):
+            await talk(later, SessionAccess(access.session_id, "", "tg-wrong"), 1)
+
+
+async def test_what_finished_is_the_same_trajectory(stage: Stage, model: Path, tmp_path: Path) -> None:
+    access = await stage.client.open_session(task=TASK, group_id="g", slot=0)
+    await talk(stage, access, 2)
+    first = await stage.client.finish(access.session_id, output="3", reward=1.0, metrics={"tries": 2})
+    before = essence(await stage.client.trajectory(access.session_id))
+    async with staged(model, journal=killed(tmp_path)) as later:
+        assert await later.client.finish(access.session_id, output="other", reward=0.0) == first
+        assert essence(await later.client.trajectory(access.session_id)) == before
+        with pytest.raises(openai.PermissionDeniedError):
+            await talk(later, access, 1)
+
+
+async def test_groups_keep_their_order_and_leases_their_trainer(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
+    for name in "cab":
+        access = await stage.client.open_session(task=TASK, group_id=name, slot=0)
+        await talk(stage, access, 1)
+        await stage.client.finish(access.session_id, reward=1.0)
+        await stage.client.seal_group(name, "t1", [access.session_id])
+    [held] = await stage.client.lease(3, 1)
+    async with staged(model, journal=killed(tmp_path)) as later:
+        await later.client.seal_group("a", "t1", [])  # again
+        rows = await later.client.list_groups()
+        assert [(row.id, row.state) for row in rows] == [("c", "leased"), ("a", "ready"), ("b", "ready")]
+        with pytest.raises(GatewayError, match="epoch 2 is over"):
+            await later.client.lease(2, 1)
+        [group] = await later.client.lease(3, 1)
+        assert group.id == "a"
+        await later.client.ack(3, held.lease_id, "trained")
+        assert {row.id for row in await later.client.list_groups()} == {"a", "b"}
+        await later.client.drop_group("b")
+        journal = killed(tmp_path, "later")
+        shutil.copytree(tmp_path / "after", tmp_path / "later", dirs_exist_ok=True)
+    async with staged(model, journal=journal) as last:
+        await last.client.ack(3, held.lease_id, "trained")
+        assert [row.id for row in await last.client.list_groups()] == ["a"]
+        assert len(last.gateway.sessions) == 1
+        with pytest.raises(GatewayError, match="has ended: trained"):
+            await last.client.seal_group("c", "t1", [access.session_id])
+        with pytest.raises(GatewayError, match="takes no more sessions"):
+            await last.client.open_session(task=TASK, group_id="b")
+        assert [one.id for one in await last.client.lease(4, 9)] == ["a"]
+        with pytest.raises(GatewayError, match="newer trainer"):
+            await last.client.ack(4, group.lease_id, "trained")
+
+
+async def test_one_journal_has_one_gateway(stage: Stage, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="in use by another gateway"):
+        Gateway(GatewayOptions(model=model, journal=tmp_path / "journal"))
+
+
+async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StartError, match="cannot be used"):
+        Gateway(GatewayOptions(model=model, journal=tmp_path / "file"))
+    (tmp_path / "garbage").mkdir()
+    (tmp_path / "garbage" / FILE).write_text("this is no database at all, but long enough" * 100)
+    with pytest.raises(StartError, match="not a database"):
+        Gateway(GatewayOptions(model=model, journal=tmp_path / "garbage"))
+    connection = sqlite3.connect(tmp_path / FILE)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StartError, match="layout 99"):
+        Gateway(GatewayOptions(model=model, journal=tmp_path))

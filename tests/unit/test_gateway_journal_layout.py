@@ -1,0 +1,68 @@
+"""What goes into the journal comes back: every field of a turn, and what bodies may bring."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from tidegate.gateway import journal_layout as layout
+from tidegate.gateway.limits import Limits
+from tidegate.gateway.sessions import Ending, Session, hash_key
+from tidegate.gateway.tree import Node, Request
+from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan
+
+TURN = Turn(
+    index=5,
+    parent=3,
+    delta_ids=np.array([1, 2, 70_000], dtype=np.int32),
+    output_ids=np.array([9, 8], dtype=np.int32),
+    logprobs=np.array([-0.5, -1e-7], dtype=np.float32),
+    version_spans=(VersionSpan(3, 0, 1), VersionSpan(2**40, 1, 2)),
+    finish_reason="length",
+    temperature=0.7,
+    delivered=False,
+    kv_version=2,
+    cached_tokens=17,
+    output_mask=np.array([1, 0], dtype=np.uint8),
+    branch="edited: message 1 (user) differs",
+    started=1e9 + 0.25,
+    seconds=0.125,
+    parse="malformed",
+)
+
+
+def test_every_field_of_a_turn_comes_back() -> None:
+    changed = [one.name for one in fields(Turn) if getattr(TURN, one.name) is None]
+    assert changed == [], "give the new field a value here"
+    said = [{"role": "user", "content": "ä\U0001f600"}]
+    node = Node(
+        TURN, Request("id", b"d", "key", 4), b"root", b"asked", b"key", said, {"role": "assistant"}, 0
+    )
+    row = layout.turn_row(7, node)
+    assert layout.session_and_index(row[0]) == (7, 5)
+    first, last = layout.turn_range(7)
+    assert first <= row[0] <= last < layout.turn_id(8, 0)
+    back = layout.read_turn(row)
+    assert back.turn.to_wire() == TURN.to_wire()
+    assert (back.request, back.root, back.asked, back.key) == (node.request, b"root", b"asked", b"key")
+    assert (back.said, back.reply) == (said, node.reply)
+    assert back.turn.output_ids.dtype == np.int32
+    assert back.turn.logprobs.dtype == np.float32
+
+
+def test_what_a_session_was_opened_with_comes_back() -> None:
+    odd = {"big": 10**30, "nan": float("inf"), "half": "\ud83d", "nested": [None, {"a": 0.1}]}
+    task = Task("t", "e", [{"role": "user", "content": "\ud83d"}], answer=odd, info=odd)
+    session = Session(
+        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd, Limits(turns=3), 9
+    )
+    back = layout.read_session(9, "id", session.key_hash, layout.about(session), 1.0, 2.0)
+    for one in fields(Session):
+        if one.init and one.name not in ("tree", "calls"):
+            assert getattr(back, one.name) == getattr(session, one.name), one.name
+
+
+def test_how_a_session_ended_comes_back() -> None:
+    ending = Ending(Outcome.TIMEOUT, "late", 5.0, "out", {"not": "a number"}, {"tries": 2.0})
+    assert layout.read_ending(layout.ending_row(ending, 1005.0), -1000.0) == ending
