@@ -93,7 +93,7 @@ async def test_a_lease_that_reached_nobody_is_given_again() -> None:
     store = new_store()
     await store.seal(group("a"))
     lost = await store.lease(1, 1, 0)
-    await store.give_back(lost)
+    await store.give_back([one.lease_id for one in lost])
     assert [one.id for one in await store.lease(1, 1, 0)] == ["a"]
 
 
@@ -205,3 +205,27 @@ async def _made() -> GroupStore:
 
 Leases.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestLeases = Leases.TestCase
+
+
+async def test_an_answer_that_was_lost_after_it_was_asked_for_again_undoes_nothing() -> None:
+    store = new_store()
+    await store.seal(group("g"))
+    [lost] = await store.lease(1, 1, 0, "key")
+    [again] = await store.lease(1, 1, 0, "key")
+    await store.give_back([lost.lease_id])
+    assert await store.lease(1, 1, 0, "other") == []
+    assert await store.ack(1, again.lease_id, "trained") == []
+    assert store.done("g") == "trained"
+
+
+async def test_to_wait_is_not_to_lease() -> None:
+    store = new_store()
+    assert await store.wait(1, 0.01) == 0
+    waiting = asyncio.create_task(store.wait(1, 10))
+    await asyncio.sleep(0)
+    await store.seal(group("g"))
+    assert await asyncio.wait_for(waiting, 5) == 1
+    assert [one.state for one in store.entries()] == ["ready"]
+    assert await store.lease(1, 0, 10, "key") == [], "nothing was leased under this key"
+    with pytest.raises(GatewayError, match="epoch 0 is over"):
+        await store.wait(0, 10)

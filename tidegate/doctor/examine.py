@@ -20,8 +20,8 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.render import Renderer
+from tidegate.services import Service
 from tidegate.trainer.processes import engine_arguments, gateway_service
-from tidegate.trainer.services import Service
 from tidegate.trainer.workers import AgentWorker
 
 

@@ -170,6 +170,15 @@ def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome)
         return {}
 
+    @app.post("/groups/wait", dependencies=admin)
+    async def wait_ready(body: bodies.WaitReady) -> dict[str, int]:
+        return {"ready": await gateway.groups.wait(body.trainer_epoch, body.wait_s)}
+
+    @app.post("/groups/return", dependencies=admin)
+    async def give_back(body: bodies.GiveBack) -> dict[str, str]:
+        await gateway.groups.give_back(body.lease_ids)
+        return {}
+
     @app.post("/groups/{group_id:path}/seal", dependencies=admin)
     async def seal(group_id: str, body: bodies.Seal) -> dict[str, str]:
         await gateway.seal(group_id, body.task_id, body.sessions)
@@ -251,7 +260,7 @@ class LeaseEndpoint:
                 lease.cancel()
                 given = (await asyncio.gather(lease, return_exceptions=True))[0]
                 if isinstance(given, list):
-                    await groups.give_back(given)
+                    await groups.give_back([group.lease_id for group in given])
 
 
 def summary_row(trajectory: Trajectory) -> dict[str, Any]:

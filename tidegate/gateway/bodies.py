@@ -96,10 +96,19 @@ class Seal(Body):
 
 class Lease(Body):
     trainer_epoch: Annotated[int, Field(ge=0)]
-    max: Annotated[int, Field(ge=1)] = 1
+    max: Annotated[int, Field(ge=0)] = 1
     wait_s: Annotated[float, Field(ge=0, le=600)] = 0.0
     key: str = ""
     """The same in a request that is sent again: it gets the groups that the first one was given."""
+
+
+class WaitReady(Body):
+    trainer_epoch: Annotated[int, Field(ge=0)]
+    wait_s: Annotated[float, Field(ge=0, le=60)] = 0.0
+
+
+class GiveBack(Body):
+    lease_ids: list[str]
 
 
 class Ack(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -173,10 +174,9 @@ class GatewayClient:
 
         Raises GatewayError with status 410 where a newer trainer holds the groups.
         """
-        body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s}
-        data = await self._call(
-            "POST", "/groups/lease", body, connect_only=True, timeout_s=self._call_s + wait_s
-        )
+        # An answer that was lost on its way is given again to the same key.
+        body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s, "key": secrets.token_hex(8)}
+        data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
         return [Group.from_wire(wire) for wire in msgpack.unpackb(data)["groups"]]
 
     async def ack(self, epoch: int, lease_id: str, outcome: str, step: int | None = None) -> None:

@@ -63,6 +63,8 @@ class GatewayOptions:
     journal: Path | None = None
     """The directory in which everything is kept; None: all is lost with the process."""
     pool: PoolOptions = field(default_factory=PoolOptions)
+    mark: str = ""
+    """What its ids and keys begin with, so that a front finds the shard that knows them."""
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ class Gateway:
     async def start(self) -> None:
         """Begin where the journal ends. Raises StartError where it cannot be used."""
         recovered = self.journal.start()
-        self.groups = GroupStore(self.journal, self.sessions.of_group, recovered)
+        self.groups = GroupStore(self.journal, self.sessions.of_group, recovered, self.options.mark)
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
         self.pool = EnginePool(self.options.pool, self._died)
         self.turns = Turns(
@@ -158,9 +160,9 @@ class Gateway:
             raise GatewayError(f"group {group_id} takes no more sessions", status=410)
         _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
         now = asyncio.get_running_loop().time()
-        key = new_key()
+        key = new_key(self.options.mark)
         session = Session(
-            id=new_id(),
+            id=new_id(self.options.mark),
             key_hash=hash_key(key),
             task=task,
             env=env or (task.env if task is not None else ""),

@@ -8,9 +8,10 @@ Every change is in the journal before it is seen: changes come one at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ class Entry:
     lease_id: str | None = None
     key: str = ""
     """Of the request that it was leased for."""
+    answers: int = 0
+    """How often this lease was handed out, less the answers that reached nobody."""
 
     @property
     def state(self) -> str:
@@ -51,8 +54,13 @@ class GroupStore:
     """The only buffer between rollouts and the trainer. Refusals are GatewayErrors with a status."""
 
     def __init__(
-        self, journal: Journal, members: Callable[[str], list[Session]], recovered: Recovered
+        self,
+        journal: Journal,
+        members: Callable[[str], list[Session]],
+        recovered: Recovered,
+        mark: str = "",
     ) -> None:
+        self._mark = mark
         self._journal = journal
         self._members = members
         self._entries = {entry.group.id: entry for entry in recovered.entries}
@@ -94,11 +102,12 @@ class GroupStore:
         """Up to `most` ready groups, the earliest sealed first; waits up to `wait_s` for the first one.
 
         A request that is sent again, with the same `key`, gets the groups that it was given before. A
-        cancellation in the very moment of leasing is not obeyed: the groups are returned.
+        cancellation in the very moment of leasing is not obeyed: the groups are returned. With `most` 0
+        these are all that it gets, at once.
         """
         await self._enter(epoch)
         deadline = asyncio.get_running_loop().time() + wait_s
-        while not (granted := await _whole(self._grant(epoch, most, key))):
+        while not (granted := await _whole(self._grant(epoch, most, key))) and most > 0:
             try:
                 async with asyncio.timeout_at(deadline), self._changed:
                     await self._changed.wait_for(lambda: self.epoch > epoch or self._has(key))
@@ -106,25 +115,40 @@ class GroupStore:
                 return []
         return granted
 
+    async def wait(self, epoch: int, wait_s: float) -> int:
+        """Wait up to `wait_s` for a ready group, without leasing it; how many are ready."""
+        await self._enter(epoch)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: self.epoch > epoch or bool(self._ready()))
+        self._check(epoch)
+        return len(self._ready())
+
     async def _grant(self, epoch: int, most: int, key: str) -> list[Group]:
         async with self._changing:
             self._check(epoch)
             held = self._held(key)
             if held:
+                for entry in held:
+                    entry.answers += 1
                 return [entry.group for entry in held]
-            leased = [(entry, secrets.token_hex(12)) for entry in self._ready()[:most]]
+            leased = [(entry, self._mark + secrets.token_hex(12)) for entry in self._ready()[:most]]
             if leased:
                 await self._journal.leased([(entry.group.id, lease_id, key) for entry, lease_id in leased])
             for entry, lease_id in leased:
                 entry.lease_id = entry.group.lease_id = lease_id
-                entry.key = key
+                entry.key, entry.answers = key, 1
                 self._leases[lease_id] = entry
             return [entry.group for entry, _ in leased]
 
-    async def give_back(self, groups: list[Group]) -> None:
-        """Undo leases whose answer reached nobody."""
+    async def give_back(self, lease_ids: Sequence[str]) -> None:
+        """Undo leases whose answer reached nobody, but for those that were asked for again meanwhile."""
         async with self._changing:
-            entries = [entry for group in groups if (entry := self._leases.get(group.lease_id)) is not None]
+            entries = []
+            for entry in filter(None, map(self._leases.get, lease_ids)):
+                entry.answers -= 1
+                if entry.answers <= 0:
+                    entries.append(entry)
             await self._journal.returned([entry.group.id for entry in entries])
             for entry in entries:
                 self._release(entry)
@@ -167,7 +191,7 @@ class GroupStore:
     def _release(self, entry: Entry) -> None:
         if entry.lease_id is not None:
             self._leases.pop(entry.lease_id, None)
-        entry.lease_id, entry.group.lease_id, entry.key = None, "", ""
+        entry.lease_id, entry.group.lease_id, entry.key, entry.answers = None, "", "", 0
 
     def _has(self, key: str) -> bool:
         return bool(self._held(key)) or any(entry.lease_id is None for entry in self._entries.values())

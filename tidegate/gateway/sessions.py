@@ -173,12 +173,12 @@ class Sessions:
                 del self._by_group[session.group_id or ""]
 
 
-def new_key() -> str:
-    return "tg-" + secrets.token_urlsafe(24)
+def new_key(mark: str = "") -> str:
+    return f"tg-{mark}{secrets.token_urlsafe(24)}"
 
 
-def new_id() -> str:
-    return secrets.token_hex(12)
+def new_id(mark: str = "") -> str:
+    return mark + secrets.token_hex(12)
 
 
 def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError, TidegateError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
+from tidegate.services import Service
 from tidegate.trainer.guard import Guard
-from tidegate.trainer.services import Service
 from tidegate.trainer.workers import AgentWorker
 
 MAX_ENGINE_RESTARTS = 5

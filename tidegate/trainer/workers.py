@@ -19,7 +19,7 @@ from typing import Any
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import ADMIN_KEY
-from tidegate.trainer.services import signal_child
+from tidegate.services import signal_child
 from tidegate.types import Outcome, TaskView
 
 MAX_LINE = 64 * 1024 * 1024

@@ -1,7 +1,7 @@
-"""The processes that a run starts and owns: each with its log, its announced address, its watcher.
+"""Server processes that another process starts and owns: each with its log and its announced address.
 
 A service is told apart from a program that merely runs: it is *ready* when it has announced its URL.
-It ends when the run ends, also when the run is killed (its stdin closes then).
+It ends when its owner ends, also when that is killed (its stdin closes then).
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ class Service:
 
     `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
     at the current weights. `secrets` are passed in the environment, as a command line can be read by all.
+    `name` tells several of one verb apart. Its log is a file in `directory`, or (`shares_log`) its owner's.
     """
 
     def __init__(
         self,
         verb: str,
         arguments: Callable[[], Sequence[str]],
-        run_dir: Path,
+        directory: Path,
         *,
         port: int = 0,
         secrets: Mapping[str, str] | None = None,
+        name: str | None = None,
+        shares_log: bool = False,
     ) -> None:
-        self.name = verb
+        self.name = name or verb
         self.verb = verb
         self.restarts = 0
         self.url = ""
         self._port = port
         self._arguments = arguments
         self._secrets = dict(secrets or {})
-        self._announce = run_dir / "logs" / f"{self.name}.address"
-        self.log = run_dir / "logs" / f"{self.name}.log"
+        self._announce = directory / "logs" / f"{self.name}.address"
+        self.log = directory / "logs" / f"{self.name}.log"
+        self._shares_log = shares_log
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
@@ -60,7 +64,12 @@ class Service:
             sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
             "--port", str(self._port), "--announce", str(self._announce), "--owned",
         ]  # fmt: skip
-        with await asyncio.to_thread(self.log.open, "ab") as log:
+        with contextlib.ExitStack() as stack:
+            log = (
+                None
+                if self._shares_log
+                else stack.enter_context(await asyncio.to_thread(self.log.open, "ab"))
+            )
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -116,6 +125,8 @@ class Service:
 
     def last_words(self) -> str:
         """The last line of the log that says something."""
+        if self._shares_log:
+            return "the log says more"
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return f"{lines[-1].strip()} (log: {self.log})" if lines else f"it said nothing (log: {self.log})"
 
