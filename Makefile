@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo lint format test test-slow bench clean help
+.PHONY: install demo lint format test test-slow fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -36,6 +36,9 @@ test: install    ## the quick suite (under six minutes on two cores)
 
 test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500
+
+fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
+	$(BIN)/python -m tests.fuzzing --cases 100000
 
 bench: install   ## every benchmark, one table each
 	@for b in engine controls gateway; do $(BIN)/python benchmarks/$$b.py || exit 1; done

@@ -260,11 +260,13 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def staged(model: Path, **options: Any) -> AsyncIterator[Stage]:
+async def staged(
+    model: Path, *, engine_type: type[FakeEngine] = FakeEngine, **options: Any
+) -> AsyncIterator[Stage]:
     """A gateway with one fake engine; `options` are GatewayOptions."""
     gateway = Gateway(GatewayOptions(model=model, **{"admin_key": "admin", **options}))
     renderer = gateway.renderer
-    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
+    engine = engine_type(renderer.decode, stop_id=renderer.stop_ids[0])
     await engine.start()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
