@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -28,15 +29,27 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     assert (run_dir / "report.html").exists()
     assert (run_dir / "reward.png").exists()
     assert (run_dir / "checkpoints" / "step_4" / "COMMITTED").exists()
+    best = best_of(run_dir)
+    rewards = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    assert best["eval/reward"] == max(rewards.values()) == rewards[best["step"]]
+    assert "checkpoints/best" in "".join(run.output().split())
     for child in ("engine", "gateway"):
         assert gone(run.owned(child))
 
     with training(run_dir, "--trainer.steps=6", "--resume") as run:
         assert run.wait() == 0, run.output()
     lines = metrics(run_dir)
+    assert best_of(run_dir)["eval/reward"] == max(lines[-1]["eval/reward"], best["eval/reward"])
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"
     assert held(run_dir).groups["trained"] == 24
+
+
+def best_of(run_dir: Path) -> dict[str, float]:
+    place = run_dir / "checkpoints" / "best"
+    assert (place / "model.safetensors").exists()
+    found: dict[str, float] = json.loads((place / "best.json").read_text())
+    return found
 
 
 def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:

@@ -211,11 +211,12 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
 
 
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """What the run directory will hold: two published versions, and checkpoints with AdamW's moments."""
+    """What the run directory will hold: two published versions, the best one, and checkpoints with AdamW's
+    moments."""
     number, kept = shape.parameters, settings.trainer.keep_checkpoints
     where = str(settings.run_dir)
     return [
-        Item(where, "disk", "published", f"2 × {number:,} × 4 B", 2 * number * FLOAT32),
+        Item(where, "disk", "published and best", f"3 × {number:,} × 4 B", 3 * number * FLOAT32),
         Item(where, "disk", "checkpoints", f"{kept} × {number:,} × 12 B", kept * number * 3 * FLOAT32),
     ]
 

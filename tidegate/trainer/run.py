@@ -16,6 +16,7 @@ from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.batches import Batches, Credit, group_credit
+from tidegate.trainer.best import Best
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
@@ -155,6 +156,7 @@ class Run:
             self.dir / "weights", self.policy.save_weights, lambda: processes.engines, self._cancel_doomed,
             self._quarantine_engine, (self.start.weights, self.start.version),
         )  # fmt: skip
+        self.best = Best.of(self.dir)
         if settings.engine.urls:
             await self.publisher.bring_all()
         self.loop = Loop(
@@ -215,6 +217,7 @@ class Run:
             reason, number = found.reasons.most_common(1)[0]
             raise HopelessError(f"no held-out episode succeeded; {number} of them: {reason}")
         self._note_failures(found)
+        await self._keep_best(0, found.metrics)
         self.before = self.after = found.metrics
         self.recorder.step(0, dict(found.metrics))
 
@@ -232,8 +235,15 @@ class Run:
         if found is None:
             return {}
         self._note_failures(found)
+        await self._keep_best(step, found.metrics)
         self.after = found.metrics
         return found.metrics
+
+    async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
+        """What was evaluated is what is live on the engines."""
+        if "eval/reward" in metrics:
+            weights, version = self.publisher.live
+            await asyncio.to_thread(self.best.offer, weights, step, version, metrics["eval/reward"])
 
     def _note_failures(self, found: Evaluation) -> None:
         for reason, number in found.reasons.most_common(3):

@@ -98,6 +98,8 @@ def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[st
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
         ways.append(("serve the checkpoint", f"tidegate engine --model {model}"))
+    if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
+        ways.append(("serve the best policy so far", f"tidegate engine --model {shlex.quote(str(best))}"))
     if run_dir is not None:
         config = shlex.quote(str(run_dir / "config.toml"))
         mine = f"tidegate train {config} --agent.use my_agent.py:my_agent --run.name mine"
