@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.certify import certify
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
@@ -93,6 +94,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin where the journal ends. Raises StartError where it cannot be used."""
+        certificate = await asyncio.to_thread(certify, self.renderer)
+        log.info("chat template: %s", certificate.line())
         recovered = self.journal.start()
         self.groups = GroupStore(self.journal, self.sessions.of_group, recovered, self.options.mark)
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)

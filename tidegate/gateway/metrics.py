@@ -22,6 +22,10 @@ class Metrics:
     output_tokens: int = 0
     cached_tokens: int = 0
     rendered_tokens: int = 0
+    rerendered_tokens: int = 0
+    """Of roots after a session's first: what branches cost."""
+    drifted_turns: int = 0
+    """Prompts that did not start with the recorded ids; anything but 0 is a fault of the gateway's."""
     unknown_version_turns: int = 0
     retries_joined: int = 0
     branches: Counter[str] = field(default_factory=Counter)
@@ -62,6 +66,10 @@ def exposition(gateway: Gateway) -> str:
             ("retries_joined_total", "counter", metrics.retries_joined, ""),
             ("prompt_tokens_total", "counter", metrics.prompt_tokens, ""),
             ("rendered_tokens_total", "counter", metrics.rendered_tokens, ""),
+            ("rerendered_tokens_total", "counter", metrics.rerendered_tokens, ""),
+            ("drifted_turns_total", "counter", metrics.drifted_turns, ""),
+            ("shielded_requests_total", "counter", gateway.renderer.shielded, ""),
+            ("dropped_frames_total", "counter", gateway.renderer.dropped_frames, ""),
             ("output_tokens_total", "counter", metrics.output_tokens, ""),
             ("cached_tokens_total", "counter", metrics.cached_tokens, ""),
             ("cache_hit_ratio", "gauge", ratio, ""),

@@ -17,6 +17,7 @@ import numpy as np
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
+from tidegate.gateway.drift import drifts
 from tidegate.gateway.journal import Journal
 from tidegate.gateway.limits import check_limits
 from tidegate.gateway.messages import template_form
@@ -123,6 +124,11 @@ class Turns:
         if reader.begun:
             delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
         prompt = session.tree.prompt(place.parent, delta)
+        if place.parent is not None and drifts(prompt, session.tree.nodes[place.parent].turn, len(delta)):
+            branch = f"drift: the prompt does not start with what turn {place.parent} recorded"
+            log.error("session %s: %s; it is recorded as a branch", session.id, branch)
+            self._metrics.drifted_turns += 1
+            place, delta = place._replace(parent=None, start=0), prompt
         context = self._pool.max_context or self._model_context
         budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context, left)
         params = self._sampling.params(
@@ -200,7 +206,10 @@ class Turns:
                 return place, delta, None
         forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
         whole = place._replace(parent=None, start=0)
-        return whole, self._renderer.root(forms, ask.tools, options), why
+        ids = self._renderer.root(forms, ask.tools, options)
+        if session.tree.nodes:
+            self._metrics.rerendered_tokens += len(ids)
+        return whole, ids, why
 
     async def _generate(self, session: Session, call: Call) -> None:
         on_ids = call.on_ids if call.order.stream else None
