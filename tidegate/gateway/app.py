@@ -20,8 +20,15 @@ from starlette.types import Message as AsgiMessage
 
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies
-from tidegate.gateway.dataplane import MAX_BODY, ClientGone, Endpoint, ModelsEndpoint, read_body
-from tidegate.gateway.dialects import chat
+from tidegate.gateway.dataplane import (
+    MAX_BODY,
+    ClientGone,
+    CountEndpoint,
+    Endpoint,
+    ModelsEndpoint,
+    read_body,
+)
+from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.exchange import respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
@@ -36,6 +43,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
     control = _control_plane(gateway)
     endpoints: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/chat/completions", Endpoint(gateway, chat)),
+        ("POST", "/messages", Endpoint(gateway, messages)),
+        ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
         ("GET", "/models", ModelsEndpoint(gateway)),
     ]
     routes = [

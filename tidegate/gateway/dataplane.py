@@ -10,7 +10,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from tidegate.gateway.calls import Call
-from tidegate.gateway.dialects import chat
+from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
 from tidegate.gateway.exchange import Exchange, refuse, respond
 from tidegate.gateway.gateway import Gateway
@@ -80,20 +80,46 @@ class Endpoint:
         return calls
 
 
-class ModelsEndpoint:
-    """`GET …/models`."""
+class CountEndpoint:
+    """`POST …/messages/count_tokens`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, session = self._gateway, None
         try:
-            authenticate(self._gateway, scope, dict(scope["headers"]))
-        except Refusal as refusal:
-            await refuse(send, chat, refusal, self._gateway.metrics)
+            session = authenticate(gateway, scope, dict(scope["headers"]))
+            ask = messages.read_prompt(parse(await read_body(receive)))
+            tokens = gateway.turns.count(session, ask)
+        except ClientGone:
             return
-        row = {"id": self._gateway.model_name, "object": "model", "created": 0, "owned_by": "tidegate"}
-        await respond(send, 200, orjson.dumps({"object": "list", "data": [row]}))
+        except Refusal as refusal:
+            await refuse(send, messages, refusal, gateway.metrics)
+            return
+        except Exception as error:  # noqa: BLE001 - as above
+            await refuse(send, messages, puzzled(session, error), gateway.metrics)
+            return
+        await respond(send, 200, orjson.dumps({"input_tokens": tokens}))
+
+
+class ModelsEndpoint:
+    """`GET …/models`, in Anthropic's shape for clients that name Anthropic's version."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        anthropic = b"anthropic-version" in headers
+        try:
+            authenticate(self._gateway, scope, headers)
+        except Refusal as refusal:
+            await refuse(send, messages if anthropic else chat, refusal, self._gateway.metrics)
+            return
+        name = self._gateway.model_name
+        body = messages.models([name]) if anthropic else chat.models([name])
+        await respond(send, 200, body)
 
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> Session:

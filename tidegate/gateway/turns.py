@@ -116,6 +116,13 @@ class Turns:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
         call.task.add_done_callback(lambda task: self._ended(session, call, task))
 
+    def count(self, session: Session, ask: Ask) -> int:
+        """How many tokens the prompt of a request has. Raises Refusal."""
+        session.check_open(asyncio.get_running_loop().time())
+        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        place, delta, _ = self._delta(session, ask, place)
+        return len(session.tree.prompt(place.parent, delta))
+
     def _prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
         """A new call, which may sample the `left` tokens of the session's budget."""
         place = session.tree.place(ask.messages, ask.tools, ask.template_options)

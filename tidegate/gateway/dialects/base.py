@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from tidegate.gateway.calls import Call
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.sessions import Session
-from tidegate.gateway.toolcalls import Part
+from tidegate.gateway.toolcalls import Part, Reasoning
 from tidegate.gateway.turns import Ask
 
 
@@ -45,6 +45,20 @@ class Usage(NamedTuple):
 
 def _reasoning(ids: list[int], end: int | None) -> int:
     return ids.index(end) + 1 if end is not None and end in ids else 0
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """The parts of a reply with neighbours of one kind made one; calls stay apart."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(last, str) and isinstance(part, str):
+            found[-1] = last + part
+        elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found
 
 
 class Events(Protocol):

@@ -242,3 +242,9 @@ class ChatEvents:
     ) -> bytes:
         row = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return event({**self._head, "choices": [row]})
+
+
+def models(names: Sequence[str]) -> bytes:
+    """The answer to `GET /models`."""
+    rows = [{"id": name, "object": "model", "created": 0, "owned_by": "tidegate"} for name in names]
+    return orjson.dumps({"object": "list", "data": rows})

@@ -59,7 +59,7 @@ def top_p(payload: Mapping[str, Any]) -> float | None:
 
 
 def refuse_others(
-    payload: Mapping[str, Any], known: Collection[str], only: Mapping[str, Sequence[Any]]
+    payload: Mapping[str, Any], known: Collection[str], only: Mapping[str, Sequence[Any]], where: str = ""
 ) -> None:
     """Raises Refusal for what is not known; `only` has the values, besides null, that can be honoured."""
     for name in payload.keys() - known:
@@ -67,8 +67,8 @@ def refuse_others(
         if value is None or value in only.get(name, ()):
             continue
         if name in only:
-            raise unsupported(name, f"{value!r} is not supported, only {only[name][0]!r}"[:300])
-        raise unsupported(name, "this parameter is not supported")
+            raise unsupported(where + name, f"{value!r} is not supported, only {only[name][0]!r}"[:300])
+        raise unsupported(where + name, "this parameter is not supported")
 
 
 def penalties(payload: Mapping[str, Any]) -> dict[str, float]:
