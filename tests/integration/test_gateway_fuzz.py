@@ -40,13 +40,13 @@ async def test_ten_thousand_cases(tmp_path: Path, template: str) -> None:
 async def test_a_body_that_makes_the_gateway_fail_is_found_and_shrunk(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_request(payload: Any, *rest: Any) -> Any:
-        if isinstance(payload, dict) and payload.get("max_tokens") == 5:
+    def read(payload: Any, *rest: Any) -> Any:
+        if payload.get("max_tokens") == 5:
             raise RuntimeError("planted")
         return original(payload, *rest)
 
-    original = chat.read_request
-    monkeypatch.setattr(chat, "read_request", read_request)
+    original = chat.read
+    monkeypatch.setattr(chat, "read", read)
     with pytest.raises(Failure, match="failed inside") as caught:
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))
     assert caught.value.case is not None
@@ -57,12 +57,11 @@ async def test_a_body_that_makes_the_gateway_fail_is_found_and_shrunk(
 async def test_a_reply_that_is_not_recorded_as_it_was_read_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def event(payload: Any) -> bytes:
-        text = payload["choices"][0]["delta"].get("content", "") if payload["choices"] else ""
-        return b"" if "r" in text else original(payload)
+    def part(self: chat.ChatEvents, choice: int, part: Any) -> bytes:
+        return b"" if "r" in str(part) else original(self, choice, part)
 
-    original = chat._event
-    monkeypatch.setattr(chat, "_event", event)
+    original = chat.ChatEvents.part
+    monkeypatch.setattr(chat.ChatEvents, "part", part)
     with pytest.raises(Failure, match="recorded"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))
 
