@@ -1,0 +1,129 @@
+"""A fifth of the tasks is poisoned: 10% always raise, 5% hang, 5% never call the gateway.
+
+The demo's policy must learn all the same, every poisoned task that came up must be quarantined after
+exactly `max_attempts` attempts of a slot, and the ledger must hold.
+
+    python benchmarks/poison.py [--json] [--steps 40] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import Check, report
+from poisoned_solver import poison_of
+
+from tidegate.config import Settings, load_settings
+from tidegate.envs.base import load_environment
+from tidegate.trainer.audit import audit_run
+from tidegate.trainer.ledger import read_ledger
+from tidegate.trainer.run import Run
+from tidegate.viewer.live import make_view
+
+HERE = Path(__file__).parent
+DEMO = HERE.parent / "examples" / "demo" / "config.toml"
+DEADLINE_S = 10
+
+
+@dataclass
+class Book:
+    """What the ledger says of the poisoned tasks."""
+
+    task_of: dict[str, str] = field(default_factory=dict)
+    failures: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Failed attempts of a group's slot."""
+    slot_of: dict[str, tuple[str, int]] = field(default_factory=dict)
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Task → the group whose slot ran out of attempts."""
+    cancelled: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Book:
+        book = cls()
+        for one in read_ledger(run_dir / "ledger.jsonl"):
+            if one["event"] == "quarantined":
+                book.quarantined[one["task"]] = one["group"]
+            elif one["kind"] == "group" and one["event"] == "issued":
+                book.task_of[one["id"]] = one["task"]
+            elif one["kind"] == "group" and one["state"] == "cancelled":
+                book.cancelled.add(one["id"])
+            elif one["kind"] == "attempt" and one["event"] == "issued":
+                book.slot_of[one["id"]] = (one["group"], one["slot"])
+            elif one["kind"] == "attempt" and one["state"] == "failed":
+                book.failures[book.slot_of[one["id"]]] += 1
+        return book
+
+    def figures(self, max_attempts: int) -> dict[str, float]:
+        poisoned = {task for task in self.task_of.values() if poison_of(task)}
+        ended = {task for group, task in self.task_of.items() if group not in self.cancelled}
+        most = {
+            group: max(n for (name, _), n in self.failures.items() if name == group)
+            for group in self.quarantined.values()
+        }
+        return {
+            **{
+                f"tasks_{kind}": float(sum(poison_of(task) == kind for task in poisoned))
+                for kind in ("raises", "hangs", "silent")
+            },
+            "poisoned_not_quarantined": float(len((poisoned & ended) - set(self.quarantined))),
+            "quarantined_but_sound": float(len(set(self.quarantined) - poisoned)),
+            "quarantined_after_other_than_max_attempts": float(sum(n != max_attempts for n in most.values())),
+            "slots_over_max_attempts": float(sum(n > max_attempts for n in self.failures.values())),
+        }
+
+
+def train(settings: Settings) -> dict[str, float]:
+    view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
+    began = time.monotonic()
+    environment = load_environment(settings.env.use, settings.env.options)
+    result = asyncio.run(Run(settings, environment, view).train())
+    return {
+        "before": result.before["eval/reward"],
+        "after": result.after["eval/reward"],
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--keep", type=Path, help="keep the run here")
+    arguments = parser.parse_args()
+    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-poison-"))
+    settings = load_settings(
+        DEMO,
+        [
+            f"--run.dir={directory}", "--run.name=poison", f"--trainer.steps={arguments.steps}",
+            f"--agent.use={HERE / 'poisoned_solver.py'}:PoisonedSolver", f"--agent.deadline_s={DEADLINE_S}",
+        ],
+    )  # fmt: skip
+    try:
+        trained = train(settings)
+        book = Book.of(settings.run_dir).figures(settings.trainer.max_attempts)
+        holds = audit_run(settings.run_dir).holds
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    met = sum(book[f"tasks_{kind}"] for kind in ("raises", "hangs", "silent"))
+    checks = [
+        Check("after", trained["after"], ">=", 0.90),
+        Check("poisoned_tasks_met", met, ">=", 10),
+        *(Check(name, value, "==", 0) for name, value in book.items() if not name.startswith("tasks_")),
+        Check("audit_holds", float(holds), "==", 1),
+    ]
+    return report([trained, book], checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
