@@ -11,6 +11,7 @@ import torch
 
 from tests.integration.engine_drive import Driver, plain_logprobs, worst_error
 from tests.tiny import make_tiny_model
+from tidegate.engine import rows
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import Generation
@@ -287,6 +288,28 @@ def test_turns_that_go_on_reuse_what_they_have_in_common(
         assert totals["tokens_reused"] > 3 * totals["tokens_prefilled"]
     else:
         assert (set(cached), totals["tokens_reused"]) == ({0}, 0)
+
+
+def test_long_prompts_in_chunks_are_exact_and_say_what_was_cached(
+    loaded: tuple[Model, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 32 tokens between the steps of others; some begin where an earlier one was."""
+    monkeypatch.setattr(rows, "CHUNK_TOKENS", 32)
+    model, plain = loaded
+    driver = Driver(model)
+    talking = [driver.submit(prompt, max_new_tokens=60) for prompt in prompts(3, seed=5)]
+    driver.until(lambda: all(one.output_ids for one in talking))
+    long = prompts(3, low=150, high=180, seed=6)
+    first = [driver.submit(prompt, max_new_tokens=10) for prompt in long]
+    driver.finish(first)
+    follow = [driver.submit(one.prompt_ids + one.output_ids + [4] * 40, max_new_tokens=10) for one in first]
+    branch = driver.submit(long[0][:70] + [1] * 90, max_new_tokens=10)
+    driver.finish([*talking, *follow, branch])
+    assert driver.scheduler.counters.steps > 30  # they were decoding meanwhile
+    assert [one.cached_tokens for one in first] == [0, 0, 0]
+    assert [one.cached_tokens for one in follow] == [len(one.past) // 16 * 16 for one in first]
+    assert branch.cached_tokens == 64
+    assert max(worst_error(plain, one) for one in [*talking, *first, *follow, branch]) < TOLERANCE
 
 
 def test_nothing_is_reused_across_versions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,8 +12,10 @@ from tidegate.engine.prefix import BLOCK, PrefixStore
 from tidegate.engine.requests import Generation
 from tidegate.engine.slots import Slots
 
-PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass; bounds memory, and how long running requests stand still."""
+PASS_TOKENS = 4096
+"""Padded tokens of one prefill pass while nothing decodes; bounds its memory."""
+CHUNK_TOKENS = 512
+"""The same while requests decode: between two of their tokens stands at most one such pass."""
 
 
 class Decoder(Protocol):
@@ -28,6 +31,16 @@ class Decoder(Protocol):
     def copy_weights(self, weights: Any) -> None: ...
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A request that is being prefilled in the row after the running ones: `done` tokens are cached,
+    `reused` of which were found."""
+
+    generation: Generation
+    reused: int
+    done: int
+
+
 class Rows:
     """Rows, their key-value cache, and the prefix cache behind it. Used by one thread."""
 
@@ -37,6 +50,7 @@ class Rows:
         self.prefixes = PrefixStore(prefix_bytes)
         self.tokens_prefilled = 0
         self.tokens_reused = 0
+        self._begun: _Begun | None = None
 
     @property
     def owners(self) -> list[Generation]:
@@ -50,43 +64,73 @@ class Rows:
     def free(self) -> int:
         return self.slots.free
 
+    @property
+    def budget(self) -> int:
+        """Padded tokens that the next prefill pass may have."""
+        return CHUNK_TOKENS if self.count else PASS_TOKENS
+
     def choose(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Those to prefill next, in one pass: with about as much to compute, and nothing in common."""
-        todo = sorted(((*self._uncached(one), one) for one in waiting), key=lambda each: each[0])
-        cheapest = todo[0][0]
+        """Whom to prefill next, in one pass: the first, and those with about as much to compute and
+        nothing in common. A long prompt goes alone, pass after pass until it is done."""
+        if self._begun is not None:
+            return [self._begun.generation]
+        todo = [(*self._uncached(one), one) for one in waiting]
+        first = todo[0][0]
+        alike = (each for each in todo if first <= 1.5 * each[0] + 16 and each[0] <= 1.5 * first + 16)
         batch: list[Generation] = []
-        begun: set[int] = set()
-        for cost, block, generation in todo:
-            if batch and (cost * (len(batch) + 1) > PREFILL_TOKENS or cost > 1.5 * cheapest + 16):
+        longest = 0
+        shared: set[int] = set()
+        for cost, block, generation in alike:
+            longest = max(longest, cost)
+            if batch and longest * (len(batch) + 1) > self.budget:
                 break
-            if block in begun:
+            if block in shared:
                 continue  # it begins like one of this batch, and will find that computed
             if block is not None:
-                begun.add(block)
+                shared.add(block)
             batch.append(generation)
         return batch
 
-    def fill(self, batch: Sequence[Generation]) -> None:
-        """Give each its row, and cache all of its tokens but the last."""
+    def fill(self, batch: Sequence[Generation]) -> list[Generation]:
+        """Cache the tokens of these requests, all but their last; returns those that have a row now.
+
+        One that goes alone may have more to compute than a pass has room for: then it has none yet.
+        """
+        budget = self.budget
         first = self.slots.count
-        pasts = [generation.past for generation in batch]
-        held = []
-        for row, (generation, past) in enumerate(zip(batch, pasts, strict=True), first):
-            length, snapshot = self.prefixes.find(past, generation.chain.upto(past))
-            if snapshot is not None:
-                self.model.restore(row, snapshot, length)
-            held.append(length)
-        fresh = [past[length:] for past, length in zip(pasts, held, strict=True)]
-        if any(fresh):
+        begun = [self._begin(row, generation) for row, generation in enumerate(batch, first)]
+        chunks = [one.generation.past[one.done : one.done + budget] for one in begun]
+        if any(chunks):
             # Where nothing is left to compute, a token is written that the next step overwrites.
-            self.model.prefill(first, [ids or [0] for ids in fresh], held)
-        for generation, length in zip(batch, held, strict=True):
-            row = self.slots.join(generation)
-            if not generation.output_ids:
-                generation.cached_tokens = length
+            self.model.prefill(first, [ids or [0] for ids in chunks], [one.done for one in begun])
+        for one, chunk in zip(begun, chunks, strict=True):
+            one.done += len(chunk)
+        self.tokens_prefilled += sum(map(len, chunks))
+        if begun[0].done < len(begun[0].generation.past):
+            self._begun = begun[0]
+            return []
+        self._begun = None
+        for one in begun:
+            row = self.slots.join(one.generation)
+            if not one.generation.output_ids:
+                one.generation.cached_tokens = one.reused
+            self.tokens_reused += one.reused
             self.remember(row)
-        self.tokens_prefilled += sum(map(len, fresh))
-        self.tokens_reused += sum(held)
+        return list(batch)
+
+    def _begin(self, row: int, generation: Generation) -> _Begun:
+        if self._begun is not None and self._begun.generation is generation:
+            return self._begun
+        past = generation.past
+        length, snapshot = self.prefixes.find(past, generation.chain.upto(past))
+        if snapshot is not None:
+            self.model.restore(row, snapshot, length)
+        return _Begun(generation, length, length)
+
+    def abandon(self, generation: Generation) -> None:
+        """It will not be prefilled to its end."""
+        if self._begun is not None and self._begun.generation is generation:
+            self._begun = None
 
     def sample(self) -> tuple[np.ndarray, np.ndarray]:
         """One token for every row: (ids, logprobs), both [rows]."""
@@ -113,14 +157,22 @@ class Rows:
         moved = self.slots.leave(row)
         if moved != row:
             self.model.move(moved, row, int(self.slots.lengths[row]))
+        if self._begun is not None:
+            self.model.move(moved + 1, moved, self._begun.done)
 
     def clear(self) -> list[Generation]:
         """Free all rows; returns who held them."""
+        self._begun = None
         return self.slots.clear()
+
+    def outdate(self) -> None:
+        """Nothing new is built upon what is cached: it is of another version."""
+        self._begun = None
+        self.prefixes.clear()
 
     def forget(self) -> None:
         """Drop everything cached."""
-        self.prefixes.clear()
+        self.outdate()
         self.model.drop_cache()
 
     def _uncached(self, generation: Generation) -> tuple[int, int | None]:

@@ -27,6 +27,10 @@ log = logging.getLogger("tidegate.engine")
 FAILURES_IN_A_ROW = 3
 """So many requests that fail alone, with none that succeeds between, are no longer their own fault."""
 
+PATIENCE = 4
+"""A prefill pass waits for others to join it until rows stood idle for 1/PATIENCE of a full step: passes
+cost more each than idle rows do, and at least one step lies between two of them."""
+
 PauseMode = Literal["abort", "retract", "in_place"]
 T = TypeVar("T")
 
@@ -80,6 +84,7 @@ class Scheduler:
         self._notices: list[Generation] = []
         self._inbox: queue.SimpleQueue[Generation | _Call] = queue.SimpleQueue()
         self._failures = 0
+        self._idle = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -136,6 +141,7 @@ class Scheduler:
     def _abort(self, hit: list[Generation]) -> int:
         for generation in hit:
             self._end(generation, {"type": "abort", "message": "aborted"})
+            self._rows.abandon(generation)
         gone = set(map(id, hit))
         self._waiting = deque(g for g in self._waiting if id(g) not in gone)
         for row in range(self._rows.count - 1, -1, -1):
@@ -183,7 +189,7 @@ class Scheduler:
         if abort_all:
             self.abort("", everything=True)
         in_flight = len(self._live)
-        self._rows.prefixes.clear()
+        self._rows.outdate()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
             self._rows.forget()
@@ -196,7 +202,7 @@ class Scheduler:
 
     def relabel(self, version: str) -> None:
         """Name the version of the live weights; what was sampled so far keeps its label."""
-        self._rows.prefixes.clear()  # what is reused is of the version that it is reused under
+        self._rows.outdate()  # what is reused is of the version that it is reused under
         for generation in self._live.values():
             generation.close_span(self.version)
         self.version = version
@@ -247,38 +253,46 @@ class Scheduler:
         self._waiting.append(generation)
 
     def _advance(self) -> None:
-        if self._waiting and self._rows.free:
+        rows = self._rows
+        if self._waiting and rows.free and (rows.count == 0 or self._idle * PATIENCE >= rows.count):
             self._admit()
-        elif self._rows.count:
+        elif rows.count:
             self._step()
 
     def _admit(self) -> None:
-        """Prefill some of the requests that have waited longest."""
-        # All of these have a row to come; which of them goes first is a matter of cost alone.
+        """Prefill some of the requests that have waited longest, or a part of one."""
+        self._idle = 0
+        # All of these have a row to come; which of them goes with the first is a matter of cost alone.
         batch = self._rows.choose(itertools.islice(self._waiting, self._rows.free))
-        taken = set(map(id, batch))
-        self._waiting = deque(g for g in self._waiting if id(g) not in taken)
         try:
-            self._rows.fill(batch)
+            self._seat(self._rows.fill(batch))
         except Exception as error:  # noqa: BLE001 - raised again below, alone with its request
             log.warning("a prefill of %d requests failed (%r): trying them one by one", len(batch), error)
             self._prefill_each(batch)
+
+    def _seat(self, generations: list[Generation]) -> None:
+        """They have a row, or have ended, and wait no more."""
+        seated = set(map(id, generations))
+        self._waiting = deque(g for g in self._waiting if id(g) not in seated)
 
     def _prefill_each(self, batch: list[Generation]) -> None:
         """Find the request that the model cannot compute; raises when it can compute none of several."""
         for generation in batch:
             try:
-                self._rows.fill([generation])
+                self._seat(self._rows.fill([generation]))
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
                 log.exception("request %s cannot be computed", generation.rid)
                 self._end(generation, None, f"the model failed on this request: {error!r}")
+                self._rows.abandon(generation)
+                self._seat([generation])
                 if self._failures == FAILURES_IN_A_ROW:
                     raise
 
     def _step(self) -> None:
         """Sample one token for every row."""
+        self._idle += min(len(self._waiting), self._rows.free)
         ids, logprobs = self._rows.sample()
         finite = np.isfinite(logprobs)
         leaving = []
