@@ -51,10 +51,10 @@ class TrainProcess:
             assert time.monotonic() < deadline, f"no step {step} within {timeout} s: {self.output()[-3000:]}"
             time.sleep(0.05)  # polling a file that another process writes
 
-    def until_said(self, words: str, timeout: float = 60) -> None:
-        """Wait until the output has the words."""
+    def until_said(self, words: str, timeout: float = 60, times: int = 1) -> None:
+        """Wait until the output has the words, so many times."""
         deadline = time.monotonic() + timeout
-        while words not in self.output():
+        while self.output().count(words) < times:
             assert time.monotonic() < deadline, f"never said {words!r}: {self.output()[-3000:]}"
             time.sleep(0.02)  # polling a file that another process writes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import gone, held, metrics, training
+from tidegate.trainer.processes import MAX_GATEWAY_RESTARTS
 
 pytestmark = pytest.mark.slow
 
@@ -28,14 +29,32 @@ def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> No
     assert max(line["logprob_max_error"] or 0 for line in metrics(tmp_path / "run")[1:]) < 1e-3
 
 
-def test_a_killed_gateway_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_gateway_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=8") as run:
+        for step in (1, 4):
+            run.until_step(step)
+            os.kill(run.owned("gateway"), signal.SIGKILL)
+            run.until_said("the gateway is back", times=1 + (step > 1))
+        assert run.wait() == 0, run.output()
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 8 * 4
+    assert audit.groups["live"] == audit.groups["failed"] == 0
+    assert audit.attempts["failed"] == 0, "agents saw a slow answer, not an error"
+    assert [line["step"] for line in metrics(run_dir)] == list(range(9))
+
+
+def test_a_gateway_that_keeps_dying_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=1000") as run:
         run.until_step(2)
-        os.kill(run.owned("gateway"), signal.SIGKILL)
+        for restart in range(1 + MAX_GATEWAY_RESTARTS):
+            os.kill(run.owned("gateway"), signal.SIGKILL)
+            if restart < MAX_GATEWAY_RESTARTS:
+                run.until_said("the gateway is back", times=restart + 1)
         assert run.wait(60) == 1, run.output()
     said = " ".join(run.output().split())
-    assert "the gateway was killed by SIGKILL" in said
+    assert f"the gateway was killed by SIGKILL, after {MAX_GATEWAY_RESTARTS} restarts" in said
     assert "--resume" in said
     before = held(run_dir)
     assert before.groups["stepped"] == before.groups["live"] == 0

@@ -30,6 +30,8 @@ from tidegate.types import TaskView
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+RETRIES = 6
+"""Of one call, with the SDK's back-off some 20 s in all: longer than a gateway's restart takes."""
 BUILT_IN = {
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
@@ -172,7 +174,9 @@ def _shared_async(loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
     if client is None:
         from openai import AsyncOpenAI
 
-        client = _clients[loop] = AsyncOpenAI(base_url="http://unset.invalid", api_key="unset")
+        client = _clients[loop] = AsyncOpenAI(
+            base_url="http://unset.invalid", api_key="unset", max_retries=RETRIES
+        )
     return client
 
 
@@ -180,4 +184,4 @@ def _shared_async(loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
 def _shared_sync() -> OpenAI:
     from openai import OpenAI
 
-    return OpenAI(base_url="http://unset.invalid", api_key="unset")
+    return OpenAI(base_url="http://unset.invalid", api_key="unset", max_retries=RETRIES)

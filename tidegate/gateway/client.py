@@ -62,7 +62,7 @@ class GroupRow:
 
 
 class GatewayClient:
-    """Calls one gateway. Every call has a deadline; those that may be repeated are, with back-off.
+    """Calls one gateway. Every call has a deadline, and until then it is repeated with back-off.
 
     Made within a running event loop or before it; `close` (or `async with`) frees its connections.
     """
@@ -72,6 +72,7 @@ class GatewayClient:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
         self._call_s = call_s
         self._http: aiohttp.ClientSession | None = None
+        self._answered = False
 
     async def __aenter__(self) -> GatewayClient:
         return self
@@ -118,7 +119,7 @@ class GatewayClient:
             "seed": seed,
             "limits": dict(limits or {}),
         }
-        return SessionAccess(**await self._json("POST", "/sessions", body, connect_only=True))
+        return SessionAccess(**await self._json("POST", "/sessions", body))
 
     async def finish(
         self,
@@ -139,7 +140,7 @@ class GatewayClient:
             "metrics": dict(metrics or {}),
             "error": error,
         }
-        row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s=timeout_s)
+        row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
         return Summary(**{**row, "outcome": Outcome(row["outcome"])})
 
     async def post_reward(self, session_id: str, value: float, name: str = "reward") -> None:
@@ -208,49 +209,40 @@ class GatewayClient:
 
     # -- HTTP ------------------------------------------------------------------------------------
 
-    async def _json(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        connect_only: bool = False,
-        timeout_s: float | None = None,
-    ) -> Any:
-        return json.loads(
-            await self._call(method, path, body, connect_only=connect_only, timeout_s=timeout_s)
-        )
+    async def _json(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        return json.loads(await self._call(method, path, body, timeout_s))
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        connect_only: bool = False,
-        timeout_s: float | None = None,
-    ) -> bytes:
-        """One call, repeated where that is safe: with `connect_only` only if it never got there."""
-        again = (aiohttp.ClientConnectorError,) if connect_only else (aiohttp.ClientError, ConnectionError)
-        wait = _FIRST_WAIT_S
+    async def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
+        """One call, repeated with back-off until its deadline: a gateway that is restarted comes back.
+
+        One that never answered is given up after a few tries, as its address is likely wrong.
+        """
         seconds = timeout_s if timeout_s is not None else self._call_s
+        wait, tries, last = _FIRST_WAIT_S, 0, "is silent"
         try:
             async with asyncio.timeout(seconds):
-                for left in range(_TRIES - 1, -1, -1):
+                while True:
                     try:
-                        return await self._once(method, path, body)
-                    except again:
-                        if left == 0:
+                        answer = await self._once(method, path, body)
+                        self._answered = True
+                        return answer
+                    except (aiohttp.ClientError, OSError) as error:
+                        tries, last = tries + 1, f"cannot be reached: {error}"
+                        if tries >= _TRIES and not self._answered:
+                            raise GatewayError(
+                                f"the gateway at {self.url} cannot be reached: {error}"
+                            ) from error
+                        last = f"it cannot be reached: {error}"
+                    except GatewayError as error:
+                        if error.status != 503 or path == "/health":
                             raise
+                        last = f"says: {error}"
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
                     wait = min(wait * 2, _LONGEST_WAIT_S)
         except TimeoutError:
             raise GatewayError(
-                f"the gateway at {self.url} did not answer {method} {path} within {seconds:g} s"
+                f"the gateway at {self.url} did not answer {method} {path} within {seconds:g} s: it {last}"
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise GatewayError(f"the gateway at {self.url} cannot be reached: {error}") from error
-        raise AssertionError("unreachable")
 
     async def _once(self, method: str, path: str, body: Any) -> bytes:
         if self._http is None:

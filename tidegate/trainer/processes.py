@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.errors import GatewayError, StartError, TidegateError
+from tidegate.errors import StartError, TidegateError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.workers import AgentWorker
 
 MAX_ENGINE_RESTARTS = 5
+MAX_GATEWAY_RESTARTS = 5
 
 Live = Callable[[], tuple[Path, int]]
 """The weights that engines should serve at this moment, and their version."""
@@ -46,7 +48,7 @@ async def start_processes(
     try:
         async with asyncio.TaskGroup() as together:
             engine = together.create_task(_start_engine(settings, run_dir, live, guard, note, stack))
-            gate = together.create_task(_start_gateway(settings, run_dir, guard, stack))
+            gate = together.create_task(_start_gateway(settings, run_dir, guard, note, stack))
             agents = together.create_task(_start_worker(settings, run_dir, stack))
     except* TidegateError as failures:
         raise failures.exceptions[0] from None
@@ -99,28 +101,34 @@ async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None])
 
 
 async def _start_gateway(
-    settings: Settings, run_dir: Path, guard: Guard, stack: contextlib.AsyncExitStack
+    settings: Settings,
+    run_dir: Path,
+    guard: Guard,
+    note: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
 ) -> GatewayClient:
-    service, key = gateway_service(settings, run_dir)
+    journal = run_dir / "gateway"
+    # What it holds from an earlier start of the run was cancelled when that ended.
+    await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
+    service, key = gateway_service(settings, run_dir, journal)
     stack.push_async_callback(service.stop)
     url = await service.start()
-    guard.watch(_keep_gateway(service), "gateway")
+    guard.watch(_keep_gateway(service, note), "gateway")
     client = GatewayClient(url, key)
     stack.push_async_callback(client.close)
     return client
 
 
-def gateway_service(settings: Settings, run_dir: Path) -> tuple[Service, str]:
-    """The gateway's process, and its admin key.
+def gateway_service(settings: Settings, run_dir: Path, journal: Path | None = None) -> tuple[Service, str]:
+    """The gateway's process, and its admin key. With a `journal` it can be restarted in mid-run.
 
     There always is one: agents run on the same machine, and loopback alone would not keep them from the
     control plane.
     """
     key = settings.gateway.admin_key or secrets.token_urlsafe(24)
     port = settings.gateway.port
-    service = Service(
-        "gateway", lambda: gateway_arguments(settings), run_dir, port=port, secrets={ADMIN_KEY: key}
-    )
+    arguments = [*gateway_arguments(settings), *(["--journal", str(journal)] if journal is not None else [])]
+    service = Service("gateway", lambda: arguments, run_dir, port=port, secrets={ADMIN_KEY: key})
     return service, key
 
 
@@ -133,9 +141,15 @@ def gateway_arguments(settings: Settings) -> Sequence[str]:
     ]  # fmt: skip
 
 
-async def _keep_gateway(gateway: Service) -> None:
-    how = await gateway.died()
-    raise GatewayError(f"{how}; the sessions it held are lost. {gateway.last_words()}")
+async def _keep_gateway(gateway: Service, note: Callable[[str], None]) -> None:
+    """Restart a dead gateway: its journal holds what it was doing. Give up after MAX_GATEWAY_RESTARTS."""
+    while True:
+        how = await gateway.died()
+        if gateway.restarts >= MAX_GATEWAY_RESTARTS:
+            raise StartError(f"{how}, after {gateway.restarts} restarts; {gateway.last_words()}")
+        note(f"{how}; starting it again")
+        await gateway.restart()
+        note("the gateway is back, with the sessions it had")
 
 
 async def _start_worker(settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack) -> AgentWorker:
