@@ -229,10 +229,7 @@ class GatewayClient:
                     except (aiohttp.ClientError, OSError) as error:
                         tries, last = tries + 1, f"cannot be reached: {error}"
                         if tries >= _TRIES and not self._answered:
-                            raise GatewayError(
-                                f"the gateway at {self.url} cannot be reached: {error}"
-                            ) from error
-                        last = f"it cannot be reached: {error}"
+                            raise GatewayError(f"the gateway at {self.url} {last}") from error
                     except GatewayError as error:
                         if error.status != 503 or path == "/health":
                             raise
