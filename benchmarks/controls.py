@@ -15,29 +15,31 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common import Check, report
 
-from tidegate.config import Settings, load_settings
+from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.envs.base import load_environment
 from tidegate.trainer.audit import audit_run
-from tidegate.trainer.batches import Batch, Credit, group_credit
+from tidegate.trainer.credit import Advantage, Credit, GroupCredit
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.run import Run
+from tidegate.types import Group
 from tidegate.viewer.live import make_view
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo" / "config.toml"
 
 
-def shuffled(seed: int) -> Credit:
+def shuffled(settings: TrainerSettings, seed: int) -> Credit:
     """The batch's advantages, dealt out at random among its trajectories."""
     rng = random.Random(seed)
-    plain = group_credit(normalize=True)
+    plain = GroupCredit(settings)
 
-    def credit(batch: Batch) -> list[list[float]]:
-        advantages = plain(batch)
+    def credit(groups: Sequence[Group]) -> list[list[Advantage]]:
+        advantages = plain(groups)
         deck = [one for group in advantages for one in group]
         rng.shuffle(deck)
         return [[deck.pop() for _ in group] for group in advantages]
@@ -80,7 +82,8 @@ def main() -> int:
     steps = [f"--trainer.steps={arguments.steps}"] if arguments.steps else []
     try:
         frozen = train(settings("learning_rate_0", control, "--trainer.learning_rate=0"))
-        dealt = train(settings("shuffled_rewards", control), shuffled(0))
+        dealing = settings("shuffled_rewards", control)
+        dealt = train(dealing, shuffled(dealing.trainer, 0))
         seeded = train(settings("another_seed", "--run.seed=1", *steps))
     finally:
         if arguments.keep is None:

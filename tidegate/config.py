@@ -166,8 +166,13 @@ class TrainerSettings(Section):
     """How that is estimated: k1 lowers the advantages, k2 and k3 are added to the loss."""
     dynamic_sampling: bool = True
     """Groups whose rewards are all alike are filtered and replaced; off: they train at advantage 0."""
-    normalize_advantage: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards (GRPO); off: Dr. GRPO."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """What advantages are divided by: the standard deviation of the group's rewards (GRPO), of the batch's,
+    or nothing (Dr. GRPO). None: nothing for dr_grpo, the group's for the others."""
+    truncated_episodes: Literal["train", "mask"] = "train"
+    """mask: their rewards count in the group, but they are not trained on (DAPO's overlong filtering)."""
+    length_penalty: tuple[int, int] | None = None
+    """Two numbers of sampled tokens: between them the reward falls by up to 1 (DAPO's overlong penalty)."""
     microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"
@@ -187,6 +192,16 @@ class TrainerSettings(Section):
         return None if self.max_staleness == "none" else int(self.max_staleness)
 
     @property
+    def scale(self) -> str:
+        """`advantage_scale`, or what the loss has by default."""
+        return self.advantage_scale or ("none" if self.loss == "dr_grpo" else "group")
+
+    @property
+    def may_filter(self) -> bool:
+        """Whether a ready group may be replaced by another, for nothing of it would be trained on."""
+        return self.dynamic_sampling or self.truncated_episodes == "mask"
+
+    @property
     def smallest_group(self) -> int:
         return self.min_group_size or self.group_size
 
@@ -198,6 +213,10 @@ class TrainerSettings(Section):
         if self.smallest_group > self.group_size:
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
+            )
+        if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
+            raise ValueError(
+                f"length_penalty = {list(self.length_penalty)}: it begins before it ends, at ≥ 0"
             )
         self._loss_is_consistent()
         return self

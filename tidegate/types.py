@@ -130,6 +130,8 @@ class Turn:
     seconds: float = 0.0
     parse: str | None = None
     """How its tool calls were read: `ok`, `malformed` (some of it stayed content), None: there were none."""
+    reward: float = 0.0
+    """What this turn was given by itself, besides the episode's reward."""
 
     def oldest_version(self) -> int | None:
         """The smallest version among its sampled tokens and their KV; None where any is unknown."""
@@ -165,6 +167,7 @@ class Turn:
             "started": self.started,
             "seconds": self.seconds,
             "parse": self.parse,
+            "reward": self.reward,
         }
 
     @classmethod
@@ -187,6 +190,7 @@ class Turn:
             started=wire["started"],
             seconds=wire["seconds"],
             parse=wire["parse"],
+            reward=wire["reward"],
         )
 
 
@@ -317,8 +321,10 @@ class Scored:
     """What an environment's rewards made of one episode: the weighted sum and its named parts.
 
     `metrics` say how it came about (which extractor read the answer); they join the trajectory's own.
+    `turn_rewards` are what single turns get besides, by their index.
     """
 
     reward: float
     parts: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)

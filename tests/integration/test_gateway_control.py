@@ -126,6 +126,19 @@ async def test_rewards_posted_while_it_runs(stage: Stage) -> None:
         await stage.client.post_reward(access.session_id, 1.0)
 
 
+async def test_rewards_posted_for_single_turns(stage: Stage) -> None:
+    access = await stage.client.open_session(task=Task("t", "other", []))
+    await ask(access)
+    await stage.client.post_reward(access.session_id, 0.5, turn=0)
+    await stage.client.post_reward(access.session_id, 0.25, name="form", turn=0)
+    with pytest.raises(GatewayError, match="has no turn 1; it has 1"):
+        await stage.client.post_reward(access.session_id, 1.0, turn=1)
+    summary = await stage.client.finish(access.session_id)
+    assert (summary.reward, summary.reward_parts) == (0.0, {})
+    trajectory = await stage.client.trajectory(access.session_id)
+    assert [turn.reward for turn in trajectory.turns] == [0.75]
+
+
 @pytest.mark.parametrize("outcome", ["agent_error", "timeout", "cancelled", "infra_error"])
 async def test_what_the_caller_says_of_a_failure_stands(stage: Stage, outcome: str) -> None:
     access = await stage.client.open_session(task=TASK)

@@ -66,12 +66,13 @@ async def test_a_session_goes_on_with_the_same_key(stage: Stage, model: Path, tm
     )
     history = await talk(stage, access, 3)
     await stage.client.post_reward(access.session_id, 0.5, "part")
+    await stage.client.post_reward(access.session_id, 0.25, "part", turn=2)
     before = stage.gateway.session(access.session_id)
     async with staged(model, journal=killed(tmp_path)) as later:
         after = later.gateway.session(access.session_id)
         assert (after.task, after.sampling, after.seed, after.slot) == (TASK, before.sampling, 7, 1)
         assert abs(after.deadline - before.deadline) < 1
-        assert after.rewards == {"part": 0.5}
+        assert (after.rewards, after.turn_rewards) == ({"part": 0.5}, {2: {"part": 0.25}})
         assert [node.turn.to_wire() | {"delivered": True} for node in after.tree.nodes] == [
             node.turn.to_wire() for node in before.tree.nodes
         ]
@@ -79,6 +80,7 @@ async def test_a_session_goes_on_with_the_same_key(stage: Stage, model: Path, tm
         summary = await later.client.finish(access.session_id)
         trajectory = await later.client.trajectory(access.session_id)
         assert [turn.parent for turn in trajectory.turns] == [None, 0, 1, 2]
+        assert [turn.reward for turn in trajectory.turns] == [0, 0, 0.25, 0]
         assert all(turn.delivered and turn.branch is None for turn in trajectory.turns)
         assert (summary.turns, summary.reward) == (4, 0.5)
         with pytest.raises(openai.AuthenticationError):
@@ -88,6 +90,7 @@ async def test_a_session_goes_on_with_the_same_key(stage: Stage, model: Path, tm
 async def test_what_finished_is_the_same_trajectory(stage: Stage, model: Path, tmp_path: Path) -> None:
     access = await stage.client.open_session(task=TASK, group_id="g", slot=0)
     await talk(stage, access, 2)
+    await stage.client.post_reward(access.session_id, 0.25, turn=1)
     first = await stage.client.finish(access.session_id, output="3", reward=1.0, metrics={"tries": 2})
     before = essence(await stage.client.trajectory(access.session_id))
     async with staged(model, journal=killed(tmp_path)) as later:

@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import TrainerSettings
 from tidegate.observer import Observer
 from tidegate.trainer.admission import Admission, Rules
-from tidegate.trainer.batches import Batches, group_credit
+from tidegate.trainer.batches import Batches
+from tidegate.trainer.credit import GroupCredit
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -51,7 +53,8 @@ def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Bat
     rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
     admission = Admission(rules, book.append)
     gateway = Gateway(admission, rewards)
-    return Batches(cast(Any, gateway), admission, lambda: None, dynamic_sampling), gateway, book
+    credit = GroupCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
+    return Batches(cast(Any, gateway), admission, lambda: None, credit.keeps), gateway, book
 
 
 async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
@@ -76,7 +79,7 @@ async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advanta
     batch = await batches.next()
     assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
     assert (batch.dropped, gateway.acked) == ([], [])
-    advantages = group_credit(normalize=True)(batch)
+    advantages = GroupCredit(TrainerSettings())(batch.groups)
     assert advantages[0] == [0.0, 0.0]
     rows = batch.rows(advantages)
     assert {row.group_id for row in rows} == {group.id for group in batch.groups}

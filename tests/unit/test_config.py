@@ -70,6 +70,7 @@ DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
         ([*MODEL, "--trainer.minibatches", "2"], "Several steps need loss = 'decoupled_ppo'"),
         ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "minibatches must be 1"),
         ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "a group is not split"),
+        ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it begins before it ends"),
         ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
         ([], "'model' is required"),
     ],

@@ -16,7 +16,9 @@ from tidegate.envs.arithmetic import TEMPLATES, UNSEEN_TEMPLATES, Arithmetic, dr
 from tidegate.envs.base import Environment, load_environment
 from tidegate.envs.rewards import Reward, final_number
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Task
+from tidegate.types import Task, Trajectory
+
+from .learning_fixtures import make_trajectory, make_turn
 
 
 def questions(tasks: list[Task]) -> set[str]:
@@ -177,3 +179,14 @@ def test_a_file_that_raises_is_told(tmp_path: Path) -> None:
     file.write_text("raise KeyError('lost')")
     with pytest.raises(ConfigError, match="cannot be loaded: KeyError"):
         load_environment(f"{file}:Own", {})
+
+
+def test_an_environment_may_reward_single_turns() -> None:
+    class ByTurn(Arithmetic):
+        def turn_rewards(self, task: Task, trajectory: Trajectory) -> dict[int, float]:
+            return {turn.index: len(turn.output_ids) / 10 for turn in trajectory.turns}
+
+    episode = make_trajectory([make_turn(0, None, [1], [2, 3]), make_turn(1, 0, [3], [4])])
+    task = ByTurn().train_task(0)
+    assert ByTurn().score(task, episode, "four", [{"role": "user"}]).turn_rewards == {0: 0.2, 1: 0.1}
+    assert Arithmetic().score(task, episode, "four", [{"role": "user"}]).turn_rewards == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from tidegate.gateway import rewards
 from tidegate.gateway.rewards import Scorer
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
+
+from .learning_fixtures import make_trajectory, make_turn
 
 TASK = Task("t", "sums", [], answer=4)
 
@@ -119,3 +122,26 @@ async def test_the_sessions_deadline_bounds_the_reward() -> None:
     one = await ended(Rewarding(lambda: release.wait(30)), left_s=0.05)
     release.set()
     assert (one.outcome, one.error) == (Outcome.REWARD_ERROR, "the reward was not there after 0.05 s")
+
+
+async def test_an_environments_turn_rewards_replace_what_was_posted() -> None:
+    one = make_trajectory([make_turn(0, None, [1], [2]), make_turn(1, 0, [3], [4])])
+    one.env = "sums"
+    one.turns[0].reward = 7.0
+    scorer = Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, {1: -0.5}))}, 5.0)
+    await scorer.reward(one, TASK, {}, None, 60.0)
+    assert (one.reward, [turn.reward for turn in one.turns]) == (1.0, [0.0, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({2: 1.0}, r"turn 2 was rewarded, but there is none; turns: \[0\]"), ({0: math.nan}, "turn 0 is nan")],
+)
+async def test_what_is_no_reward_of_a_turn(given: dict[int, float], why: str) -> None:
+    one = make_trajectory([make_turn(0, None, [1], [2])])
+    one.env = "sums"
+    await Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, given))}, 5.0).reward(
+        one, TASK, {}, None, 60.0
+    )
+    assert one.outcome == Outcome.REWARD_ERROR
+    assert re.search(why, str(one.error))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 import tidegate.trainer.forward as forward_module
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.advantage import group_advantages
+from tidegate.trainer.advantage import centred, group_deviation, scaled
 from tidegate.trainer.batch import Row, rows_of
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
@@ -324,7 +324,8 @@ def test_a_policy_learns_a_bandit(base):
             sampled = sample(policy, prompt, length=4, episodes=8, seed=1000 * version + group)
             reward = (sampled[:, :, 0] % 2 == 0).mean(axis=1)
             rewards.append(reward.mean())
-            advantages = group_advantages(reward.tolist(), normalize=True)
+            apart = centred(reward[:, None].astype(np.float64))
+            advantages = scaled(apart, group_deviation(apart))[:, 0]
             for one, advantage in zip(sampled, advantages, strict=True):
                 rows += rows_of(episode(prompt, one, version), float(advantage))
         metrics = policy.update(rows, version)

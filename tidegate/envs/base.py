@@ -64,7 +64,14 @@ class Environment(ABC):
         grades = {reward.name: reward.grade(given) for reward in self.rewards}
         parts = {name: grade.value for name, grade in grades.items()}
         metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
-        return Scored(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts, metrics)
+        whole = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        turns = {} if trajectory is None else self.turn_rewards(task, trajectory)
+        return Scored(whole, parts, metrics, turns)
+
+    def turn_rewards(self, task: Task, trajectory: Trajectory) -> Mapping[int, float]:
+        """What single turns get besides the episode's reward, by their index; nothing by default. A turn
+        is credited with its own and with those after it."""
+        return {}
 
     def gold_output(self, task: Task) -> str | None:
         """What a perfect agent would return; None where the task has no answer to say."""

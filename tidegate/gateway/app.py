@@ -153,7 +153,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.post("/sessions/{session_id}/reward", dependencies=admin)
     async def post_reward(session_id: str, body: bodies.PostReward) -> dict[str, str]:
-        await gateway.post_reward(session_id, body.name, body.value)
+        await gateway.post_reward(session_id, body.name, body.value, body.turn)
         return {}
 
     @app.post("/sessions/{session_id}/finish", dependencies=admin)

@@ -65,6 +65,7 @@ class PostReward(Body):
     value: Annotated[float, Field(allow_inf_nan=False)]
     name: str = "reward"
     message: str | None = None
+    turn: Annotated[int, Field(ge=0)] | None = None
 
 
 class Finish(Body):

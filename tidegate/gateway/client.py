@@ -143,8 +143,12 @@ class GatewayClient:
         row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
         return Summary(**{**row, "outcome": Outcome(row["outcome"])})
 
-    async def post_reward(self, session_id: str, value: float, name: str = "reward") -> None:
-        await self._json("POST", f"/sessions/{_quote(session_id)}/reward", {"value": value, "name": name})
+    async def post_reward(
+        self, session_id: str, value: float, name: str = "reward", turn: int | None = None
+    ) -> None:
+        """Post a part of a running session's reward, or of one of its turns, by index."""
+        body = {"value": value, "name": name, "turn": turn}
+        await self._json("POST", f"/sessions/{_quote(session_id)}/reward", body)
 
     async def trajectory(self, session_id: str) -> Trajectory:
         """A finished session's trajectory."""

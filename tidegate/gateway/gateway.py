@@ -190,13 +190,21 @@ class Gateway:
             raise GatewayError(f"there is no session {session_id}", status=404)
         return session
 
-    async def post_reward(self, session_id: str, name: str, value: float) -> None:
+    async def post_reward(self, session_id: str, name: str, value: float, turn: int | None = None) -> None:
+        """A part of the session's reward, or of one turn's; the same name again replaces it."""
         session = self.session(session_id)
         if session.closed is not None:
             raise GatewayError(f"session {session_id} is over ({session.closed})", status=410)
         _check_storable(name)
-        session.rewards[name] = value
-        await self.journal.rewarded(session, name, value)
+        if turn is None:
+            session.rewards[name] = value
+        elif turn < len(session.tree.nodes):
+            session.turn_rewards.setdefault(turn, {})[name] = value
+        else:
+            raise GatewayError(
+                f"session {session_id} has no turn {turn}; it has {len(session.tree.nodes)}", status=400
+            )
+        await self.journal.rewarded(session, name, value, turn)
 
     async def finish(
         self,

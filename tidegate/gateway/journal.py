@@ -70,7 +70,8 @@ class Journal:
     def sent(self, session: Session, index: int) -> None:
         """The reply of a turn went out; written soon, waited for by nobody."""
 
-    async def rewarded(self, session: Session, name: str, value: float) -> None: ...
+    async def rewarded(self, session: Session, name: str, value: float, turn: int | None) -> None:
+        """A reward was posted, for one turn or for the whole session."""
 
     async def closing(self, session: Session) -> None:
         """A session's `ending` is decided, and with it which of its turns were delivered."""

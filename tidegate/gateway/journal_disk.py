@@ -99,9 +99,9 @@ class DiskJournal(Journal):
             # What could not be written stays in doubt, which later requests resolve.
             done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
-    async def rewarded(self, session: Session, name: str, value: float) -> None:
-        row = (session.number, name, value)
-        await self._writer.write("rewarded", ("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", [row]))
+    async def rewarded(self, session: Session, name: str, value: float, turn: int | None) -> None:
+        row = (session.number, layout.WHOLE if turn is None else turn, name, value)
+        await self._writer.write("rewarded", ("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", [row]))
 
     async def closing(self, session: Session) -> None:
         assert session.ending is not None, "a session closes with an ending"

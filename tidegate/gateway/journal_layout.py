@@ -7,7 +7,6 @@ wall-clock seconds, as a loop's clock means nothing to the next process.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -19,7 +18,7 @@ from tidegate.gateway.sessions import Ending, Session
 from tidegate.gateway.tree import Node, Request
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
 
-VERSION = 1
+VERSION = 2
 """Of this layout; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
@@ -33,7 +32,9 @@ CREATE TABLE turns (
     branch TEXT, started REAL, seconds REAL, parse TEXT
 );
 CREATE TABLE sent (id INTEGER PRIMARY KEY);
-CREATE TABLE rewards (session INTEGER, name TEXT, value REAL, PRIMARY KEY (session, name)) WITHOUT ROWID;
+CREATE TABLE rewards (
+    session INTEGER, turn INTEGER, name TEXT, value REAL, PRIMARY KEY (session, turn, name)
+) WITHOUT ROWID;
 CREATE TABLE groups (
     id TEXT PRIMARY KEY, place INTEGER NOT NULL, task_id TEXT NOT NULL, members TEXT NOT NULL,
     lease_id TEXT, lease_key TEXT NOT NULL DEFAULT ''
@@ -44,6 +45,8 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
 INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 24)})"
 TURN_BITS = 24
+WHOLE = -1
+"""Stands for no turn in `rewards`: the session as a whole was rewarded."""
 
 
 def turn_id(number: int, index: int) -> int:
@@ -166,13 +169,16 @@ _RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error
 
 def result_row(trajectory: Trajectory) -> str:
     """What a finished session's trajectory has beyond its session and its turns."""
-    return json.dumps(
-        {"outcome": trajectory.outcome.value, **{name: getattr(trajectory, name) for name in _RESULT}}
-    )
+    turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward}
+    fields = {name: getattr(trajectory, name) for name in _RESULT}
+    return json.dumps({"outcome": trajectory.outcome.value, "turn_rewards": turns, **fields})
 
 
-def read_result(told: str) -> Mapping[str, Any]:
-    """Fields of the trajectory."""
+def restore_result(told: str, trajectory: Trajectory) -> None:
+    """Give a trajectory back what `result_row` wrote of it."""
     fields: dict[str, Any] = json.loads(told)
-    fields["outcome"] = Outcome(fields["outcome"])
-    return fields
+    trajectory.outcome = Outcome(fields.pop("outcome"))
+    for index, reward in fields.pop("turn_rewards").items():
+        trajectory.turns[int(index)].reward = reward
+    for name, value in fields.items():
+        setattr(trajectory, name, value)

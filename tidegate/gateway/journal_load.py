@@ -23,14 +23,15 @@ def load(connection: sqlite3.Connection) -> Recovered:
     """Everything that a journal holds; called on a running event loop, whose clock the times become."""
     _drop_orphans(connection)
     turns = _turns(connection)
-    rewards: dict[int, dict[str, float]] = defaultdict(dict)
-    for number, name, value in connection.execute("SELECT session, name, value FROM rewards"):
-        rewards[number][name] = value
+    rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
+        rewards[number][turn][name] = value
     offset = asyncio.get_running_loop().time() - time.time()
     sessions = []
     for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
         session = _session(row, turns.pop(row[0], []), offset)
-        session.rewards = rewards[session.number]
+        session.turn_rewards = dict(rewards[session.number])
+        session.rewards = session.turn_rewards.pop(layout.WHOLE, {})
         sessions.append(session)
     by_id = {session.id: session for session in sessions}
     engines = connection.execute("SELECT url, control FROM engines")
@@ -85,8 +86,7 @@ def _session(row: tuple[Any, ...], nodes: list[Node], offset: float) -> Session:
         session.calls.remember(node)
     if session.ending is not None and result is not None:
         session.trajectory = trajectory_of(session, session.ending)
-        for name, value in layout.read_result(result).items():
-            setattr(session.trajectory, name, value)
+        layout.restore_result(result, session.trajectory)
         session.forget_at = forget_at + offset
     return session
 

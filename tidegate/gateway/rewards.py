@@ -81,12 +81,16 @@ class Scorer:
             trajectory.reward = float(scored.reward)
             trajectory.reward_parts |= {name: float(value) for name, value in scored.parts.items()}
             trajectory.metrics |= {name: float(value) for name, value in scored.metrics.items()}
+            if scored.turn_rewards:
+                reward_turns(trajectory, scored.turn_rewards)
         elif rewarder is not None:
             raise RewardError(f"environment {trajectory.env!r} cannot score a session that has no task")
-        elif trajectory.agent_reward is None:
-            raise RewardError("there is no reward: the environment has none, and the agent gave none")
-        else:
+        elif trajectory.agent_reward is not None:
             trajectory.reward = trajectory.agent_reward
+        elif any(turn.reward for turn in trajectory.turns):
+            trajectory.reward = 0.0
+        else:
+            raise RewardError("there is no reward: the environment has none, and the agent gave none")
 
     async def score(self, rewarder: Rewarder, task: Task, trajectory: Trajectory, left_s: float) -> Scored:
         """The checked reward of one episode, within the session's remaining seconds.
@@ -138,6 +142,15 @@ class Scorer:
             late = True
             self.stuck += 1
             raise
+
+
+def reward_turns(trajectory: Trajectory, rewards: Mapping[int, float]) -> None:
+    """Set the rewards of single turns, in place of all that were there. Raises RewardError."""
+    known = {turn.index: turn for turn in trajectory.turns}
+    if unknown := [index for index in rewards if index not in known]:
+        raise RewardError(f"turn {unknown[0]!r} was rewarded, but there is none; turns: {sorted(known)}")
+    for turn in known.values():
+        turn.reward = number(f"the reward of turn {turn.index}", rewards.get(turn.index, 0.0))
 
 
 def check(scored: object) -> Scored:

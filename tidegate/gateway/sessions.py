@@ -59,6 +59,8 @@ class Session:
     seat: Seat = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
     """Posted while it ran, by name."""
+    turn_rewards: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The same for single turns, by index and name."""
     gave_up: str | None = None
     """Why the gateway gave up on the engines in its last call, if it did."""
     spent: str | None = None
@@ -208,13 +210,16 @@ def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome,
 def trajectory_of(session: Session, ending: Ending) -> Trajectory:
     """A session that ended, before its reward."""
     newest = session.tree.newest()
+    turns = session.tree.turns()
+    for index, parts in session.turn_rewards.items():
+        turns[index].reward = sum(parts.values())
     return Trajectory(
         session_id=session.id,
         task_id=session.task.id if session.task is not None else "",
         env=session.env,
         split=session.split,
         outcome=ending.outcome,
-        turns=session.tree.turns(),
+        turns=turns,
         group_id=session.group_id,
         slot=session.slot,
         metrics=dict(ending.metrics),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission import Admission, Cut
-from tidegate.trainer.advantage import group_advantages, is_zero_variance
 from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
 from tidegate.trainer.tokens import Tokens
 from tidegate.types import Group
@@ -32,40 +32,28 @@ class Batch:
     ready_s: float
     """How long its groups waited for the trainer, on average (`time/wait_for_policy`)."""
 
-    def rows(self, advantages: list[list[float]]) -> list[Row]:
+    def rows(self, advantages: list[list[Advantage]]) -> list[Row]:
         """The token sequences to train on."""
         return [
             row
             for group, values in zip(self.groups, advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
+            if advantage is not None
             for row in rows_of(trajectory, advantage)
         ]
-
-
-Credit = Callable[[Batch], list[list[float]]]
-"""Batch → the advantage of every trajectory, by group."""
-
-
-def group_credit(normalize: bool) -> Credit:
-    """Advantages against the group's own mean (GRPO); `normalize` divides by its standard deviation."""
-
-    def credit(batch: Batch) -> list[list[float]]:
-        return [group_advantages(group.rewards(), normalize=normalize).tolist() for group in batch.groups]
-
-    return credit
 
 
 @dataclass(slots=True)
 class Batches:
     """Gathers groups from the gateway. `freed` is told whenever something left admission's count.
 
-    With `dynamic_sampling` a group whose rewards are all alike ends `filtered`, and another takes its place.
+    A group that `keeps` refuses ends `filtered`, and another takes its place.
     """
 
     gateway: GatewayClient
     admission: Admission
     freed: Callable[[], None]
-    dynamic_sampling: bool = True
+    keeps: Callable[[Group], bool]
     tokens: Tokens = field(default_factory=Tokens)
     last_progress: float = field(default_factory=time.monotonic)
     _held: dict[str, Group] = field(default_factory=dict)
@@ -101,7 +89,7 @@ class Batches:
         self._held[group.id] = group
         self._leased_at[group.id] = self.last_progress
         self.admission.lease(group.id, group.oldest_version())
-        if self.dynamic_sampling and is_zero_variance(group.rewards()):
+        if not self.keeps(group):
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
         return None

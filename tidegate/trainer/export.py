@@ -74,7 +74,7 @@ def _episodes(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
     for line in read_lines(path):
         trajectory = recorded(line)
-        advantage = line["advantage"]
+        advantage = line.get("turn_advantages", line["advantage"])
         for row in rows_of(trajectory, 0.0 if advantage is None else advantage):
             yield {
                 "step": step,

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batch, Batches, Credit
+from tidegate.trainer.batches import Batch, Batches
+from tidegate.trainer.credit import Credit
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
@@ -59,7 +60,7 @@ class Loop:
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """One optimiser step, entered in the ledger as soon as it is done."""
-        advantages = self.credit(batch)
+        advantages = self.credit(batch.groups)
         fresh = self.step % self.settings.publish_interval == 0
         version = self.admission.version if fresh else CHANGED
         metrics = await asyncio.to_thread(self.policy.update, batch.rows(advantages), version)

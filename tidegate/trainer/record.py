@@ -11,6 +11,7 @@ import numpy as np
 from tidegate.observer import Observer
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
+from tidegate.trainer.credit import Advantage
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Trajectory
@@ -32,7 +33,7 @@ class Recorder:
         self.log.append(line)
         self.observer.step(line)
 
-    def batch(self, batch: Batch, advantages: list[list[float]], step: int) -> None:
+    def batch(self, batch: Batch, advantages: list[list[Advantage]], step: int) -> None:
         self.files.batch(batch, advantages, step)
 
     def note(self, text: str) -> None:

@@ -15,8 +15,9 @@ from tidegate.errors import HopelessError, StorageError
 from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batches, Credit, group_credit
+from tidegate.trainer.batches import Batches
 from tidegate.trainer.best import Best
+from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
@@ -61,7 +62,7 @@ class Run:
         self.settings = settings
         self.environment = environment
         self.observer = observer
-        self.credit = credit or group_credit(settings.trainer.normalize_advantage)
+        self.credit = credit or GroupCredit(settings.trainer)
         self.dir = settings.run_dir.absolute()
         self.start = Start.of(settings, resume)
         self.before: dict[str, float] = {}
@@ -140,7 +141,11 @@ class Run:
             settings, self.admission, episodes, self.environment, files.failure, self.tokens
         )
         self.batches = Batches(
-            self.gateway, self.admission, self.rollout.wake, settings.trainer.dynamic_sampling, self.tokens
+            self.gateway,
+            self.admission,
+            self.rollout.wake,
+            GroupCredit(settings.trainer).keeps,
+            self.tokens,
         )
         self.evaluator = Evaluator(
             settings,

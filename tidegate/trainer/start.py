@@ -85,5 +85,5 @@ def rules_of(settings: Settings) -> Rules:
         max_attempts=trainer.max_attempts,
         max_stale_retries=trainer.max_stale_retries,
         max_running=max(1, settings.agent.max_concurrency // trainer.group_size),
-        steps=None if trainer.dynamic_sampling else trainer.steps,
+        steps=None if trainer.may_filter else trainer.steps,
     )

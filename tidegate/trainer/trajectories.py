@@ -15,6 +15,7 @@ import orjson
 
 from tidegate.errors import TidegateError
 from tidegate.trainer.batches import Batch
+from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
@@ -26,9 +27,9 @@ class TrajectoryFiles:
         self.directory = run_dir / "trajectories"
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def batch(self, batch: Batch, advantages: list[list[float]], step: int) -> None:
+    def batch(self, batch: Batch, advantages: list[list[Advantage]], step: int) -> None:
         trained = [
-            {"state": State.STEPPED.value, "advantage": advantage, **readable(trajectory)}
+            {"state": State.STEPPED.value, **_credited(advantage), **readable(trajectory)}
             for group, values in zip(batch.groups, advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
         ]
@@ -94,6 +95,14 @@ def _line(content: Mapping[str, Any]) -> bytes:
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
+def _credited(advantage: Advantage) -> dict[str, Any]:
+    """An episode's advantage is its first turn's; None: it was not trained on. Where single turns were
+    rewarded `turn_advantages` has all of them."""
+    if not isinstance(advantage, list):
+        return {"advantage": advantage}
+    return {"advantage": advantage[0], "turn_advantages": advantage}
+
+
 def _turn(turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
@@ -110,6 +119,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "branch": turn.branch,
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
         "parse": turn.parse,
+        "reward": turn.reward,
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
