@@ -16,7 +16,7 @@ SHORTEST_S, LONGEST_S = 0.1, 3.0
 class SlowSolver(Agent):
     """Each call of the tool sleeps for a log-normal time, drawn with the session's seed; 0 is no sleep."""
 
-    def __init__(self, median_s: float = 0.5, sigma: float = 0.8, max_turns: int = 6) -> None:
+    def __init__(self, median_s: float = 0.5, sigma: float = 0.6, max_turns: int = 6) -> None:
         self.median_s = median_s
         self.sigma = sigma
         self.max_turns = max_turns

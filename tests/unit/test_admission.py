@@ -279,3 +279,11 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     resumed = Admission(driver.core.rules, driver.book.append, epoch=2, version=1)
     resumed.restore(driver.core.progress(), [])
     assert resumed.start_group(resumed.next_ticket(), task) is None
+
+
+def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() -> None:
+    driver = Driver(max_staleness=1)
+    version = driver.core.publishing(1)
+    assert "version 1 is being published" in (driver.core.blocked_by() or "")
+    driver.core.publish(version)
+    assert driver.core.blocked_by() is None

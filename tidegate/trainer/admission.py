@@ -9,7 +9,8 @@ issue and ending is handed to `book`. The loop, the simulator and the tests driv
 publish_interval. Outstanding are the running, ready and leased ones, and those stepped on since the last
 publish: what was stepped on makes room only when the version it made is live. So with staleness 0 the
 run is exactly synchronous. What ends as stale, filtered or failed makes room at once. Towards the end of
-the run no group starts that no step is left for.
+the run no group starts that no step is left for, and none while a version is being published: it would
+begin on the weights before it, and be stale a version sooner.
 
 **Hard bound.** `cut` sweeps by *oldest sampled version* at the moment of the batch. The gate only keeps
 waste low; the bound never rests on it.
@@ -164,6 +165,8 @@ class Admission:
 
     def blocked_by(self) -> str | None:
         """Why no group may start now, in words; None if one may."""
+        if self._announced > self.version:
+            return f"version {self._announced} is being published"
         if self.outstanding() >= self.rules.capacity:
             return f"{self.outstanding()} groups are outstanding, the staleness bound's capacity"
         if self._running >= self.rules.max_running:

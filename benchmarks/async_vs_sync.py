@@ -1,0 +1,196 @@
+"""What asynchronous training gains where agents wait: the demo with a tool that sleeps.
+
+Two arms train the same model on the same problems to the same held-out reward: `async` with the demo's
+`max_staleness`, `on_policy` with `trainer.on_policy`, which is exactly synchronous. Each call of the tool
+sleeps for a log-normal time within 0.1–3 s, drawn with the session's seed. Dynamic sampling is off in both
+arms, so that a step is the same work in each and no token is wasted by choice; the share of groups that
+had variance in their rewards (`informative`) is told beside it.
+
+The clock runs from the beginning of the first step. Nothing is evaluated while it runs: the arms leave a
+checkpoint every few steps, and these are evaluated afterwards, all by the same engine, on the same held-out
+problems with the same seeds. The curve is made monotone (isotonic regression) and read where it reaches
+the target. Each pair of arms is run with several seeds, by turns; times are summed over the seeds.
+
+    python benchmarks/async_vs_sync.py [--json] [--seeds 2] [--target 0.8] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from common import Check, report
+
+from tidegate.config import Settings, load_settings
+from tidegate.envs.base import load_environment
+from tidegate.trainer.audit import audit_run
+from tidegate.trainer.evaluate import Evaluator
+from tidegate.trainer.guard import Guard
+from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.processes import start_processes
+from tidegate.trainer.publish import EngineControl
+from tidegate.trainer.rollout import Episodes
+from tidegate.trainer.run import Run
+from tidegate.viewer.live import make_view
+
+HERE = Path(__file__).parent
+DEMO = HERE.parent / "examples" / "demo" / "config.toml"
+EVERY = 2
+"""Steps between checkpoints: the curve's points."""
+ARMS = {"async": [], "on_policy": ["--trainer.on_policy=true"]}
+SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
+"""A step is half of the demo's: on two cores the whole of it would measure these, and not the waiting."""
+
+
+def settings_of(directory: Path, arm: str, seed: int, steps: int, median_s: float) -> Settings:
+    """One step more than asked for: the last one's time holds the run's final evaluation."""
+    overrides = [
+        f"--run.dir={directory}", f"--run.name={arm}-{median_s:g}s-seed{seed}", f"--run.seed={seed}",
+        f"--agent.use={HERE}/slow_solver.py:SlowSolver", f"--agent.options={{median_s = {median_s}}}",
+        "--trainer.dynamic_sampling=false", *SMALLER,
+        f"--trainer.steps={steps + 1}", f"--trainer.checkpoint_every={EVERY}",
+        f"--trainer.keep_checkpoints={steps}", "--eval.every=0", "--eval.tasks=16", *ARMS[arm],
+    ]  # fmt: skip
+    return load_settings(DEMO, overrides)
+
+
+def train(settings: Settings) -> dict[int, float]:
+    """Run an arm; seconds from the beginning of the first step to the end of each."""
+    view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
+    environment = load_environment(settings.env.use, settings.env.options)
+    asyncio.run(Run(settings, environment, view).train())
+    lines = read_metrics(settings.run_dir)
+    return {line["step"]: line["time"] - lines[0]["time"] for line in lines}
+
+
+async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict[int, float]:
+    """The held-out reward of a run's checkpoints, sampled as in training, by an agent that never sleeps."""
+    checkpoints = {step: settings.run_dir.absolute() / "checkpoints" / f"step_{step}" for step in steps}
+    quick = load_settings(DEMO, [f"--eval.interim_tasks={tasks}", f"--run.seed={settings.run.seed}"])
+    first = checkpoints[steps[0]]
+    sets = load_environment(quick.env.use, quick.env.options).eval_sets()
+    view, guard = make_view(False, 0, None), Guard()
+    rewards = {}
+    async with contextlib.AsyncExitStack() as stack:
+        where = settings.run_dir / "evaluation"
+        processes = await start_processes(quick, where, lambda: (first, 0), guard, view.note, stack)
+        stack.push_async_callback(guard.close)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        episodes = Episodes(processes.gateway, processes.worker, quick.agent.deadline_s)
+        evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, lambda *_: None)
+        for step, weights in checkpoints.items():
+            await EngineControl(processes.engines[0], http).load(weights, step)
+            found = await evaluator.interim(step)
+            rewards[step] = found.metrics["eval/reward"]
+    return rewards
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The nearest non-decreasing curve in squares: isotonic regression by pooling adjacent violators."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] >= mean:
+            before, members = pools.pop()
+            mean, size = (before * members + mean * size) / (members + size), members + size
+        pools.append((mean, size))
+    return [mean for mean, size in pools for _ in range(size)]
+
+
+def reaches(seconds: Sequence[float], rewards: Sequence[float], target: float) -> float | None:
+    """When the monotone curve comes to the target, between two checkpoints in a straight line."""
+    curve = monotone(rewards)
+    after = next((n for n, reward in enumerate(curve) if reward >= target), None)
+    if after is None or after == 0:
+        return None if after is None else seconds[0]
+    span = slice(after - 1, after + 1)
+    return float(np.interp(target, curve[span], seconds[span]))
+
+
+def measure(settings: Settings, arm: str, target: float, tasks: int) -> dict[str, Any]:
+    """Train an arm and say when it reached the target, and what became of its tokens."""
+    times = train(settings)
+    steps = [step for step in times if step and step % EVERY == 0]
+    rewards = asyncio.run(evaluate(settings, steps, tasks))
+    lines = read_metrics(settings.run_dir)[1:]
+    seconds = [times[step] for step in steps]
+    numbers = [float(step) for step in steps]
+    return {
+        "run": settings.run.name,
+        "arm": arm,
+        "seconds_to_target": reaches(seconds, list(rewards.values()), target),
+        "steps_to_target": reaches(numbers, list(rewards.values()), target),
+        "seconds_a_step": times[steps[-1]] / steps[-1],
+        "staleness": float(np.mean([line["staleness/mean"] for line in lines])),
+        "goodput": lines[-1]["tokens/goodput"],
+        "wasted": {
+            cause: int(lines[-1][f"tokens/wasted_{cause}"])
+            for cause in ("stale", "failed", "cancelled", "filtered")
+        },
+        "informative": 1 - float(np.mean([line["reward/zero_variance_ratio"] for line in lines])),
+        "rewards": {step: round(reward, 3) for step, reward in rewards.items()},
+        "audit": audit_run(settings.run_dir).holds,
+    }
+
+
+def speedup(results: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds on policy ÷ seconds asynchronous, each summed over the seeds."""
+    sums = dict.fromkeys(ARMS, 0.0)
+    for result in results:
+        if result["seconds_to_target"] is None:
+            return None
+        sums[result["arm"]] += result["seconds_to_target"]
+    return sums["on_policy"] / sums["async"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--seeds", type=int, default=2, help="pairs of runs with the sleeping tool")
+    parser.add_argument("--steps", type=int, default=24, help="steps of a run")
+    parser.add_argument("--target", type=float, default=0.8, help="held-out reward, sampled")
+    parser.add_argument("--tasks", type=int, default=300, help="held-out problems of an evaluation")
+    parser.add_argument("--median", type=float, default=0.5, help="of the tool's sleep, in seconds")
+    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    arguments = parser.parse_args()
+    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-async-"))
+
+    def pairs(seeds: int, median_s: float) -> list[dict[str, Any]]:
+        return [
+            measure(
+                settings_of(directory, arm, seed, arguments.steps, median_s),
+                arm, arguments.target, arguments.tasks,
+            )
+            for seed in range(seeds)
+            for arm in ARMS
+        ]  # fmt: skip
+
+    try:
+        slow, quick = pairs(arguments.seeds, arguments.median), pairs(1, 0.0)
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    print("dynamic sampling is off in every arm; evaluation is no part of any clock")
+    without = speedup(quick)
+    print(
+        f"without the sleep: speedup {'none, the target was missed' if without is None else f'{without:.2f}'}"
+    )
+    checks = [
+        Check("speedup", speedup(slow), ">=", 1.8),
+        Check("goodput", min(one["goodput"] for one in slow if one["arm"] == "async"), ">=", 0.9),
+        Check("audits_hold", float(all(one["audit"] for one in slow + quick)), "==", 1.0),
+    ]
+    return report([*slow, *quick, {"speedup_without_sleep": without}], checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
