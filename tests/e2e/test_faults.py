@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import gone, held, metrics, training
+from tidegate.errors import StartError
 from tidegate.trainer.processes import MAX_GATEWAY_RESTARTS
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def test_a_gateway_that_keeps_dying_stops_the_run_with_a_checkpoint(tmp_path: Pa
             os.kill(run.owned("gateway"), signal.SIGKILL)
             if restart < MAX_GATEWAY_RESTARTS:
                 run.until_said("the gateway is back", times=restart + 1)
-        assert run.wait(60) == 1, run.output()
+        assert run.wait(60) == StartError.exit_code, run.output()
     said = " ".join(run.output().split())
     assert f"the gateway was killed by SIGKILL, after {MAX_GATEWAY_RESTARTS} restarts" in said
     assert "--resume" in said

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fakes import Stage, staged
+from tests.fakes import Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
+from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway, GatewayOptions
-from tidegate.gateway.journal_disk import FILE
-from tidegate.types import Task, Trajectory
+from tidegate.gateway.journal_disk import FILE, DiskJournal
+from tidegate.gateway.sessions import Session
+from tidegate.gateway.tree import Node, Request
+from tidegate.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -153,3 +159,84 @@ async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: P
     connection.close()
     with pytest.raises(StartError, match="layout 99"):
         Gateway(GatewayOptions(model=model, journal=tmp_path))
+
+
+# -- retention ---------------------------------------------------------------------------------------
+
+
+def holds(directory: Path, words: str) -> bool:
+    """Whether the words stand in any of the journal's files."""
+    return any(words.encode() in path.read_bytes() for path in directory.iterdir())
+
+
+async def test_a_deleted_session_is_gone_for_good(stage: Stage, model: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    kept = await stage.client.open_session(task=TASK)
+    access = await stage.client.open_session(task=Task("t2", "e", ASK, answer="private 0815"))
+    await talk(stage, access, 2, [{"role": "user", "content": "my private words"}])
+    assert holds(journal, "private")
+    assert not holds(journal, access.api_key), "only its hash is kept"
+    await stage.client.delete_session(access.session_id)
+    await stage.client.delete_session(access.session_id)  # again
+    await eventually(lambda: not holds(journal, "private"))
+    async with staged(model, journal=killed(tmp_path)) as later:
+        assert [session.id for session in later.gateway.sessions.all()] == [kept.session_id]
+
+
+async def test_a_member_of_a_sealed_group_goes_with_its_group(stage: Stage) -> None:
+    access = await stage.client.open_session(task=TASK, group_id="g", slot=0)
+    await talk(stage, access, 1)
+    await stage.client.finish(access.session_id, reward=1.0)
+    await stage.client.seal_group("g", "t1", [access.session_id])
+    with pytest.raises(GatewayError, match="sealed group g"):
+        await stage.client.delete_session(access.session_id)
+
+
+async def test_orphans_expire_after_a_restart_and_sealed_groups_do_not(
+    stage: Stage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "SWEEP_S", 0.01)
+    orphan = await stage.client.open_session(task=TASK, deadline_s=0.2)
+    sealed = await stage.client.open_session(task=TASK, group_id="g", slot=0)
+    loose = await stage.client.open_session(task=TASK)
+    for access in (sealed, loose):
+        await talk(stage, access, 1)
+        await stage.client.finish(access.session_id, reward=1.0)
+    await stage.client.seal_group("g", "t1", [sealed.session_id])
+    times = {"grace_s": 0.05, "retention_s": 3600.0}
+    async with staged(model, journal=killed(tmp_path), **times) as later:
+        left = later.gateway.sessions
+        assert orphan.session_id
+        await eventually(lambda: {one.id for one in left.all()} == {sealed.session_id, loose.session_id})
+        # The finished session's time goes on where it was: nothing keeps it beyond its retention.
+        later.gateway.session(loose.session_id).forget_at = 0.0
+        await eventually(lambda: {one.id for one in left.all()} == {sealed.session_id})
+        assert [group.id for group in await later.client.lease(1, 9)] == ["g"]
+
+
+async def test_the_file_stays_bounded(tmp_path: Path) -> None:
+    """A thousand sessions that come and go take no more room than the few that are there at a time."""
+    journal = DiskJournal(tmp_path / "journal")
+    journal.start()
+    turn = read_only_turn()
+    now = asyncio.get_running_loop().time()
+    for number in range(1, 1001):
+        session = Session(
+            id=f"s{number}", key_hash=b"%d" % number, task=TASK, env="e", split="train",
+            sampling=Sampling(), opened=now, deadline=now + 9, number=number,
+        )  # fmt: skip
+        await journal.opened(session)
+        said: list[Any] = [{"role": "user", "content": "x" * 2000}]
+        nodes = [
+            Node(replace(turn, index=index), Request(), b"", b"", b"k", said, {}, 2) for index in range(4)
+        ]
+        await journal.recorded(session, nodes)
+        await journal.ended(f"g{number}", "trained", None, [session])
+    await journal.close()
+    size = sum(path.stat().st_size for path in (tmp_path / "journal").iterdir())
+    assert size < 4 * 2**20, f"{size} bytes for nothing; what went through it was over 10 MiB"
+
+
+def read_only_turn() -> Turn:
+    ids = np.arange(200, dtype=np.int32)
+    return Turn(0, None, ids, ids, np.zeros(200, np.float32), (), "stop", 1.0)

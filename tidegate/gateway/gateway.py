@@ -287,7 +287,9 @@ class Gateway:
                 if session.trajectory is None and now >= session.deadline:
                     session.close("its deadline passed")
                 sealed = session.group_id is not None and self.groups.get(session.group_id) is not None
-                end = session.forget_at or session.deadline + self.options.grace_s
+                end = session.forget_at
+                if end is None:
+                    end = session.deadline + self.options.grace_s
                 if now >= end and not sealed:
                     log.info("session %s expired (%s)", session.id, session.state)
                     expired.append(session)
