@@ -51,6 +51,26 @@ def _escape(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
+def merged(texts: Mapping[str, str], label: str) -> str:
+    """The texts of several gateways as one: every sample says by `label` whose it is.
+
+    Samples are not added up here: `sum without (shard)` does that where they are read, for those also
+    that must not be added, like ratios and quantiles.
+    """
+    families: dict[str, list[str]] = {}
+    for key, text in texts.items():
+        family: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = families.setdefault(line, [])
+                continue
+            name, space, value = line.rpartition(" ")
+            mine = f'{label}="{_escape(key)}"'
+            labels = f"{name[:-1]},{mine}}}" if name.endswith("}") else f"{name}{{{mine}}}"
+            family.append(f"{labels}{space}{value}")
+    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
+
+
 def exposition(gateway: Gateway) -> str:
     """Everything a gateway counts, as Prometheus' text."""
     metrics = gateway.metrics

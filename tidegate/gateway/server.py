@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from tidegate.errors import ConfigError
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.app import create_app
+from tidegate.gateway.front import Front
 from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.shards import Shard
 from tidegate.serve import Listen, bind, run_app
 
-__all__ = ["GatewayOptions", "serve"]
+__all__ = ["GatewayOptions", "serve", "serve_front"]
 
 
 def serve(options: GatewayOptions, listen: Listen) -> None:
     """Serve until told to stop; raises StartError or ConfigError where it cannot begin."""
-    if listen.host not in ("127.0.0.1", "localhost", "::1") and options.admin_key is None:
+    _check_key(listen, options.admin_key)
+    gateway = Gateway(options)
+    run_app(create_app(gateway), bind(listen), listen)
+
+
+def serve_front(
+    shards: int, arguments: Callable[[int], Sequence[str]], listen: Listen, admin_key: str | None
+) -> None:
+    """Serve a front and own its shards, `tidegate gateway` processes that get `arguments(index)`.
+
+    Raises StartError where a shard does not start, or dies again and again.
+    """
+    _check_key(listen, admin_key)
+    sock = bind(listen)
+    failed: list[str] = []
+
+    def end(why: str) -> None:
+        failed.append(why)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
+        fleet = [Shard(index, arguments(index), Path(directory), admin_key) for index in range(shards)]
+        run_app(Front(fleet, admin_key, end).create_app(), sock, listen)
+    if failed:
+        raise StartError(f"the gateway's front ended: {failed[0]}")
+
+
+def _check_key(listen: Listen, admin_key: str | None) -> None:
+    if listen.host not in ("127.0.0.1", "localhost", "::1") and admin_key is None:
         raise ConfigError(
             f"the gateway would listen on {listen.host} for anyone: set an admin key, or listen on loopback"
         )
-    gateway = Gateway(options)
-    run_app(create_app(gateway), bind(listen), listen)

@@ -1,0 +1,303 @@
+"""A sharded gateway as it runs: a front, two shard processes, and clients that notice nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgpack
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from tests.fakes import FakeEngine, Fault, eventually
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.errors import GatewayError, StartError
+from tidegate.gateway import shards as shards_module
+from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
+from tidegate.gateway.render import Renderer
+from tidegate.gateway.shards import Shard, home, journal_of, owner
+from tidegate.types import Outcome, Task
+
+TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])
+ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
+SHARDS = 2
+
+
+def groups(test: str) -> list[str]:
+    """A group's id for each shard, in their order; no two tests share one, for a group is there once."""
+    names = (f"{test} {number}" for number in range(50))
+    found = {home(name, SHARDS): name for name in names}
+    return [found[index] for index in range(SHARDS)]
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Site:
+    url: str
+    client: GatewayClient
+    engine: FakeEngine
+    epoch: int = 0
+
+    def new_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    @contextlib.asynccontextmanager
+    async def llm(self, access: SessionAccess, base_url: str | None = None) -> AsyncIterator[AsyncOpenAI]:
+        made = AsyncOpenAI(base_url=base_url or access.base_url, api_key=access.api_key, max_retries=5)
+        async with made:
+            yield made
+
+    async def episode(self, group_id: str | None, slot: int = 0) -> SessionAccess:
+        access = await self.client.open_session(task=TASK, group_id=group_id, slot=slot, deadline_s=60)
+        async with self.llm(access) as llm:
+            await llm.chat.completions.create(model="m", messages=ASK)
+        await self.client.finish(access.session_id, reward=1.0)
+        return access
+
+    async def sealed(self, group_id: str) -> None:
+        access = await self.episode(group_id)
+        await self.client.seal_group(group_id, "t1", [access.session_id])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    model = make_model_dir(folder / "tiny")
+    renderer = Renderer.load(model)
+    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
+    await engine.start()
+    announce = folder / "front.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
+        "--port", "0", "--announce", str(announce), "--owned", "--journal", str(folder / "journal"),
+        "--limit", "turns=9", stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
+    )  # fmt: skip
+    try:
+        await eventually(lambda: announce.exists() or process.returncode is not None, 90)
+        url = json.loads(announce.read_text())["url"]
+        async with GatewayClient(url, "admin") as client:
+            await client.add_engine(engine.url)
+            yield Site(url, client, engine)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await engine.stop()
+
+
+async def test_a_group_is_on_one_shard_and_agents_call_it_directly(site: Site) -> None:
+    ports = {}
+    for index, group_id in enumerate(groups("direct")):
+        slots = [await site.client.open_session(task=TASK, group_id=group_id, slot=slot) for slot in range(3)]
+        assert {owner(one.session_id, SHARDS) for one in slots} == {index}
+        assert {owner(one.api_key, SHARDS) for one in slots} == {index}
+        [ports[index]] = {urlsplit(one.base_url).port for one in slots}
+        await site.client.drop_group(group_id)
+    assert len({*ports.values(), urlsplit(site.url).port}) == SHARDS + 1
+    alone = [await site.client.open_session(task=TASK) for _ in range(4)]
+    assert {urlsplit(one.base_url).port for one in alone} == set(ports.values())
+    for one in alone:
+        await site.client.delete_session(one.session_id)
+
+
+async def test_a_url_and_a_key_are_enough(site: Site) -> None:
+    for _ in range(SHARDS):
+        access = await site.client.open_session(task=TASK)
+        for stream in (False, True):
+            async with site.llm(access, site.url + "/v1") as llm:
+                reply: Any = await llm.chat.completions.create(model="m", messages=ASK, stream=stream)
+                if stream:
+                    text = "".join([one.choices[0].delta.content or "" async for one in reply])
+                else:
+                    text = reply.choices[0].message.content
+                assert text
+        summary = await site.client.finish(access.session_id, reward=1.0)
+        assert (summary.outcome, summary.turns) == (Outcome.COMPLETED, 2)
+        trajectory = await site.client.trajectory(access.session_id)
+        assert all(turn.delivered for turn in trajectory.turns)
+    async with AsyncOpenAI(base_url=site.url + "/v1", api_key="tg-0.wrong") as llm:
+        with pytest.raises(openai.AuthenticationError):
+            await llm.chat.completions.create(model="m", messages=ASK)
+
+
+async def test_a_client_that_leaves_the_front_aborts_on_the_engine(site: Site) -> None:
+    access = await site.client.open_session(task=TASK)
+    site.engine.faults.append(Fault("hang"))
+    before = len(site.engine.requests)
+    async with site.llm(access, site.url + "/v1") as llm:
+        call = asyncio.create_task(llm.chat.completions.create(model="m", messages=ASK))
+        await site.engine.until(lambda: len(site.engine.requests) > before)
+        call.cancel()
+        await site.engine.until(lambda: site.engine.requests[-1]["rid"] in site.engine.aborted)
+    await site.client.delete_session(access.session_id)
+
+
+async def test_leases_are_gathered_and_never_too_many(site: Site) -> None:
+    epoch = site.new_epoch()
+    names = [f"lease {number}" for number in range(5)]
+    for name in names:
+        await site.sealed(name)
+    assert {home(name, SHARDS) for name in names} == {0, 1}
+    rows = await site.client.list_groups()
+    assert sorted(row.id for row in rows if row.state == "ready") == names
+    first = await site.client.lease(epoch, 2)
+    rest = await site.client.lease(epoch, 9)
+    assert (len(first), len(rest)) == (2, 3)
+    assert sorted(group.id for group in first + rest) == names
+    assert await site.client.lease(epoch, 9) == []
+    for group in first + rest:
+        await site.client.ack(epoch, group.lease_id, "trained", 1)
+        await site.client.ack(epoch, group.lease_id, "trained", 1)
+    assert await site.client.list_groups() == []
+    with pytest.raises(GatewayError, match="there is no lease"):
+        await site.client.ack(epoch, "7.unknown", "trained")
+
+
+async def test_a_newer_trainer_takes_over_on_every_shard(site: Site) -> None:
+    old, names = site.new_epoch(), groups("epochs")
+    for name in names:
+        await site.sealed(name)
+    [kept] = await site.client.lease(old, 1)
+    new = site.new_epoch()
+    assert len(await site.client.lease(new, 9)) == SHARDS
+    for call in (site.client.lease(old, 1), site.client.ack(old, kept.lease_id, "trained")):
+        with pytest.raises(GatewayError, match="is over") as raised:
+            await call
+        assert raised.value.status == 410
+    for name in names:
+        await site.client.drop_group(name)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+async def test_a_lease_waits_for_whichever_shard_has_a_group_first(site: Site, shard: int) -> None:
+    epoch = site.new_epoch()
+    waiting = asyncio.create_task(site.client.lease(epoch, 3, wait_s=30))
+    name = groups("waiting")[shard]
+    await site.sealed(name)
+    [group] = await asyncio.wait_for(waiting, 15)
+    assert group.id == name
+    await site.client.drop_group(name)
+
+
+async def test_a_lease_that_is_asked_for_again_is_the_same_and_one_that_was_left_is_free(site: Site) -> None:
+    epoch, names = site.new_epoch(), groups("again")
+    waiting = asyncio.create_task(site.client.lease(epoch, 1, wait_s=30))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    for name in names:
+        await site.sealed(name)
+    body = {"trainer_epoch": epoch, "max": 9, "key": "one request"}
+    replies = []
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer admin"}) as http:
+        for _ in range(2):
+            async with http.post(site.url + "/groups/lease", json=body) as response:
+                assert response.status == 200
+                leased = msgpack.unpackb(await response.read())["groups"]
+                replies.append({group["id"]: group["lease_id"] for group in leased})
+    assert replies[0] == replies[1]
+    assert sorted(replies[0]) == sorted(names)
+    assert (await site.client.lease(epoch, 9)) == []
+    for name in names:
+        await site.client.drop_group(name)
+
+
+async def test_what_the_front_says_of_all(site: Site) -> None:
+    [engine] = await site.client.list_engines()
+    assert (engine["url"], engine["healthy"], engine["limit"]) == (site.engine.url, True, 256)
+    text = await site.client.metrics()
+    for index in range(SHARDS):
+        assert re.search(rf'^tidegate_gateway_turns_total{{shard="{index}"}} \d+$', text, re.M)
+        assert f'tidegate_gateway_engines{{state="healthy",shard="{index}"}} 1' in text
+    assert text.count("# TYPE tidegate_gateway_turns_total counter") == 1
+    assert (await site.client.health())["status"] == "ok"
+    async with aiohttp.ClientSession() as http:
+        for path, status in (("/ready", 200), ("/engines", 401), ("/metrics", 401), ("/nothing", 404)):
+            async with http.get(site.url + path) as response:
+                assert response.status == status, path
+        async with http.post(site.url + "/sessions", data=b"{") as response:
+            assert response.status in (400, 401, 422)
+
+
+async def test_a_shard_that_is_killed_comes_back_at_its_address_with_its_sessions(site: Site) -> None:
+    access = await site.client.open_session(task=TASK, group_id="killed", slot=0, deadline_s=60)
+    async with site.llm(access) as llm:
+        await llm.chat.completions.create(model="m", messages=ASK)
+        os.kill(pid_of(access.base_url), signal.SIGKILL)
+        # The trainer's calls wait for it, and so do the agent's.
+        assert (await site.client.list_engines())[0]["url"] == site.engine.url
+        reply = await llm.chat.completions.create(model="m", messages=ASK)
+        assert reply.choices[0].message.content
+    summary = await site.client.finish(access.session_id, reward=1.0)
+    assert (summary.outcome, summary.turns) == (Outcome.COMPLETED, 2)
+    restarts = re.findall(r'shard_restarts_total{shard="(\d)"} (\d)', await site.client.metrics())
+    assert dict(restarts)[str(owner(access.session_id, SHARDS))] == "1"
+    await site.client.drop_group("killed")
+
+
+def pid_of(base_url: str) -> int:
+    """The process that listens on an address."""
+    port = f":{urlsplit(base_url).port:04X}"
+    table = Path("/proc/net/tcp").read_text()
+    rows = [line.split() for line in table.splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            for handle in (process / "fd").iterdir() if process.name.isdecimal() else ():
+                if os.readlink(handle) in {f"socket:[{inode}]" for inode in inodes}:
+                    return int(process.name)
+    raise AssertionError(f"nobody listens on {base_url}")
+
+
+async def test_a_shard_that_dies_again_and_again_ends_the_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying:
+        url = "http://127.0.0.1:9"
+        starts = 0
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        async def start(self) -> None:
+            Dying.starts += 1
+
+        async def died(self) -> str:
+            return "the shard was killed by SIGKILL"
+
+        restart = start
+
+    async def prepared(_: Shard) -> None: ...
+
+    monkeypatch.setattr(shards_module, "Service", Dying)
+    shard = Shard(0, [], tmp_path, None)
+    await shard.start()
+    with pytest.raises(StartError, match="SIGKILL, 6 times in a row"):
+        await asyncio.wait_for(shard.keep(prepared), 5)
+    assert Dying.starts == 6
+    assert not shard.up.is_set()
+
+
+async def test_a_journal_of_another_number_of_shards_is_refused(tmp_path: Path) -> None:
+    assert journal_of(tmp_path, 0, 2) == tmp_path / "shard-0-of-2"
+    (tmp_path / "shard-0-of-3").mkdir()
+    with pytest.raises(StartError, match="shard-0-of-3"):
+        journal_of(tmp_path, 0, 2)
