@@ -80,7 +80,7 @@ class Exchange:
         but not for longer than a client may wait for a sign of life."""
         events = self._request.events(self._calls, self._model)
         sent = [0] * len(self._calls)
-        started = False
+        started, data = False, b""
         timer = _Repeated(KEEP_ALIVE_S, self._grew_silent)
         try:
             while True:
@@ -88,15 +88,14 @@ class Exchange:
                 if refusal is not None and not started:
                     await refuse(send, self._dialect, refusal, self._metrics)
                     return False
-                data = b""
+                if not started and (done or self._silent or any(call.reader.parts for call in self._calls)):
+                    started, data = True, events.start()
+                    await send(_start(200, _EVENTS, [(b"cache-control", b"no-cache")]))
+                    continue  # what was true before that may not be true any more
                 for choice, call in enumerate(self._calls):
                     parts = call.reader.parts[sent[choice] :]
                     data += b"".join([events.part(choice, part) for part in parts])
                     sent[choice] += len(parts)
-                if not started and (data or done or self._silent):
-                    started = True
-                    await send(_start(200, _EVENTS, [(b"cache-control", b"no-cache")]))
-                    data = events.start() + data
                 if refusal is not None:
                     count(self._metrics, refusal)
                     await send({"type": "http.response.body", "body": data + events.error(refusal)})
@@ -114,6 +113,7 @@ class Exchange:
                     self._silent = False
                     timer.restart()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = b""
                 await self._news()
         finally:
             timer.cancel()

@@ -56,6 +56,8 @@ class Ask:
     tools: list[Any] | None = None
     tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: dict[str, Any] = field(default_factory=dict)
+    parent: int | None = None
+    """The turn that it says it continues: one of those that read alike."""
     stream: bool = False
     digest: bytes = b""
     """Of the request's body."""
@@ -119,13 +121,20 @@ class Turns:
     def count(self, session: Session, ask: Ask) -> int:
         """How many tokens the prompt of a request has. Raises Refusal."""
         session.check_open(asyncio.get_running_loop().time())
-        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        place = self._place(session, ask)
         place, delta, _ = self._delta(session, ask, place)
         return len(session.tree.prompt(place.parent, delta))
 
+    def _place(self, session: Session, ask: Ask) -> Place:
+        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        nodes = session.tree.nodes
+        if ask.parent is None or place.parent is None or nodes[place.parent].key != nodes[ask.parent].key:
+            return place
+        return place._replace(parent=ask.parent)
+
     def _prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
         """A new call, which may sample the `left` tokens of the session's budget."""
-        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        place = self._place(session, ask)
         place, delta, branch = self._delta(session, ask, place)
         reader = self._reader(ask, delta)
         if reader.begun:

@@ -30,7 +30,7 @@ _HARMLESS = frozenset(
 _READ = frozenset(
     {"messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"}
     | {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs"}
-    | {"chat_template_kwargs", "response_format"}
+    | {"chat_template_kwargs", "response_format", "reasoning_effort"}
     | fields.PENALTIES.keys()
 )
 # The only values, besides null, that can be honoured.
@@ -144,7 +144,7 @@ def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
     reserved = {"messages", "tools", "documents", "add_generation_prompt"} & options.keys()
     if reserved or not all(isinstance(v, str | int | float | bool | None) for v in options.values()):
         raise unsupported("chat_template_kwargs", "only plain values that the template itself reads")
-    return options
+    return fields.effort_options(payload.get("reasoning_effort"), "reasoning_effort") | options
 
 
 # -- replies -----------------------------------------------------------------------------------------

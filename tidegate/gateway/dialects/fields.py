@@ -101,6 +101,13 @@ def schema(form: Mapping[str, Any], holder: Mapping[str, Any], param: str) -> Sc
             raise unsupported(param, f"{other!r} is not supported, or has no schema"[:300])
 
 
+def effort_options(effort: Any, param: str) -> dict[str, Any]:
+    """Template options for a reasoning effort: a template may switch reasoning off, and nothing bounds it."""
+    if effort not in (None, "none"):
+        raise unsupported(param, f"{effort!r} is not supported, only 'none'"[:300])
+    return {} if effort is None else {"enable_thinking": False}
+
+
 def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) -> ToolUse:
     """A tool choice that demands a call, of the tool `name` unless the choice is `required` or `any`."""
     if choice not in ("required", "any") and not isinstance(name, str):

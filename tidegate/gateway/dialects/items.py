@@ -1,0 +1,127 @@
+"""Items of OpenAI's Responses: how a history is written in them, and a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.reply import call_wire
+from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall
+from tidegate.types import Message
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+Referred = Callable[[str], Message | None]
+"""The recorded reply that an item's id belongs to."""
+
+
+def read_items(items: Any, referred: Referred) -> list[Message]:
+    """The messages that input items stand for. Raises Refusal that names the item.
+
+    What one reply consists of comes in several items: those of the assistant that follow each other are
+    one message.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise Refusal("input: a text or a list of items is required", param="input")
+    reader = _Items(referred)
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise Refusal(f"input[{index}] is not an object", param="input")
+        reader.add(item, f"input[{index}]")
+    return reader.messages
+
+
+class _Items:
+    def __init__(self, referred: Referred) -> None:
+        self.messages: list[Message] = []
+        self._referred = referred
+        self._reply: Message | None = None
+        """The assistant's message that further items of it belong to."""
+
+    def add(self, item: dict[str, Any], where: str) -> None:
+        match item.get("type", "message"):
+            case "message" if item.get("role") == "assistant":
+                self._assistant()["content"] += _text(item.get("content"), f"{where}.content")
+            case "message":
+                self._other(item.get("role"), _text(item.get("content"), f"{where}.content"))
+            case "reasoning":
+                thought = _reasoning(item)
+                if thought:
+                    reply = self._assistant()
+                    reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
+            case "function_call" if isinstance(item.get("name"), str):
+                call = call_wire(str(item.get("call_id")), item["name"], item.get("arguments") or "")
+                self._assistant().setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = _text(item.get("output"), f"{where}.output")
+                self._other("tool", output, tool_call_id=str(item.get("call_id")))
+            case "item_reference":
+                self._reference(item.get("id"), where)
+            case kind:
+                raise unsupported(where, f"{kind!r} items are not supported"[:300])
+
+    def _assistant(self) -> Message:
+        if self._reply is None:
+            self._reply = {"role": "assistant", "content": ""}
+            self.messages.append(self._reply)
+        return self._reply
+
+    def _other(self, role: Any, content: str, **more: str) -> None:
+        self._reply = None
+        self.messages.append({"role": role, "content": content, **more})
+
+    def _reference(self, key: Any, where: str) -> None:
+        """An item that was given before: all of a reply's items stand for that reply, once."""
+        reply = self._referred(key) if isinstance(key, str) else None
+        if reply is None:
+            raise Refusal(f"{where}: there is no item {key!r} in this session"[:300], param="input")
+        if not self.messages or self.messages[-1] is not reply:
+            self._reply = None
+            self.messages.append(reply)
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    """Its text where it is there; what is encrypted or summarised is the same history without it."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refusal(f"{where} is neither text nor a list of parts", param="input")
+    return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise unsupported(where, f"{kind!r} parts are not supported, only text"[:300])
+    text: str = part["text"]
+    return text
+
+
+# -- replies -----------------------------------------------------------------------------------------
+
+
+def item_of(part: Part, key: str, call_id: str, status: str) -> dict[str, Any]:
+    """An output item; one that is in progress has nothing in it yet."""
+    begun = status == "in_progress"
+    if isinstance(part, ToolCall):
+        arguments = "" if begun else part.arguments
+        named = {"call_id": call_id, "name": part.name, "arguments": arguments}
+        return {"id": f"fc_{key}", "type": "function_call", "status": status, **named}
+    content = [] if begun else [content_of(part)]
+    if isinstance(part, Reasoning):
+        return {"id": f"rs_{key}", "type": "reasoning", "status": status, "summary": [], "content": content}
+    return {"id": f"msg_{key}", "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def content_of(part: str | Reasoning) -> dict[str, Any]:
+    if isinstance(part, Reasoning):
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part, "annotations": [], "logprobs": []}

@@ -1,0 +1,345 @@
+"""OpenAI's Responses: its requests, replies, streams and errors; its items are next door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from tidegate.gateway.calls import Call
+from tidegate.gateway.dialects import fields
+from tidegate.gateway.dialects.base import ServedModel, Usage, merged
+from tidegate.gateway.dialects.fields import event, get
+from tidegate.gateway.dialects.items import content_of, item_of, read_items
+from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.sampling import Schema, Wishes
+from tidegate.gateway.sessions import Session
+from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
+from tidegate.gateway.tree import Node
+from tidegate.gateway.turns import Ask
+from tidegate.types import Message
+
+error = fields.openai_error
+# Accepted, and without any effect on what is sampled. What is not stored elsewhere is recorded here too.
+_HARMLESS = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"}
+    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+)
+_READ = frozenset(
+    {"input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls"}
+    | {"stream", "max_output_tokens", "temperature", "top_p", "text", "reasoning", "include"}
+)
+# The only values, besides null, that can be honoured.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+}
+# Ids of responses whose history begins with instructions end so: instructions are not carried over.
+_INSTRUCTED = "i"
+_ID_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request for one response; `echo` has the parameters that the response repeats."""
+
+    ask: Ask
+    instructed: bool
+    echo: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> Sequence[Ask]:
+        return [self.ask]
+
+    @property
+    def stream(self) -> bool:
+        return self.ask.stream
+
+    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+        [call] = calls
+        parts = merged(call.reader.parts)
+        status = _status(call)
+        keys = iter(call.reader.call_ids)
+        items = [
+            item_of(
+                part,
+                f"{call.id}_{index}",
+                next(keys) if isinstance(part, ToolCall) else "",
+                "completed" if isinstance(part, ToolCall) or index < len(parts) - 1 else status,
+            )
+            for index, part in enumerate(parts)
+        ]
+        return orjson.dumps(self.finished(call, model, items))
+
+    def events(self, calls: Sequence[Call], model: ServedModel) -> ResponseEvents:
+        [call] = calls
+        return ResponseEvents(call, self, model)
+
+    def begun(self, call: Call, model: ServedModel, status: str = "in_progress") -> dict[str, Any]:
+        """The response as far as it is known when its call begins."""
+        return {
+            "id": f"resp_{call.id}" + _INSTRUCTED * self.instructed,
+            "object": "response",
+            "created_at": call.created,
+            "model": model.name,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            "background": False,
+            "truncation": "disabled",
+            **self.echo,
+        }
+
+    def finished(self, call: Call, model: ServedModel, items: list[dict[str, Any]]) -> dict[str, Any]:
+        assert call.node is not None, "the call is done"
+        status = _status(call)
+        told: dict[str, Any] = {"output": items, "usage": _usage(Usage.of([call], model))}
+        if status == "incomplete":
+            told["incomplete_details"] = {"reason": "max_output_tokens"}
+        told["temperature"] = call.node.turn.temperature
+        return {**self.begun(call, model, status), **told}
+
+
+def read(payload: dict[str, Any], session: Session) -> ResponsesRequest:
+    """Translate a body; raises Refusal that names what cannot be honoured."""
+    fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
+    _check_include(payload)
+    tools = _tools(payload)
+    instructions = get(payload, "instructions", str)
+    before = _previous(payload, session)
+    ask = Ask(
+        messages=_messages(payload, instructions, before, session),
+        wishes=_wishes(payload),
+        tools=tools,
+        tool_use=_tool_use(payload, tools or []),
+        template_options=_template_options(payload),
+        stream=get(payload, "stream", bool) or False,
+        parent=None if before is None else before[0].turn.index,
+    )
+    return ResponsesRequest(ask, bool(instructions), _echo(payload, ask))
+
+
+def _messages(
+    payload: dict[str, Any], instructions: str | None, before: tuple[Node, bool] | None, session: Session
+) -> list[Message]:
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    if before is not None:
+        node, instructed = before
+        messages += session.tree.history(node.turn.index)[instructed:]
+
+    def referred(key: str) -> Message | None:
+        node = _node(session, key.partition("_")[2].partition("_")[0])
+        return None if node is None else node.reply
+
+    messages += read_items(payload.get("input") or [], referred)
+    if not messages:
+        raise Refusal("input: a text or a list of items is required", param="input")
+    return messages
+
+
+def _previous(payload: dict[str, Any], session: Session) -> tuple[Node, bool] | None:
+    """The turn that is continued, and whether its history begins with instructions."""
+    key = get(payload, "previous_response_id", str)
+    if key is None:
+        return None
+    name = key.removeprefix("resp_")
+    node = _node(session, name[:_ID_LENGTH])
+    if node is None or name[_ID_LENGTH:] not in ("", _INSTRUCTED):
+        raise Refusal(
+            f"there is no response {key!r} in this session"[:300],
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return node, name.endswith(_INSTRUCTED)
+
+
+def _node(session: Session, key: str) -> Node | None:
+    return next((node for node in reversed(session.tree.nodes) if node.request.id == key), None)
+
+
+def _wishes(payload: dict[str, Any]) -> Wishes:
+    return Wishes(
+        temperature=fields.within(payload, "temperature", 0, 2),
+        top_p=fields.top_p(payload),
+        max_tokens=fields.at_least_1(payload, "max_output_tokens"),
+        schema=_schema(payload),
+    )
+
+
+def _schema(payload: dict[str, Any]) -> Schema | None:
+    text = get(payload, "text", dict) or {}
+    fields.refuse_others(text, {"format"}, {"verbosity": ("medium",)}, "text.")
+    form = get(text, "format", dict, "text.") or {"type": "text"}
+    return fields.schema(form, form, "text.format")
+
+
+def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
+    reasoning = get(payload, "reasoning", dict) or {}
+    only = {"summary": ("auto",), "generate_summary": ("auto",)}
+    fields.refuse_others(reasoning, {"effort"}, only, "reasoning.")
+    return fields.effort_options(reasoning.get("effort"), "reasoning.effort")
+
+
+def _check_include(payload: dict[str, Any]) -> None:
+    for one in get(payload, "include", list) or []:
+        if one != "reasoning.encrypted_content":  # reasoning comes as plain text, which serves as well
+            raise unsupported("include", f"{one!r} is not supported"[:300])
+
+
+def _tools(payload: dict[str, Any]) -> list[Any] | None:
+    tools = []
+    for index, tool in enumerate(get(payload, "tools", list) or []):
+        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+        if kind != "function" or not isinstance(tool.get("name"), str):
+            raise unsupported(
+                f"tools[{index}]", f"{kind!r} is not supported, only functions with a name"[:300]
+            )
+        keys = ("name", "description", "parameters")
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
+    choice = payload.get("tool_choice") or "auto"
+    parallel = get(payload, "parallel_tool_calls", bool) is not False
+    if choice in ("auto", "none"):
+        return ToolUse("none" if choice == "none" else "auto", parallel=parallel)
+    name = None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = choice.get("name")
+    return fields.required_tool(choice, name, [tool["function"]["name"] for tool in tools], parallel)
+
+
+def _echo(payload: dict[str, Any], ask: Ask) -> dict[str, Any]:
+    return {
+        "instructions": payload.get("instructions"),
+        "max_output_tokens": payload.get("max_output_tokens"),
+        "metadata": payload.get("metadata") or {},
+        "parallel_tool_calls": ask.tool_use.parallel,
+        "previous_response_id": payload.get("previous_response_id"),
+        "reasoning": payload.get("reasoning") or {"effort": None, "summary": None},
+        "store": payload.get("store") is not False,
+        "temperature": payload.get("temperature"),
+        "text": payload.get("text") or {"format": {"type": "text"}},
+        "tool_choice": payload.get("tool_choice") or "auto",
+        "tools": payload.get("tools") or [],
+        "top_p": payload.get("top_p"),
+        "user": payload.get("user"),
+    }
+
+
+# -- replies -----------------------------------------------------------------------------------------
+
+
+def _status(call: Call) -> str:
+    assert call.node is not None, "the call is done"
+    return "incomplete" if call.node.turn.finish_reason == "length" else "completed"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+class ResponseEvents:
+    """Turns a call's parts into server-sent events, numbered from 0."""
+
+    ping = b": keep-alive\n\n"
+
+    def __init__(self, call: Call, request: ResponsesRequest, model: ServedModel) -> None:
+        self._call = call
+        self._request = request
+        self._model = model
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: str | Reasoning | None = None
+        """What the item that is in progress has so far."""
+        self._item_id = ""
+        self._calls = 0
+
+    def start(self) -> bytes:
+        response = self._request.begun(self._call, self._model)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def part(self, choice: int, part: Part) -> bytes:
+        if isinstance(part, ToolCall):
+            return self._close() + self._tool_call(part)
+        data = b"" if type(self._open) is type(part) else self._close() + self._begin(part)
+        text = part.text if isinstance(part, Reasoning) else part
+        if isinstance(self._open, Reasoning):
+            self._open = Reasoning(self._open.text + text)
+            return data + self._in_part("response.reasoning_text.delta", delta=text)
+        self._open = (self._open or "") + text
+        return data + self._in_part("response.output_text.delta", delta=text, logprobs=[])
+
+    def end(self) -> bytes:
+        status = _status(self._call)
+        data = self._close(status)
+        response = self._request.finished(self._call, self._model, self._items)
+        return data + self._event(f"response.{status}", response=response)
+
+    def error(self, refusal: Refusal) -> bytes:
+        told = {"code": refusal.code, "message": str(refusal), "param": refusal.param}
+        # The SDKs raise where an event has an `error`; the protocol's own form alone they hand on.
+        return self._event("error", **told, error={**told, "type": refusal.type})
+
+    def _tool_call(self, call: ToolCall) -> bytes:
+        call_id = self._call.reader.call_ids[self._calls]
+        self._calls += 1
+        data = self._added(call, call_id)
+        told = {"output_index": len(self._items), "item_id": self._item_id}
+        kind = "response.function_call_arguments"
+        data += self._event(f"{kind}.delta", **told, delta=call.arguments)
+        data += self._event(f"{kind}.done", **told, name=call.name, arguments=call.arguments)
+        return data + self._done(call, call_id, "completed")
+
+    def _begin(self, part: str | Reasoning) -> bytes:
+        self._open = Reasoning("") if isinstance(part, Reasoning) else ""
+        return self._added(part) + self._in_part("response.content_part.added", part=content_of(self._open))
+
+    def _close(self, status: str = "completed") -> bytes:
+        """End the item that is in progress, if there is one."""
+        part, self._open = self._open, None
+        if part is None:
+            return b""
+        if isinstance(part, Reasoning):
+            text = self._in_part("response.reasoning_text.done", text=part.text)
+        else:
+            text = self._in_part("response.output_text.done", text=part, logprobs=[])
+        content = self._in_part("response.content_part.done", part=content_of(part))
+        return text + content + self._done(part, "", status)
+
+    def _added(self, part: Part, call_id: str = "") -> bytes:
+        item = self._item(part, call_id, "in_progress")
+        self._item_id = item["id"]
+        return self._event("response.output_item.added", output_index=len(self._items), item=item)
+
+    def _done(self, part: Part, call_id: str, status: str) -> bytes:
+        item = self._item(part, call_id, status)
+        data = self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        return data
+
+    def _item(self, part: Part, call_id: str, status: str) -> dict[str, Any]:
+        return item_of(part, f"{self._call.id}_{len(self._items)}", call_id, status)
+
+    def _in_part(self, kind: str, **what: Any) -> bytes:
+        place = {"output_index": len(self._items), "item_id": self._item_id, "content_index": 0}
+        return self._event(kind, **place, **what)
+
+    def _event(self, kind: str, **what: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return event({"type": kind, "sequence_number": number, **what}, kind)
