@@ -8,10 +8,23 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tidegate import __version__
-from tidegate.cli import audit, doctor, engine, evaluate, export, gateway, init, report, simulate, train, view
+from tidegate.cli import (
+    audit,
+    doctor,
+    engine,
+    evaluate,
+    export,
+    gateway,
+    init,
+    replay,
+    report,
+    simulate,
+    train,
+    view,
+)
 from tidegate.errors import TidegateError
 
-VERBS = (init, doctor, train, evaluate, gateway, engine, audit, view, report, export, simulate)
+VERBS = (init, doctor, train, evaluate, gateway, engine, audit, view, report, replay, export, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ The cut is exact: `groups_per_batch` groups, none staler than the bound at that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.gateway.client import GatewayClient
@@ -34,13 +34,18 @@ class Batch:
 
     def rows(self, advantages: list[list[Advantage]]) -> list[Row]:
         """The token sequences to train on."""
-        return [
-            row
-            for group, values in zip(self.groups, advantages, strict=True)
-            for trajectory, advantage in zip(group.trajectories, values, strict=True)
-            if advantage is not None
-            for row in rows_of(trajectory, advantage)
-        ]
+        return rows_to_train(self.groups, advantages)
+
+
+def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[Row]:
+    """The token sequences of groups at their trajectories' advantages, in order."""
+    return [
+        row
+        for group, values in zip(groups, advantages, strict=True)
+        for trajectory, advantage in zip(group.trajectories, values, strict=True)
+        if advantage is not None
+        for row in rows_of(trajectory, advantage)
+    ]
 
 
 @dataclass(slots=True)

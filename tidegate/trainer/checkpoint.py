@@ -55,16 +55,16 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
     """
     path = _directory(run_dir) / f"step_{step}"
     marker = json.dumps({**state, "step": step}, allow_nan=False)
-    committed = (path / MARKER).exists()
+    whole = (path / MARKER).exists()
     try:
-        if not committed:
+        if not whole:
             policy.save_weights(path)
             policy.save_state(path / TRAINER_STATE)
             sync_tree(path)
             sync(path.parent)
         _commit(path / MARKER, marker)
     except OSError as error:
-        if not committed:
+        if not whole:
             shutil.rmtree(path, ignore_errors=True)
         raise CheckpointError(_advice(path, error)) from error
     return path
@@ -75,8 +75,8 @@ def latest(run_dir: Path) -> Checkpoint | None:
 
     Raises CheckpointError where its marker cannot be read.
     """
-    steps = _committed(run_dir)
-    return _read(steps[max(steps)]) if steps else None
+    steps = committed(run_dir)
+    return read(steps[max(steps)]) if steps else None
 
 
 def load(checkpoint: Checkpoint, policy: Restorable) -> None:
@@ -94,9 +94,9 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
     The marker goes first, so that a checkpoint half removed is not taken for one. Directories without a
     marker are removed too. Returns what was removed.
     """
-    committed = _committed(run_dir)
-    kept = {*sorted(committed, reverse=True)[:keep], *protect}
-    doomed = [path for step, path in sorted(committed.items()) if step not in kept]
+    there = committed(run_dir)
+    kept = {*sorted(there, reverse=True)[:keep], *protect}
+    doomed = [path for step, path in sorted(there.items()) if step not in kept]
     for path in doomed:
         (path / MARKER).unlink()
         sync(path)
@@ -137,8 +137,8 @@ def _directory(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def _committed(run_dir: Path) -> dict[int, Path]:
-    """The committed checkpoints by step."""
+def committed(run_dir: Path) -> dict[int, Path]:
+    """The directories of the committed checkpoints, by step."""
     found = {}
     for path in _directory(run_dir).glob("step_*"):
         match = _STEP.fullmatch(path.name)
@@ -147,7 +147,8 @@ def _committed(run_dir: Path) -> dict[int, Path]:
     return found
 
 
-def _read(path: Path) -> Checkpoint:
+def read(path: Path) -> Checkpoint:
+    """A committed checkpoint's marker. Raises CheckpointError where it cannot be read."""
     marker = path / MARKER
     try:
         state = json.loads(marker.read_text(encoding="utf-8"))

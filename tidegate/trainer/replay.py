@@ -1,0 +1,108 @@
+"""Training again from a run's recorded trajectories, without engines, agents or a gateway.
+
+With the run's own settings every loss and every parameter comes out bit for bit: what is trained on is in
+the files, and the step is deterministic for a thread count and a microbatch layout, both of which are
+settings. With other settings it answers 'what if': the same batches under another loss or learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.config import Settings
+from tidegate.errors import TidegateError
+from tidegate.trainer import checkpoint as checkpoints
+from tidegate.trainer.batches import rows_to_train
+from tidegate.trainer.credit import GroupCredit
+from tidegate.trainer.entries import State
+from tidegate.trainer.loop import CHANGED
+from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.policy import Policy
+from tidegate.trainer.trajectories import read_lines, recorded, step_files
+from tidegate.types import Group, Trajectory
+
+COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "mismatch_kl", "lag_kl", "clip_fraction", "ess")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One step: its metrics as recorded and as they came out now."""
+
+    step: int
+    before: dict[str, Any]
+    now: dict[str, float]
+    same_weights: bool | None
+    """As the checkpoint of this step; None where there is none."""
+
+    @property
+    def same(self) -> bool:
+        """Every compared metric equal, to the last bit, and the weights too."""
+        pairs = [(self.before[name], self.now[name]) for name in COMPARED if name in self.before]
+        return self.same_weights is not False and all(_equal(*pair) for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The steps after `first` up to `last` (all, if None), under `settings`."""
+
+    run_dir: Path
+    settings: Settings
+    first: int = 0
+    last: int | None = None
+
+    def run(self, policy: Policy) -> Iterator[Replayed]:
+        """Step by step; `policy` is what `start` gave. Raises TidegateError where files are missing."""
+        rows = {row["step"]: row for row in read_metrics(self.run_dir)}
+        files = step_files(self.run_dir)
+        kept = checkpoints.committed(self.run_dir)
+        credit = GroupCredit(self.settings.trainer)
+        for step in range(self.first + 1, min(self.last or max(files), max(files)) + 1):
+            if step not in files or step not in rows:
+                raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
+            groups = _groups(files[step])
+            fresh = (step - 1) % self.settings.trainer.publish_interval == 0
+            version = int(rows[step - 1]["version"]) if fresh else CHANGED
+            now = policy.update(rows_to_train(groups, credit(groups)), version)
+            weights = kept.get(step)
+            yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
+
+    def start(self) -> Policy:
+        """The policy after step `first`: the base model, or that step's checkpoint.
+
+        Raises TidegateError where there is no checkpoint of it.
+        """
+        settings = self.settings
+        if self.first == 0:
+            return Policy.load(settings.model.path.absolute(), settings.trainer, settings.run.seed)
+        kept = checkpoints.committed(self.run_dir)
+        if self.first not in kept:
+            known = ", ".join(map(str, [0, *sorted(kept)]))
+            raise TidegateError(
+                f"{self.run_dir} keeps no checkpoint of step {self.first}; replay can start from {known}"
+            )
+        policy = Policy.load(kept[self.first], settings.trainer, settings.run.seed)
+        checkpoints.load(checkpoints.read(kept[self.first]), policy)
+        return policy
+
+
+def _groups(path: Path) -> list[Group]:
+    """The groups that were stepped on, in the order of the batch."""
+    members: dict[str, list[Trajectory]] = {}
+    for line in read_lines(path):
+        if line["state"] == State.STEPPED.value:
+            members.setdefault(line["group_id"], []).append(recorded(line))
+    return [Group(name, found[0].task_id, found) for name, found in members.items()]
+
+
+def _same_weights(policy: Policy, path: Path) -> bool:
+    """Whether the policy's weights are those of a directory, bit for bit."""
+    theirs = Policy.load(path, policy.settings).model.state_dict()
+    return all(theirs[name].equal(tensor.cpu()) for name, tensor in policy.model.state_dict().items())
+
+
+def _equal(before: Any, now: float) -> bool:
+    return before == now or (before is None and not math.isfinite(now))
