@@ -24,6 +24,7 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "gateway.certify",
         "gateway.client",
         "gateway.protocol",
         "gateway.refusal",

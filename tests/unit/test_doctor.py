@@ -151,12 +151,21 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     [
         ("qwen2", ["template_rewrites"]),
         ("qwen3", ["template_rewrites"]),
-        ("shouting", ["template_branches"]),
+        ("shouting", ["template_branches", "template_without_tools"]),
+        ("mistral", ["template_rewrites", "template_refuses", "template_without_tools"]),
         ("counting", ["template_without_tools"]),
     ],
 )
 def test_what_a_template_does_to_a_history(tmp_path: Path, template: str, expected: list[str]) -> None:
     assert codes(model_findings(a_model(tmp_path, template))) == expected
+
+
+def test_what_is_exact_and_what_is_not_is_told_by_name_and_reason(tmp_path: Path) -> None:
+    told = {
+        one.code: one.text for one in model_findings(a_model(tmp_path, "qwen3")) if one.check == "template"
+    }
+    assert "a tool's result, results of parallel calls" in told["ok"]
+    assert "after reasoning (the template writes the past reply otherwise" in told["template_rewrites"]
 
 
 # -- environments

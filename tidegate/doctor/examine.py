@@ -14,8 +14,9 @@ from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
 from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
 from tidegate.doctor.install import check_install, check_port
-from tidegate.doctor.model import ASKED, check_model
+from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
+from tidegate.doctor.template import ASKED
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient

@@ -1,4 +1,4 @@
-"""Is the model directory whole, and does its chat template let a conversation grow?"""
+"""Is the model directory whole?"""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.doctor.findings import Finding, error, note, ok, warning
+from tidegate.doctor.findings import Finding, error, ok
+from tidegate.doctor.template import check_template
 from tidegate.errors import StartError
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.render import Renderer, Unrenderable
-from tidegate.types import Message
-
-ASKED: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
-REPLIES = ("It is 5.", "<think>\nTwo and three.\n</think>\n\nIt is 5.")
-AGAIN: list[Message] = [{"role": "user", "content": "And 4 + 4?"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Work out an expression.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+from tidegate.gateway.render import Renderer
 
 
 def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
@@ -45,10 +32,8 @@ def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
         renderer = Renderer.load(model)
     except StartError as failure:
         return [error("model", "tokenizer_unreadable", str(failure))], None
-    found = [*_tokenizer(renderer, model), *check_template(renderer)]
-    return found or [
-        ok("model", f"{model}: tokenizer, and a template whose turns extend each other")
-    ], renderer
+    found = _tokenizer(renderer, model) or [ok("model", f"{model}: weights, tokenizer and chat template")]
+    return [*found, *check_template(renderer)], renderer
 
 
 def _files(model: Path) -> list[Finding]:
@@ -104,56 +89,3 @@ def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
             )
         )
     return found
-
-
-def check_template(renderer: Renderer) -> list[Finding]:
-    """The prefix property: what follows a reply is put after the ids that were sampled.
-
-    Where a template can't do that, the gateway renders every turn whole: correct, but a sequence of its
-    own, trained at its own cost.
-    """
-    try:
-        first = renderer.root(ASKED, None, {}).tolist()
-    except Refusal as failure:
-        return [error("model", "template_fails", f"the chat template fails on a plain question: {failure}")]
-    found = []
-    try:
-        kept = [_extends(renderer, first, reply) for reply in REPLIES]
-    except Unrenderable as failure:
-        return [
-            warning(
-                "model",
-                "template_branches",
-                "the chat template gives no text of its own for what follows a reply, so every turn becomes "
-                f"a branch: {failure}",
-                "give the model a template that writes replies as they are",
-            )
-        ]
-    if not all(kept):
-        found.append(
-            note(
-                "model",
-                "template_rewrites",
-                "the chat template writes past replies in another way than they are sampled (it takes "
-                "reasoning out, say); the gateway keeps what was sampled",
-            )
-        )
-    if renderer.root(ASKED, [TOOL], {}).tolist() == first:
-        found.append(
-            warning(
-                "model",
-                "template_without_tools",
-                "the chat template leaves tools out: the model never hears of them",
-                "describe the tools in a system message, or use a template with tools",
-            )
-        )
-    return found
-
-
-def _extends(renderer: Renderer, first: list[int], reply: str) -> bool:
-    """Whether the whole history, rendered anew, is what was recorded with what follows put after it."""
-    message: Message = {"role": "assistant", "content": reply}
-    recorded = [*first, *renderer.encode(reply), *renderer.closing_ids[:1]]
-    added = renderer.follow_up(lambda: ASKED, message, AGAIN, None, {}, recorded[-1]).tolist()
-    whole = renderer.root([*ASKED, message, *AGAIN], None, {}).tolist()
-    return bool(whole == recorded + added)

@@ -1,0 +1,81 @@
+"""Does the chat template let a conversation grow: which continuations are exact, which are not, and why?"""
+
+from __future__ import annotations
+
+from tidegate.doctor.findings import Finding, error, note, ok, warning
+from tidegate.gateway.certify import Judgement, certify
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.render import Renderer
+from tidegate.types import Message
+
+ASKED: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Work out an expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def check_template(renderer: Renderer) -> list[Finding]:
+    """The prefix property: what follows a reply is put after the ids that were sampled.
+
+    Where a template can't do that, the gateway renders every turn whole: correct, but a sequence of its
+    own, trained at its own cost.
+    """
+    try:
+        first = renderer.root(ASKED, None, {}).tolist()
+    except Refusal as failure:
+        return [error("template", "template_fails", f"it fails on a plain question: {failure}")]
+    certificate = certify(renderer)
+    found = []
+    if exact := certificate.of("exact"):
+        found.append(ok("template", f"exact: {_kinds(exact)}"))
+    if branches := certificate.of("branch"):
+        found.append(
+            warning(
+                "template",
+                "template_branches",
+                f"every such turn becomes a branch: {_told(branches)}",
+                "give the model a template that writes replies as they are",
+            )
+        )
+    if kept := certificate.of("kept"):
+        found.append(
+            note("template", "template_rewrites", f"the gateway keeps what was recorded: {_told(kept)}")
+        )
+    if refused := certificate.of("refused"):
+        found.append(note("template", "template_refuses", f"it takes no such history: {_told(refused)}"))
+    if not certificate.shields:
+        found.append(
+            warning(
+                "template",
+                "control_tokens",
+                "what users and tools write as control tokens becomes control tokens: they could end a turn",
+                "take them out of what your tools return",
+            )
+        )
+    if renderer.root(ASKED, [TOOL], {}).tolist() == first:
+        found.append(
+            warning(
+                "template",
+                "template_without_tools",
+                "the chat template leaves tools out: the model never hears of them",
+                "describe the tools in a system message, or use a template with tools",
+            )
+        )
+    return found
+
+
+def _kinds(judgements: list[Judgement]) -> str:
+    return ", ".join(one.kind for one in judgements)
+
+
+def _told(judgements: list[Judgement]) -> str:
+    """Kinds with their reasons, those with one reason together."""
+    by_reason: dict[str, list[Judgement]] = {}
+    for one in judgements:
+        by_reason.setdefault(one.why, []).append(one)
+    return "; ".join(f"{_kinds(kinds)} ({why})" for why, kinds in by_reason.items())
