@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,9 +155,8 @@ def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    times = []
-    for _ in range(3):
-        began = time.monotonic()
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
-        times.append(time.monotonic() - began)
-    assert min(times) < 1.0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor: how long it takes by the clock is the machine's other work, too.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
