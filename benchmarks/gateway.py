@@ -1,9 +1,9 @@
 """What a turn through the gateway costs, beside a peer, a bare forwarder and the engine called directly.
 
 64 sessions × 8 turns of 64 tokens, one fake engine, one load generator, every system a process of its own;
-rounds of all systems interleaved, medians of the rounds. Tidegate has everything on: rendering, the tree,
-tool parsing, keys. CPU is user + system time of the system's process while turns are taken; opening
-sessions is outside of it.
+rounds of all systems interleaved, medians of the rounds. Tidegate has everything on: keys, the tree,
+rendering with a tokenizer of real size, tool parsing, the journal. CPU is user + system time of the
+system's process while turns are taken; opening sessions is outside of it.
 
     python benchmarks/gateway.py [--json] [--rounds 5]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
@@ -122,6 +123,16 @@ def turn_50_vs_2(bench: Bench, system: System, pairs: int = 5) -> dict[str, Any]
     }
 
 
+def make_model(directory: Path) -> Path:
+    """What a gateway reads of a model: a tokenizer of 130,000 tokens and a template in Qwen 3's format."""
+    sys.path.append(str(ROOT))  # the tests' tokenizer, of which no other copy is wanted
+    from tests.families import family_tokenizer
+
+    family_tokenizer("qwen3", "real").save_pretrained(str(directory))
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    return directory
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
@@ -133,7 +144,7 @@ def main() -> int:
 
 
 def measure(directory: Path, processes: Processes, arguments: argparse.Namespace) -> int:
-    model = ROOT / "examples" / "tiny_base" / "model"
+    model = make_model(directory / "model")
     write_replies(directory / "replies.json", Renderer.load(model))
     engine = processes.engine(directory / "replies.json")
     bench = Bench(processes.load())

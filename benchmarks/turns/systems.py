@@ -118,7 +118,9 @@ class Processes:
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")
 
     def tidegate(self, engine: System, model: Path) -> System:
+        """With its journal, on disk."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--engine", engine.url]
+        command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
         command += ["--port", "0", "--announce"]
         return self._announced("tidegate", command, "/s/{session}/v1/chat/completions")
 

@@ -352,8 +352,11 @@ async def test_a_reply_that_meets_the_end_of_its_session_is_not_delivered(
     session = stage.gateway.session(access.session_id)
     await ask(llm)
 
-    async def recorded_and_finished(session: Session, _: Any) -> None:
+    recorded = stage.gateway.journal.recorded
+
+    def recorded_and_finished(session: Session, nodes: Any) -> Any:
         session.close("it was finished")
+        return recorded(session, nodes)
 
     monkeypatch.setattr(stage.gateway.journal, "recorded", recorded_and_finished)
     with pytest.raises(openai.PermissionDeniedError):

@@ -7,8 +7,8 @@ aborted on the engine, as soon as nobody listens.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ class Call:
     idempotency_key: str | None = None
     ordinal: int = 0
     """How many calls of its session had begun before it."""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
     prompt_tokens: int = 0

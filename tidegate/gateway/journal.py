@@ -19,6 +19,7 @@ whether the client has the reply. It is decided by what is seen next:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -64,8 +65,11 @@ class Journal:
 
     async def opened(self, session: Session) -> None: ...
 
-    async def recorded(self, session: Session, nodes: Sequence[Node]) -> None:
-        """Turns, before their replies go out."""
+    def recorded(self, session: Session, nodes: Sequence[Node]) -> asyncio.Future[None]:
+        """Turns, before their replies go out: done when they are kept."""
+        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        kept.set_result(None)
+        return kept
 
     def sent(self, session: Session, index: int) -> None:
         """The reply of a turn went out; written soon, waited for by nobody."""

@@ -81,9 +81,9 @@ class DiskJournal(Journal):
         )  # fmt: skip
         await self._writer.write("opened", (f"INSERT INTO sessions VALUES ({', '.join('?' * 10)})", [row]))
 
-    async def recorded(self, session: Session, nodes: Sequence[Node]) -> None:
+    def recorded(self, session: Session, nodes: Sequence[Node]) -> asyncio.Future[None]:
         rows = [layout.turn_row(session.number, node) for node in nodes]
-        await self._writer.write("recorded", (layout.INSERT_TURN, rows))
+        return self._writer.write("recorded", (layout.INSERT_TURN, rows))
 
     def sent(self, session: Session, index: int) -> None:
         self._sent.append(layout.turn_id(session.number, index))

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import random
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -182,7 +182,7 @@ class EnginePool:
     ) -> None:
         """One `/generate`; adds to `sampled` what it gave, also where a stream broke off."""
         # Engines match ids by prefix when they abort, so no id may begin another one: fixed length.
-        rid = uuid.uuid4().hex
+        rid = secrets.token_hex(16)
         begun = list(sampled.ids)
         piece, stopped = Sampled(), False
 

@@ -6,7 +6,7 @@ One pipeline serves streamed and whole replies, so that what was streamed is wha
 from __future__ import annotations
 
 import bisect
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,7 +130,7 @@ class ReplyReader:
 
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
-        self.call_ids += [f"call_{uuid.uuid4().hex[:24]}" for part in parts if isinstance(part, ToolCall)]
+        self.call_ids += [f"call_{secrets.token_hex(12)}" for part in parts if isinstance(part, ToolCall)]
 
     @property
     def stopped(self) -> str | None:

@@ -259,8 +259,9 @@ class Turns:
         call.node = node
 
     def _write(self, session: Session) -> None:
-        nodes = [session.unwritten.pop(index) for index in sorted(session.unwritten)]
-        writing = asyncio.ensure_future(self._journal.recorded(session, nodes))
+        nodes = [session.unwritten[index] for index in sorted(session.unwritten)]
+        writing = self._journal.recorded(session, nodes)
+        session.unwritten.clear()
         session.writing |= {node.turn.index: writing for node in nodes}
         writing.add_done_callback(lambda _: self._written(session, nodes, writing))
 
