@@ -28,7 +28,7 @@ from tidegate.gateway.dataplane import (
     ModelsEndpoint,
     read_body,
 )
-from tidegate.gateway.dialects import chat, messages, responses
+from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.exchange import respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
@@ -43,6 +43,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     control = _control_plane(gateway)
     endpoints: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/chat/completions", Endpoint(gateway, chat)),
+        ("POST", "/completions", Endpoint(gateway, completions)),
         ("POST", "/responses", Endpoint(gateway, responses)),
         ("POST", "/messages", Endpoint(gateway, messages)),
         ("POST", "/messages/count_tokens", CountEndpoint(gateway)),

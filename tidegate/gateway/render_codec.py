@@ -48,6 +48,8 @@ class Codec:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.added: dict[str, int] = tokenizer.get_added_vocab()
+        self.vocabulary = len(tokenizer)
+        """How many ids there are."""
         special = {str(one.content) for one in tokenizer.added_tokens_decoder.values() if one.special}
         visible = {self.added[one] for one in shown if one in self.added}
         hidden = {self.added[one] for one in special if one in self.added} | set(tokenizer.all_special_ids)

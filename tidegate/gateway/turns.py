@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +24,7 @@ from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.raw import place_raw, raw_ids
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.reasoning import ReasoningParser
@@ -56,6 +57,8 @@ class Ask:
     tools: list[Any] | None = None
     tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: dict[str, Any] = field(default_factory=dict)
+    prompt: str | list[int] | None = None
+    """What goes to the engine as it is, instead of messages."""
     parent: int | None = None
     """The turn that it says it continues: one of those that read alike."""
     stream: bool = False
@@ -134,8 +137,11 @@ class Turns:
 
     def _prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
         """A new call, which may sample the `left` tokens of the session's budget."""
-        place = self._place(session, ask)
-        place, delta, branch = self._delta(session, ask, place)
+        if ask.prompt is None:
+            place, delta, branch = self._delta(session, ask, self._place(session, ask))
+        else:
+            place, delta, branch = *self._raw(session, ask.prompt), None
+            ask = replace(ask, messages=[{"role": "user", "content": self._renderer.decode(delta.tolist())}])
         reader = self._reader(ask, delta)
         if reader.begun:
             delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
@@ -169,6 +175,13 @@ class Turns:
             prompt_tokens=len(prompt),
         )
 
+    def _raw(self, session: Session, prompt: str | list[int]) -> tuple[Place, Ids]:
+        ids = self._renderer.encode(prompt) if isinstance(prompt, str) else prompt
+        place, delta = place_raw(session.tree, raw_ids(ids, self._renderer.codec.vocabulary))
+        if place.parent is not None:
+            self._delivered(session, place.parent)  # who quotes a reply has it
+        return place, delta
+
     def _recall(self, ask: Ask, node: Node) -> Call:
         """A call whose reply is there already: the same request, whose turn is `node`, came again."""
         delta = node.turn.delta_ids
@@ -188,6 +201,8 @@ class Turns:
 
     def _reader(self, ask: Ask, delta: Ids) -> ReplyReader:
         """What reads the reply to a prompt that ends with `delta`."""
+        if ask.prompt is not None:
+            return ReplyReader(self._renderer.decode, ask.wishes.stop, PlainParser())
         calls = bool(ask.tools) and ask.tool_use.mode != "none"
         parser: Parser = PARSERS[self._tool_parser]() if calls else PlainParser()
         forced = forced_start(self._tool_parser, ask.tool_use)

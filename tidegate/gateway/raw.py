@@ -1,0 +1,56 @@
+"""Prompts that are given as text or ids and go to the engine as they are, without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from tidegate.gateway.messages import root_key
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.tree import Place, Tree
+from tidegate.types import Ids
+
+_ROOT = root_key(None, {"raw": True})
+
+
+def raw_ids(ids: Sequence[int], vocabulary: int) -> Ids:
+    """A prompt's ids; shape [prompt]. Raises Refusal for a prompt that no engine can take."""
+    if not ids:
+        raise Refusal("prompt: it has no tokens", param="prompt")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(one for one in ids if not 0 <= one < vocabulary)
+        raise Refusal(f"prompt: {wrong} is not in the vocabulary of {vocabulary}", param="prompt")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
+    """Where a prompt belongs and what it adds: it extends the longest recorded sequence that it starts
+    with, by its ids. Text that is encoded otherwise than it was sampled begins a tree of its own."""
+    children: dict[int | None, list[int]] = {}
+    for index, node in enumerate(tree.nodes):
+        children.setdefault(node.turn.parent, []).append(index)
+    parent, start = None, 0
+    found: list[tuple[int | None, int]] = [(None, 0)]
+    while found:
+        above, begin = found.pop()
+        for index in children.get(above, ()):
+            turn = tree.nodes[index].turn
+            said = begin + len(turn.delta_ids)
+            end = said + len(turn.output_ids)
+            if not np.array_equal(prompt[begin:said], turn.delta_ids):
+                continue
+            if np.array_equal(prompt[said:end], turn.output_ids):
+                found.append((index, end))
+                # Of two turns that are alike the newer one is continued.
+                if (end, index) > (start, -1 if parent is None else parent):
+                    parent, start = index, end
+    asked = blake2b(prompt.tobytes(), digest_size=16, key=_ROOT).digest()
+    newest = len(tree.nodes) - 1
+    why = None
+    if newest >= 0 and parent is None:
+        why = "prompt: it starts with no sequence that was recorded"
+    elif parent is not None and parent != newest:
+        why = f"older: turn {parent} is continued, the newest is turn {newest}"
+    return Place(parent, 0, asked, why, _ROOT), prompt[start:]
