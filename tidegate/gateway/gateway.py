@@ -341,7 +341,7 @@ class Gateway:
             session.stop("its group was dropped")
         sampled = 0
         for session in await self.groups.drop(group_id):
-            sampled += session.tree.sampled_tokens()
+            sampled += session.tree.sampled_tokens
             self.sessions.forget(session)
         return sampled
 

@@ -55,7 +55,7 @@ def check_limits(session: Session, now: float) -> int | None:
         raise _spent(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
     left = None
     if limits.tokens is not None:
-        tokens = session.tree.sampled_tokens()
+        tokens = session.tree.sampled_tokens
         left = limits.tokens - tokens
         if left <= 0:
             raise _spent(session, f"tokens: {tokens} of {limits.tokens}")

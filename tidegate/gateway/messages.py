@@ -1,8 +1,8 @@
 """What a message means: its form for the chat template, and a digest that ignores how it is spelled.
 
 Recorded ids are authoritative. A client may send a past message back with other whitespace around it,
-null for absent, tool arguments in another key order, another call id, or without its reasoning: that is
-the same message. Anything else that differs is another history.
+null for absent, tool arguments in another key order or with 1 for 1.0, another call id, or without its
+reasoning: that is the same message. Anything else that differs is another history.
 """
 
 from __future__ import annotations
@@ -99,8 +99,22 @@ def meaning(form: Message) -> bytes:
         if _THOUGHT_END in content:
             content = content.partition(_THOUGHT_END)[2]
         if "tool_calls" in form:
-            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in form["tool_calls"]]
+            calls = [
+                (call["function"]["name"], _plain(call["function"]["arguments"]))
+                for call in form["tool_calls"]
+            ]
     return orjson.dumps((form["role"], content.strip(), form.get("name"), calls), option=orjson.OPT_SORT_KEYS)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with whole numbers as integers: many clients cannot tell 1.0 from 1."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
 
 
 def chain(key: bytes, form: Message) -> bytes:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidegate.gateway.messages import chain, root_key, template_form
+from tidegate.gateway.lines import Line, Lines
+from tidegate.gateway.messages import chain, template_form
 from tidegate.types import Ids, Message, Turn
 
 
@@ -63,12 +64,9 @@ class Tree:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._by_key: dict[bytes, int] = {}  # key of a history that ends with a reply → the turn
-        # The newest request's messages, their forms' keys and its tools: what the next one starts with.
-        self._messages: list[Message] = []
-        self._keys: list[bytes] = []
-        self._tools: Any = None
-        self._options: Any = None
-        self._root = root_key(None, None)
+        self._by_asked: dict[bytes, int] = {}  # key of a history that was asked about → the newest turn
+        self._lines = Lines()
+        self.sampled_tokens = 0
         # The newest turn's whole sequence, so that its follow-up need not gather it.
         self._tip: tuple[int, Ids] | None = None
 
@@ -77,59 +75,46 @@ class Tree:
 
         Raises Refusal for messages that cannot be rendered.
         """
-        before = _Seen(self._root, self._messages, self._keys)
-        self._note(messages, tools, options)
-        keys = self._keys
-        asked = keys[-1] if keys else self._root
-        for at in range(len(keys) - 1, -1, -1):
-            index = self._by_key.get(keys[at])
+        if self.nodes and not self._lines:
+            self._lines.keep(self._last_line())
+        before = self._lines.newest
+        line = self._lines.read(messages, tools, options)
+        for at in range(len(line.keys) - 1, -1, -1):
+            index = self._by_key.get(line.keys[at])
             if index is not None and messages[at]["role"] == "assistant":
-                why = self._why(index, messages, asked, before)
-                return Place(index, at + 1, asked, why, self._root)
-        return Place(None, 0, asked, self._why(None, messages, asked, before), self._root)
+                return Place(index, at + 1, line.asked, self._why(index, line, before), line.root)
+        return Place(None, 0, line.asked, self._why(None, line, before), line.root)
 
-    def _note(self, messages: Sequence[Message], tools: Any, options: Any) -> None:
-        """Compute the request's keys, reusing those of the messages it shares with the last one."""
-        same_root = tools == self._tools and options == self._options
-        root = self._root if same_root else root_key(tools, options)
-        known = self._messages
-        shared = 0
-        if same_root:
-            if messages[: len(known)] == known:
-                shared = len(known)
-            else:
-                limit = min(len(messages), len(known))
-                while shared < limit and messages[shared] == known[shared]:
-                    shared += 1
-        keys = self._keys[:shared]
-        key = keys[-1] if keys else root
-        for index in range(shared, len(messages)):
-            key = chain(key, template_form(messages[index], index))
-            keys.append(key)
-        self._messages, self._keys = list(messages), keys
-        self._tools, self._options, self._root = tools, options, root
+    def _last_line(self) -> Line:
+        """The request of the newest turn, in a tree that was restored."""
+        node = next((one for one in reversed(self.nodes) if one.key), None)
+        if node is None:
+            return self._lines.newest
+        line = Line(node.root, messages=self.history(node.turn.index)[:-1])
+        for index, message in enumerate(line.messages):
+            line.keys.append(chain(line.asked, template_form(message, index)))
+        return line
 
-    def _why(
-        self, parent: int | None, messages: Sequence[Message], asked: bytes, before: _Seen
-    ) -> str | None:
+    def _why(self, parent: int | None, line: Line, before: Line) -> str | None:
+        """Why a request does not extend the newest turn, and which of its messages is the first new one."""
         newest = len(self.nodes) - 1
         if newest < 0 or parent == newest:
             return None
-        same = next((i for i in range(newest, -1, -1) if self.nodes[i].asked == asked), None)
+        same = self._by_asked.get(line.asked)
         if same is not None:
             return f"resampled: the messages of turn {same} again"
-        if before.root != self._root:
+        if before.root != line.root:
             return f"tools: they or the template's options differ from those of turn {newest}"
-        for index, (old, new) in enumerate(zip(before.keys, self._keys, strict=False)):
+        for index, (old, new) in enumerate(zip(before.keys, line.keys, strict=False)):
             if old != new:
-                role = messages[index].get("role")
+                role = line.messages[index].get("role")
                 return f"edited: message {index} ({role}) differs from the last request's"
-        if len(self._keys) <= len(before.keys):
-            return f"rewound: {len(self._keys)} messages, the last request had {len(before.keys)}"
+        if len(line.keys) <= len(before.keys):
+            return f"rewound: {len(line.keys)} messages, the last request had {len(before.keys)}"
         if parent is not None:
             return f"older: turn {parent} is continued, the newest is turn {newest}"
         index = len(before.keys)
-        return f"edited: message {index} ({messages[index].get('role')}) is not the recorded reply"
+        return f"edited: message {index} ({line.messages[index].get('role')}) is not the recorded reply"
 
     def prompt(self, parent: int | None, delta: Ids) -> Ids:
         """The whole prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""
@@ -191,8 +176,10 @@ class Tree:
     def _keep(self, node: Node) -> None:
         index = len(self.nodes)
         self.nodes.append(node)
+        self.sampled_tokens += len(node.turn.output_ids)
         if not node.key:  # stands for a turn that was lost
             return
+        self._by_asked[node.asked] = index
         known = self._by_key.get(node.key)
         if known is None or node.turn.delivered or not self.nodes[known].turn.delivered:
             self._by_key[node.key] = index
@@ -218,15 +205,6 @@ class Tree:
     def turns(self) -> list[Turn]:
         return [node.turn for node in self.nodes]
 
-    def sampled_tokens(self) -> int:
-        return sum(len(node.turn.output_ids) for node in self.nodes)
-
     def newest(self) -> Node | None:
         """The newest turn that was delivered."""
         return next((node for node in reversed(self.nodes) if node.turn.delivered), None)
-
-
-class _Seen(NamedTuple):
-    root: bytes
-    messages: list[Message]
-    keys: list[bytes]
