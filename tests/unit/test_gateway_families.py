@@ -156,3 +156,20 @@ def _many(name: str, size: str, count: int) -> None:
     assert renderer.dropped_frames == 0
     if not family.thinks and not family.moves:
         assert same >= count
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not FAMILIES[name].moves])
+def test_a_follow_up_costs_no_rendering_of_the_history(name: str) -> None:
+    """Trimmed, quoted or as they are: what stands around new messages is learned, and filled in."""
+
+    def context() -> list[Message]:
+        raise AssertionError("the history is asked for")
+
+    family, renderer = FAMILIES[name], family_renderer(name, "tiny")
+    call = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    asked: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": ' "3"\n', "tool_call_id": "callabcde"}
+    renderer.follow_up(context, {"role": "assistant", "content": "b"}, [{"role": "user", "content": " c "}],
+                       TOOLS if family.calls else None, {}, None)  # fmt: skip
+    if family.calls:
+        renderer.follow_up(context, asked, [result], TOOLS, {}, None)
