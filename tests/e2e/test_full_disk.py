@@ -23,7 +23,7 @@ tg train "$CONFIG" --run.dir="$DISK" --run.name=run $SMALL --trainer.steps=1000 
 echo "$code" > "$OUT/code"
 tg audit "$DISK/run" > "$OUT/audit_full" 2>&1
 mount -o remount,size=400m "$DISK"
-step=$(ls "$DISK/run/checkpoints" | sed s/step_// | sort -n | tail -1)
+step=$(ls "$DISK/run/checkpoints" | sed -n s/step_//p | sort -n | tail -1)
 tg train "$DISK/run/config.toml" --resume --trainer.steps=$((step + 2)) > "$OUT/second" 2>&1
 tg audit "$DISK/run" > "$OUT/audit_resumed" 2>&1
 cp "$DISK/run/metrics.jsonl" "$OUT/"

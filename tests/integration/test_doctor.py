@@ -313,7 +313,8 @@ def test_the_command_is_well_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, said
     assert said["ok"] is True
     assert {one["check"] for one in said["findings"]} == {
-        "install", "port", "model", "environment", "rewards", "engine", "gateway", "agent", "episode",
+        "install", "port", "model", "template", "environment", "rewards", "engine", "gateway", "agent",
+        "episode",
     }  # fmt: skip
     assert list(tmp_path.glob("tidegate-doctor-*")) == []  # nothing is left behind
 

@@ -349,11 +349,11 @@ async def test_an_engine_that_dies_is_started_again(run_dir: Path, agents: Path)
 
 
 @pytest.mark.slow
-async def test_a_gateway_that_dies_ends_it_and_is_named(run_dir: Path, agents: Path) -> None:
+async def test_a_gateway_that_dies_is_started_again(run_dir: Path, agents: Path) -> None:
     code, err, results = await with_a_murder(run_dir, agents, "gateway")
-    assert code == 1
+    assert code == 0, err
     assert "the gateway was killed by SIGKILL" in err
-    assert results["status"] == "failed"
+    assert results["status"] == "completed"
 
 
 def test_an_endpoint_and_gold_answers_need_no_torch(tmp_path: Path) -> None:
