@@ -38,8 +38,9 @@ class Plan:
 
 @contextlib.asynccontextmanager
 async def fuzzed(model: Path) -> AsyncIterator[tuple[Stage, aiohttp.ClientSession]]:
-    """A gateway to be fuzzed, and a client without limits; at the end the gateway must be well."""
-    async with staged(model, engine_type=PromptEngine) as stage:
+    """A gateway to be fuzzed, its journal beside the model, and a client without limits; at the end the
+    gateway must be well."""
+    async with staged(model, engine_type=PromptEngine, journal=model.parent / "journal") as stage:
         stage.engine.encode = stage.gateway.renderer.encode
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:

@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 
 from tests.fakes import FakeEngine, Stage
-from tests.fuzzing.dialects import Answer, Dialect
+from tests.fuzzing.dialects.base import Answer, Dialect
 from tests.fuzzing.histories import changed
 from tests.fuzzing.values import spoiled, written
 from tidegate.gateway.client import SessionAccess
@@ -32,6 +32,7 @@ _REPLIES = [
     '<tool_call>{"name": "f", "arguments": "{}"}</tool_call> <tool_call>{"name": "g"}</tool_call>',
     "<think>\nhm\n</think>\n\nYes.", "<think>for ever", "</think>", "</tool_call>", "[INST]", "{{ x }}",
 ]  # fmt: skip
+_MOST_CHOICES = 128  # of one request
 _REFUSALS = frozenset({400, 413})
 
 
@@ -95,7 +96,8 @@ class Story:
         self._last: Case | None = None
         self._keyed: dict[str, tuple[bytes, str]] = {}
         self._had: set[str] = set()
-        self._cuts = 0
+        self._unseen = 0
+        """How many turns may have been delivered without a reply that the client read."""
         self.seen: Counter[str] = Counter()
         """Statuses, and how often the client hung up."""
 
@@ -135,7 +137,9 @@ class Story:
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         if rng.random() < 0.05:
             headers["authorization"] = rng.choice([f"bearer {key}", f"Bearer  {key} ", f"BEARER {key}"])
-        if rng.random() < 0.02:
+        if rng.random() < 0.1:
+            headers["x-api-key"] = headers.pop("authorization").split()[1]
+        elif rng.random() < 0.02:
             headers["authorization"] = rng.choice(
                 ["", "Bearer", "Bearer x", key, "Basic eDp5", "Bearer \xff"]
             )
@@ -168,7 +172,7 @@ class Story:
             raise Failure(what, case) from error
 
     async def _hang_up(self, response: aiohttp.ClientResponse, chunks: int) -> None:
-        self._cuts += 1
+        self._unseen += _MOST_CHOICES
         self.seen["hung up"] += 1
         for _ in range(chunks):
             await response.content.readany()
@@ -189,6 +193,7 @@ class Story:
         else:
             answer = case.dialect.whole(json.loads(data))
         self._had.add(answer.id)
+        self._unseen += answer.more
         self._recorded(answer)
         self._repeats(case, answer)
         self._history = [*case.history, *answer.items]
@@ -198,8 +203,11 @@ class Story:
         assert node is not None, "a reply that is not recorded"
         assert node.turn.delivered, "a reply that does not count as delivered"
         assert (node.reply["content"] or "") == answer.text, f"recorded {node.reply['content']!r}"
-        calls = [call["function"] for call in node.reply.get("tool_calls") or ()]
-        assert [(call["name"], call["arguments"]) for call in calls] == answer.calls, f"recorded {calls}"
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in node.reply.get("tool_calls") or ()
+        ]
+        assert calls == [(name, json.loads(told)) for name, told in answer.calls], f"recorded {calls}"
 
     def _repeats(self, case: Case, answer: Answer) -> None:
         key = case.headers.get("idempotency-key")
@@ -219,7 +227,7 @@ class Story:
         try:
             delivered = {node.request.id for node in nodes if node.turn.delivered}
             assert self._had <= delivered
-            assert len(delivered - self._had) <= self._cuts, "replies count as delivered that nobody had"
+            assert len(delivered - self._had) <= self._unseen, "replies count as delivered that nobody had"
             assert summary.turns == len(nodes)
             for node in nodes:
                 self._exact(node)

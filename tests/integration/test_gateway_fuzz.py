@@ -13,7 +13,9 @@ from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
 from tidegate.gateway import turns
 from tidegate.gateway.calls import Calls
+from tidegate.gateway.dataplane import parse
 from tidegate.gateway.dialects import chat
+from tidegate.gateway.refusal import Refusal
 
 
 @pytest.fixture
@@ -27,6 +29,20 @@ async def test_no_body_makes_the_gateway_fail(tmp_path: Path, template: str) -> 
     seen = await drive(model, Plan(seed=1, template=template, count=8))
     assert seen["200"] > 100
     assert seen["400"] > 50
+
+
+@pytest.mark.parametrize("depth", [100, 199, 255, 500, 1000])
+@pytest.mark.parametrize("kind", ["[%s]", '{"a":%s}'])
+def test_what_could_not_be_written_again_is_refused(depth: int, kind: str) -> None:
+    """orjson reads deeper than it writes; what came may stand within a reply, which is deeper still."""
+    start, end = kind.split("%s")
+    body = b'{"tools": ' + (start * depth + "1" + end * depth).encode() + b"}"
+    if depth < 200:
+        payload = parse(body)
+        assert orjson.dumps({"response": {"output": [payload]}})
+        return
+    with pytest.raises(Refusal, match="nested too deeply"):
+        parse(body)
 
 
 @pytest.mark.slow

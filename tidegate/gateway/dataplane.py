@@ -20,6 +20,8 @@ from tidegate.gateway.turns import digest_of
 
 log = logging.getLogger("tidegate.gateway")
 MAX_BODY = 64 * 2**20
+_MANY_BRACKETS = 200
+_HEADROOM = 32  # levels that a reply or a prompt may put around what came
 
 
 class ClientGone(Exception):
@@ -157,7 +159,20 @@ def parse(body: bytes) -> dict[str, Any]:
         raise Refusal(f"the body is not JSON: {error}") from None
     if not isinstance(payload, dict):
         raise Refusal("the body is not a JSON object")
+    if body.count(b"{") + body.count(b"[") > _MANY_BRACKETS:
+        _check_depth(payload)
     return payload
+
+
+def _check_depth(payload: dict[str, Any]) -> None:
+    """Raises Refusal for what is nested so deeply that it could be read but not be written again."""
+    nested: Any = payload
+    for _ in range(_HEADROOM):
+        nested = [nested]
+    try:
+        orjson.dumps(nested)
+    except orjson.JSONEncodeError:
+        raise Refusal("the body is nested too deeply: more than two hundred levels") from None
 
 
 def puzzled(session: Session | None, error: Exception) -> Refusal:

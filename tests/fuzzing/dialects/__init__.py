@@ -1,0 +1,8 @@
+"""What a well-meaning client says in each dialect, and what it reads in an answer."""
+
+from tests.fuzzing.dialects.base import Dialect
+from tests.fuzzing.dialects.chat import Chat
+from tests.fuzzing.dialects.messages import Messages
+from tests.fuzzing.dialects.responses import Responses
+
+DIALECTS: dict[str, Dialect] = {one.name: one for one in (Chat(), Messages(), Responses())}
