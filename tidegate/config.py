@@ -43,9 +43,11 @@ class ModelSettings(Section):
 
 class EngineSettings(Section):
     urls: list[str] = []
-    """Engines that already run. Empty: one embedded engine is started and owned by the run."""
+    """Engines that already run. Empty: `count` embedded engines are started and owned by the run."""
+    count: Annotated[int, Field(ge=1)] = 1
+    """Embedded engines, each a process of its own with the settings below."""
     device: str = "cpu"
-    """Of an embedded engine: cpu, cuda, cuda:1."""
+    """Of the embedded engines: cpu, cuda, cuda:1; all of them share it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of an embedded engine's weights and cache."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -56,6 +58,14 @@ class EngineSettings(Section):
     """Prompt + output tokens of one request."""
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
     """Keys and values kept of earlier sequences, so that a follow-up turn computes only what is new."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineSettings:
+        if self.urls and self.count != 1:
+            raise ValueError(
+                f"engine.count = {self.count} is of embedded engines, but engine.urls names running ones"
+            )
+        return self
 
 
 class GatewaySettings(Section):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,16 @@ class TrainProcess:
             assert time.monotonic() < deadline, f"never said {words!r}: {self.output()[-3000:]}"
             time.sleep(0.02)  # polling a file that another process writes
 
+    def until(self, holds: Callable[[], bool], timeout: float = 60) -> None:
+        """Wait until something holds while the process runs."""
+        deadline = time.monotonic() + timeout
+        while not holds():
+            assert self.process.poll() is None, self.output()[-3000:]
+            assert time.monotonic() < deadline, self.output()[-3000:]
+            time.sleep(0.1)  # polling another process
+
     def owned(self, name: str) -> int:
-        """The pid of the owned `engine` or `gateway`."""
+        """The pid of the owned `engine`, `engine-1` or `gateway`."""
         found: int = json.loads((self.run_dir / "logs" / f"{name}.address").read_text())["pid"]
         return found
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import gone, held, metrics, training
+from tests.e2e.runs import TrainProcess, gone, held, metrics, training
 from tidegate.errors import StartError
 from tidegate.trainer.processes import MAX_GATEWAY_RESTARTS
 
@@ -28,6 +29,31 @@ def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> No
     assert audit.groups["trained"] == 8 * 4
     assert audit.attempts["failed"] == 0, "agents saw a slow answer, not an error"
     assert max(line["logprob_max_error"] or 0 for line in metrics(tmp_path / "run")[1:]) < 1e-3
+
+
+def test_one_of_two_engines_is_killed_and_the_run_goes_on_with_both(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--engine.count=2", "--trainer.steps=1000") as run:
+        run.until_step(3)
+        first = run.owned("engine-1")
+        os.kill(first, signal.SIGKILL)
+        run.until_said("the engine-1 is back")
+        assert run.owned("engine-1") != first
+        run.until(lambda: all(sampled_by(run, name) > 500 for name in ("engine-1", "engine-2")))
+        run.interrupt()
+        assert run.wait() == 130, run.output()
+        assert all(gone(run.owned(name)) for name in ("engine-1", "engine-2", "gateway"))
+    audit = held(run_dir)
+    assert audit.groups["trained"] == audit.steps * 4
+    assert audit.attempts["failed"] == 0, "agents saw a slow answer, not an error"
+    assert max(line["logprob_max_error"] or 0 for line in metrics(run_dir)[1:]) < 1e-3
+
+
+def sampled_by(run: TrainProcess, engine: str) -> int:
+    """Tokens that an engine sampled since it was started."""
+    url = json.loads((run.run_dir / "logs" / f"{engine}.address").read_text())["url"]
+    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as reply:
+        return int(json.load(reply)["tokens_sampled"])
 
 
 def test_a_killed_gateway_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -103,3 +103,8 @@ def test_a_settings_file_is_found_wherever_it_stands() -> None:
         ["a.toml"],
         ["--run.name", "foo", "--trainer.steps=3", "--run.live", "false"],
     )
+
+
+def test_a_number_of_engines_beside_engines_that_run_already_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.count = 2 is of embedded engines"):
+        load_settings(None, ["--model.path=x", "--engine.count=2", '--engine.urls=["http://e:1"]'])

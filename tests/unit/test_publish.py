@@ -69,6 +69,7 @@ class Stage:
     publisher: Publisher
     doomed: list[int]
     quarantined: list[str]
+    restored: list[str]
     urls: list[str]
 
 
@@ -89,8 +90,13 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
     def save(directory: Path) -> None:
         directory.mkdir(parents=True)
 
-    publisher = Publisher(tmp_path, save, lambda: urls, cancel_doomed, quarantine, (tmp_path, 0))
-    return Stage(publisher, doomed, quarantined, urls)
+    restored: list[str] = []
+
+    async def restore(url: str) -> None:
+        restored.append(url)
+
+    publisher = Publisher(tmp_path, save, lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0))
+    return Stage(publisher, doomed, quarantined, restored, urls)
 
 
 async def test_the_moves_in_their_order_on_every_engine(stage: Stage, engines: list[ControlEngine]) -> None:
@@ -129,6 +135,46 @@ async def test_server_errors_are_tried_again(stage: Stage, engines: list[Control
     assert engines[0].version == "1"
     assert stage.quarantined == []
     assert engines[0].calls.count("continue_generation") == 3, "resumed after every try"
+
+
+async def test_an_engine_that_keeps_failing_beside_another_is_not_waited_for(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    engines[0].broken["update_weights_from_disk"] = [503] * 10
+    await stage.publisher.publish(1)
+    assert engines[0].calls.count("update_weights_from_disk") == publish.ATTEMPTS_BESIDE_OTHERS
+    assert stage.quarantined == [engines[0].url]
+
+
+async def published(stage: Stage, engines: list[ControlEngine], version: int) -> list[int]:
+    """Publish; how often each engine was asked to load."""
+    for engine in engines:
+        engine.calls.clear()
+    await stage.publisher.publish(version)
+    return [engine.calls.count("update_weights_from_disk") for engine in engines]
+
+
+async def test_an_engine_out_of_service_comes_back_at_the_next_publish_that_it_answers(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    engines[0].broken |= {"update_weights_from_disk": [400], "model_info": [503]}
+    assert await published(stage, engines, 1) == [1, 1]
+    assert await published(stage, engines, 2) == [0, 1], "it did not answer, and was let be"
+    assert (stage.quarantined, stage.restored) == ([engines[0].url], [])
+    assert await published(stage, engines, 3) == [1, 1]
+    assert [engine.version for engine in engines] == ["3", "3"]
+    assert (stage.quarantined, stage.restored) == ([engines[0].url], [engines[0].url])
+    await published(stage, engines, 4)
+    assert len(stage.restored) == 1, "it is in service again"
+
+
+async def test_one_that_answers_and_fails_again_stays_out_of_service(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    engines[0].broken["update_weights_from_disk"] = [400, 503]
+    await published(stage, engines, 1)
+    assert await published(stage, engines, 2) == [1, 1], "tried once, so that it delays nobody"
+    assert (stage.quarantined, stage.restored) == ([engines[0].url], [])
 
 
 async def test_no_engine_left_is_an_error_that_names_them(stage: Stage) -> None:

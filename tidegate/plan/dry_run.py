@@ -41,7 +41,8 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"engine    runs already: {', '.join(settings.engine.urls)}"
     else:
         engine = engine_arguments(settings, lambda: (settings.model.path, 0))
-        yield f"engine    tidegate engine {shlex.join(engine)}"
+        several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
+        yield f"engine    tidegate engine {shlex.join(engine)}{several}"
     gateway = [*gateway_arguments(settings), "--port", str(settings.gateway.port)]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]

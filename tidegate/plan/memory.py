@@ -180,7 +180,7 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     items = []
     if not engine.urls:
         size = BYTES[engine.dtype]
-        items += [
+        each = [
             Item(engine.device, "engine", "weights", f"{held} × {size} B", number * size),
             Item(
                 engine.device, "engine", "KV cache",
@@ -193,6 +193,7 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                 engine.prefix_cache_mb * 2**20,
             ),
         ]  # fmt: skip
+        items += each * engine.count
     device = trainer.device
     return [
         *items,

@@ -1,10 +1,11 @@
-"""The processes of a run: its engine, its gateway and its agents' process; started together, kept, ended."""
+"""The processes of a run: its engines, its gateway and its agents' process; started together, kept, ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import time
@@ -28,7 +29,7 @@ Live = Callable[[], tuple[Path, int]]
 
 @dataclass(slots=True)
 class Processes:
-    """What a run talks to. `engines` are URLs: its own engine's, or those that the settings name."""
+    """What a run talks to. `engines` are URLs: its own engines', or those that the settings name."""
 
     gateway: GatewayClient
     worker: AgentWorker
@@ -47,12 +48,12 @@ async def start_processes(
     began = time.monotonic()
     try:
         async with asyncio.TaskGroup() as together:
-            engine = together.create_task(_start_engine(settings, run_dir, live, guard, note, stack))
+            own = together.create_task(_start_engines(settings, run_dir, live, guard, note, stack))
             gate = together.create_task(_start_gateway(settings, run_dir, guard, note, stack))
             agents = together.create_task(_start_worker(settings, run_dir, stack))
     except* TidegateError as failures:
         raise failures.exceptions[0] from None
-    engines, gateway, worker = engine.result(), gate.result(), agents.result()
+    engines, gateway, worker = own.result(), gate.result(), agents.result()
     for url in engines:
         await gateway.add_engine(url)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
@@ -71,7 +72,37 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
     ]  # fmt: skip
 
 
-async def _start_engine(
+def engine_services(settings: Settings, run_dir: Path, live: Live) -> list[Service]:
+    """The embedded engines' processes, not started: `engine`, or `engine-1`, `engine-2` … where there are
+    several."""
+    count = settings.engine.count
+    names = ["engine"] if count == 1 else [f"engine-{number}" for number in range(1, count + 1)]
+
+    def service(name: str) -> Service:
+        def arguments() -> list[str]:
+            return engine_arguments(settings, lambda: pinned(live, run_dir / "weights", name))
+
+        return Service("engine", arguments, run_dir, name=name)
+
+    return [service(name) for name in names]
+
+
+def pinned(live: Live, published: Path, name: str) -> tuple[Path, int]:
+    """What is live, in a place where it stays until the engine `name` is started anew.
+
+    Published weights are removed after two more versions, which may be before a starting engine has read
+    them; so it gets hard links of its own to them. Weights from elsewhere stay where they are.
+    """
+    weights, version = live()
+    if weights.parent != published:
+        return weights, version
+    place = published / f"of-{name}"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(weights, place, copy_function=os.link)
+    return place, version
+
+
+async def _start_engines(
     settings: Settings,
     run_dir: Path,
     live: Live,
@@ -81,11 +112,17 @@ async def _start_engine(
 ) -> list[str]:
     if settings.engine.urls:
         return list(settings.engine.urls)
-    engine = Service("engine", lambda: engine_arguments(settings, live), run_dir)
-    stack.push_async_callback(engine.stop)
-    url = await engine.start()
-    guard.watch(_keep_engine(engine, live, note), "engine")
-    return [url]
+    engines = engine_services(settings, run_dir, live)
+    try:
+        async with asyncio.TaskGroup() as together:
+            for engine in engines:
+                stack.push_async_callback(engine.stop)
+                together.create_task(engine.start())
+    except* TidegateError as failures:
+        raise failures.exceptions[0] from None
+    for engine in engines:
+        guard.watch(_keep_engine(engine, live, note), engine.name)
+    return [engine.url for engine in engines]
 
 
 async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None]) -> None:
@@ -97,7 +134,7 @@ async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None])
         note(f"{how}; starting it again")
         version = live()[1]
         await engine.restart()
-        note(f"the engine is back at version {version}")
+        note(f"the {engine.name} is back at version {version}")
 
 
 async def _start_gateway(

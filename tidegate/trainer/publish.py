@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from tidegate.errors import EngineError, PublishError
 CALL_S = 60.0
 KEPT = 2
 ATTEMPTS = 5
+ATTEMPTS_BESIDE_OTHERS = 3
+ANSWERS_S = 2.0
+"""How long an engine that is out of service may take to say that it is there again."""
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 8.0
 
@@ -67,6 +70,15 @@ class EngineControl:
         except ValueError:
             raise EngineError(f"engine {self.url} attests the version {said!r}, which is no number") from None
 
+    async def answers(self) -> bool:
+        """Whether it is there, and says so soon."""
+        try:
+            async with asyncio.timeout(ANSWERS_S):
+                await self.version()
+        except (EngineError, TimeoutError):
+            return False
+        return True
+
     async def load(self, weights: Path, version: int) -> None:
         """Bring the engine to `version`; whatever happens, it is asked to go on afterwards."""
         await self.call("/pause_generation", {"mode": "retract"})
@@ -94,7 +106,8 @@ class Publisher:
     `directory` is absolute, as engines have working directories of their own.
     `save(directory)` writes the weights; `engines()` names the engines' URLs at this moment;
     `cancel_doomed(version)` ends what the new version makes inadmissible; `quarantine(url, why)` takes an
-    engine out of service that could not be brought to the version while others could.
+    engine out of service that could not be brought to the version while others could, and `restore(url)`
+    puts it back once it is at what is live.
     `live` is the newest version's directory and number: where a restarted engine comes up.
     """
 
@@ -103,7 +116,9 @@ class Publisher:
     engines: Callable[[], Sequence[str]]
     cancel_doomed: Callable[[int], Awaitable[None]]
     quarantine: Callable[[str, str], Awaitable[None]]
+    restore: Callable[[str], Awaitable[None]]
     live: tuple[Path, int]
+    _out: set[str] = field(default_factory=set)
     _kept: list[Path] = field(default_factory=list)
 
     async def publish(self, version: int) -> None:
@@ -116,37 +131,56 @@ class Publisher:
         self._prune(weights)
 
     async def bring_all(self) -> None:
-        """Bring every engine to what is live: also engines of others, whose weights nobody knows."""
+        """Bring every engine to what is live: also engines of others, whose weights nobody knows.
+
+        One that fails while others don't is tried `ATTEMPTS_BESIDE_OTHERS` times and then out of service;
+        from the next publish on at which it answers it is back. Raises PublishError where none is left.
+        """
         weights, version = self.live
         async with aiohttp.ClientSession() as http:
-            urls = self.engines()
-            results = await asyncio.gather(
-                *(self._bring(EngineControl(url, http), weights, version) for url in urls),
-                return_exceptions=True,
-            )
-        failed = {url: one for url, one in zip(urls, results, strict=True) if one is not None}
-        for error in failed.values():
-            if not isinstance(error, EngineError):
-                raise error
-        if len(failed) == len(urls):
+            engines = {url: EngineControl(url, http) for url in self.engines()}
+            trying = {url: one for url, one in engines.items() if url not in self._out or await one.answers()}
+            brought, failed = await self._rounds(trying, weights, version)
+        if not brought:
             reasons = "; ".join(str(one) for one in failed.values()) or "the run has none"
             raise PublishError(f"version {version} could not be published to any engine: {reasons}")
-        for url, error in failed.items():
-            await self.quarantine(url, str(error))
+        for url in self._out & brought:
+            self._out.discard(url)
+            await self.restore(url)
+        for url in failed.keys() - self._out:
+            self._out.add(url)
+            await self.quarantine(url, str(failed[url]))
 
-    async def _bring(self, engine: EngineControl, weights: Path, version: int) -> None:
+    async def _rounds(
+        self, engines: Mapping[str, EngineControl], weights: Path, version: int
+    ) -> tuple[set[str], dict[str, EngineError]]:
+        """Load on all, then again on those that may yet succeed. Returns who did, and why others did not."""
+        failed: dict[str, EngineError] = {}
+        trying = list(engines)
         for attempt in range(ATTEMPTS):
-            try:
-                await engine.load(weights, version)
-                return
-            except EngineError as error:
-                if not error.retryable or attempt == ATTEMPTS - 1:
-                    raise
+            results = await asyncio.gather(*(_load(engines[url], weights, version) for url in trying))
+            for url, error in zip(trying, results, strict=True):
+                failed.pop(url, None)
+                if error is not None:
+                    failed[url] = error
+            trying = [url for url, error in failed.items() if error.retryable and url not in self._out]
+            others = len(failed) < len(engines)
+            if not trying or attempt + 1 == (ATTEMPTS_BESIDE_OTHERS if others else ATTEMPTS):
+                break
             # A killed engine is being restarted meanwhile, and comes up at `live`.
             await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_S * 2**attempt))
+        return engines.keys() - failed.keys(), failed
 
     def _prune(self, newest: Path) -> None:
         """Keep the last two published versions."""
         self._kept = [one for one in self._kept if one != newest] + [newest]
         while len(self._kept) > KEPT:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+
+
+async def _load(engine: EngineControl, weights: Path, version: int) -> EngineError | None:
+    try:
+        await engine.load(weights, version)
+    except EngineError as error:
+        return error
+    return None

@@ -159,7 +159,7 @@ class Run:
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         self.publisher = Publisher(
             self.dir / "weights", self.policy.save_weights, lambda: processes.engines, self._cancel_doomed,
-            self._quarantine_engine, (self.start.weights, self.start.version),
+            self._quarantine_engine, self._restore_engine, (self.start.weights, self.start.version),
         )  # fmt: skip
         self.best = Best.of(self.dir)
         if settings.engine.urls:
@@ -260,6 +260,10 @@ class Run:
     async def _quarantine_engine(self, url: str, why: str) -> None:
         self.observer.note(f"engine {url} is out of service: {why}")
         await self.gateway.remove_engine(url)
+
+    async def _restore_engine(self, url: str) -> None:
+        self.observer.note(f"engine {url} is in service again, at version {self.publisher.live[1]}")
+        await self.gateway.add_engine(url)
 
     def _last_progress(self) -> float:
         return max(
