@@ -13,12 +13,14 @@ import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway import app, dataplane
 from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.exposition import merged
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.pool import PoolOptions
 from tidegate.types import Outcome, Task
@@ -263,3 +265,54 @@ async def test_no_answer_and_no_key_in_logs_or_errors(
         assert secret not in caplog.text
         assert not [one for one in told if secret in one]
     assert caplog.records
+
+
+# -- what is counted and logged
+
+
+async def test_what_a_gateway_counts_is_read_by_prometheus(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    first = await llm.chat.completions.create(model="m", messages=ASK)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    follow: list[Any] = [*ASK, said, {"role": "user", "content": "and?"}]
+    await llm.chat.completions.create(model="m", messages=follow)
+    stage.gateway.metrics.output_tokens += 12_345_678
+    stage.gateway.groups.acked["a text of the trainer's own"] = 3
+    families = {one.name: one for one in text_string_to_metric_families(await stage.client.metrics())}
+    values = {
+        (sample.name.removeprefix("tidegate_gateway_"), *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert values[("turns_total",)] == values[("turn_seconds_count",)] == 2
+    assert values[("turn_seconds_bucket", "+Inf")] == 2
+    assert values[("turn_seconds_bucket", "600")] == 2
+    assert 0 < values[("turn_seconds_sum",)] < 20
+    assert values[("drifted_turns_total",)] == 0
+    assert values[("tidegate_cache_hit_ratio",)] == 0
+    assert values[("engine_healthy", stage.engine.url)] == values[("engines", "healthy")] == 1
+    assert values[("waiting_calls",)] == values[("engine_calls", stage.engine.url)] == 0
+    assert values[("groups_acked_total", "other")] == 3
+    assert values[("output_tokens_total",)] == stage.gateway.metrics.output_tokens, "no digit is lost"
+    assert access.session_id not in str(families)
+    joined = text_string_to_metric_families(
+        merged({"0": "# TYPE a counter\na 1\n", "1": "# TYPE a counter\na 2\n"}, "shard")
+    )
+    assert [(one.labels["shard"], one.value) for family in joined for one in family.samples] == [
+        ("0", 1),
+        ("1", 2),
+    ]
+
+
+async def test_the_access_log_has_a_line_a_turn_and_can_be_switched_off(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    access, llm = await opened(stage)
+    name = "tidegate.gateway.access"
+    for level, lines in (("WARNING", 0), ("INFO", 1), ("INFO", 2)):
+        with caplog.at_level(level, name):
+            await ask(llm)
+        said = [json.loads(record.message) for record in caplog.records if record.name == name]
+        assert len(said) == lines
+    assert (said[-1]["session"], said[-1]["turn"]) == (access.session_id, 2)
+    assert said[-1].keys() >= {"prompt_tokens", "output_tokens", "versions", "seconds", "finish"}

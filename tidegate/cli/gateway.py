@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="processes that share the sessions, behind one address",
     )
+    verb.add_argument("--access-log", action="store_true", help="log one line a turn, as JSON")
     verb.add_argument("--shard", type=_shard, default=(0, 1), help=argparse.SUPPRESS)
     verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
@@ -54,6 +56,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and key is None:
         raise ConfigError(f"--host {arguments.host} is reachable by others: set {ADMIN_KEY}")
     log_to_stderr()
+    logging.getLogger("tidegate.gateway.access").setLevel("INFO" if arguments.access_log else "WARNING")
     limits = dict(map(_limit, arguments.limit))
     listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned)
     if arguments.shards > 1:
@@ -103,6 +106,9 @@ def _shards_arguments(arguments: argparse.Namespace) -> Callable[[int], list[str
         shared += [part for value in values for part in (name, value)]
     if arguments.env is not None:
         shared += ["--env", arguments.env, "--env-options", json.dumps(arguments.env_options)]
+
+    if arguments.access_log:
+        shared.append("--access-log")
 
     def of(index: int) -> list[str]:
         own = ["--shard", f"{index}/{arguments.shards}"]

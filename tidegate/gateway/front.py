@@ -27,9 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway import bodies
 from tidegate.gateway.dataplane import MAX_BODY
+from tidegate.gateway.exposition import merged, prometheus
 from tidegate.gateway.fleet import Answer, Fleet, Refused
 from tidegate.gateway.leasing import Leasing
-from tidegate.gateway.metrics import merged, prometheus
 from tidegate.gateway.passage import Passage
 from tidegate.gateway.sessions import new_id
 from tidegate.gateway.shards import Shard, home, owner

@@ -13,11 +13,12 @@ import msgpack
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.certify import certify
+from tidegate.gateway.exposition import exposition
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.metrics import Metrics, exposition
+from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool, PoolOptions
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Rewarder, Scorer

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tidegate.errors import EngineError, GatewayError
+from tidegate.gateway.accesslog import log_turn
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
 from tidegate.gateway.drift import drifts
@@ -303,10 +304,8 @@ class Turns:
             metrics.branches[turn.branch.partition(":")[0]] += 1
         if turn.parse is not None:
             metrics.parses[turn.parse] += 1
-        log.debug(
-            "session %s turn %d: %d + %d tokens, %s, %.3f s",
-            session.id, turn.index, call.prompt_tokens, len(sampled.ids), sampled.finish, turn.seconds,
-        )  # fmt: skip
+        metrics.turn_seconds.add(turn.seconds)
+        log_turn(session, turn, call.prompt_tokens)
         return node
 
     def _ended(self, session: Session, call: Call, task: asyncio.Task[None]) -> None:

@@ -1,0 +1,128 @@
+"""Counters in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from tidegate.gateway.metrics import Histogram
+
+if TYPE_CHECKING:
+    from tidegate.gateway.gateway import Gateway
+
+Value = float | Histogram | Mapping[str, float]
+Family = tuple[str, str, Value, str]
+"""Name (the gateway's prefix goes before it unless it has one), type, value or values by label, and that label's name."""
+_ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancelled"})
+
+
+def prometheus(families: Iterable[Family]) -> str:
+    lines = []
+    for name, kind, value, label in families:
+        full = name if name.startswith("tidegate_") else f"tidegate_gateway_{name}"
+        lines.append(f"# TYPE {full} {kind}")
+        if isinstance(value, Histogram):
+            lines += _buckets(full, value)
+        elif isinstance(value, Mapping):
+            lines += [f'{full}{{{label}="{_escape(key)}"}} {_number(value[key])}' for key in sorted(value)]
+        else:
+            lines.append(f"{full} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _buckets(full: str, histogram: Histogram) -> list[str]:
+    counts = list(accumulate(histogram.counts))
+    bounds = [*map(_number, histogram.bounds), "+Inf"]
+    lines = [f'{full}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, counts, strict=True)]
+    return [*lines, f"{full}_sum {_number(histogram.total)}", f"{full}_count {counts[-1]}"]
+
+
+def _number(value: float) -> str:
+    """All of its digits: a counter that is rounded stands still."""
+    return repr(value) if value != int(value) else str(int(value))
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def merged(texts: Mapping[str, str], label: str) -> str:
+    """The texts of several gateways as one: every sample says by `label` whose it is.
+
+    Samples are not added up here: `sum without (shard)` does that where they are read, for those also
+    that must not be added, like ratios and quantiles.
+    """
+    families: dict[str, list[str]] = {}
+    for key, text in texts.items():
+        family: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = families.setdefault(line, [])
+                continue
+            name, space, value = line.rpartition(" ")
+            mine = f'{label}="{_escape(key)}"'
+            labels = f"{name[:-1]},{mine}}}" if name.endswith("}") else f"{name}{{{mine}}}"
+            family.append(f"{labels}{space}{value}")
+    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
+
+
+def exposition(gateway: Gateway) -> str:
+    """Everything a gateway counts."""
+    return prometheus([*_turns(gateway), *_sessions(gateway), *_engines(gateway)])
+
+
+def _turns(gateway: Gateway) -> list[Family]:
+    metrics = gateway.metrics
+    ratio = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
+    return [
+        ("turns_total", "counter", metrics.turns, ""),
+        ("turn_seconds", "histogram", metrics.turn_seconds, ""),
+        ("undelivered_turns", "gauge", metrics.undelivered_turns, ""),
+        ("abandoned_calls_total", "counter", metrics.abandoned_calls, ""),
+        ("retries_joined_total", "counter", metrics.retries_joined, ""),
+        ("prompt_tokens_total", "counter", metrics.prompt_tokens, ""),
+        ("rendered_tokens_total", "counter", metrics.rendered_tokens, ""),
+        ("rerendered_tokens_total", "counter", metrics.rerendered_tokens, ""),
+        ("drifted_turns_total", "counter", metrics.drifted_turns, ""),
+        ("shielded_requests_total", "counter", gateway.renderer.shielded, ""),
+        ("dropped_frames_total", "counter", gateway.renderer.dropped_frames, ""),
+        ("output_tokens_total", "counter", metrics.output_tokens, ""),
+        ("cached_tokens_total", "counter", metrics.cached_tokens, ""),
+        ("tidegate_cache_hit_ratio", "gauge", ratio, ""),
+        ("unknown_version_turns_total", "counter", metrics.unknown_version_turns, ""),
+        ("branches_total", "counter", metrics.branches, "reason"),
+        ("tool_call_parses_total", "counter", metrics.parses, "status"),
+        ("refusals_total", "counter", metrics.refusals, "code"),
+    ]
+
+
+def _sessions(gateway: Gateway) -> list[Family]:
+    states = Counter(session.state for session in gateway.sessions.all())
+    groups = Counter(row["state"] for row in gateway.list_groups())
+    acked: Counter[str] = Counter()
+    for outcome, number in gateway.groups.acked.items():  # any text, as the trainer gave it
+        acked[outcome if outcome in _ACKS else "other"] += number
+    return [
+        ("outcomes_total", "counter", gateway.metrics.outcomes, "outcome"),
+        ("sessions", "gauge", states, "state"),
+        ("groups", "gauge", groups, "state"),
+        ("groups_sealed_total", "counter", gateway.groups.sealed, ""),
+        ("groups_acked_total", "counter", acked, "outcome"),
+        ("stuck_rewards", "gauge", gateway.scorer.stuck, ""),
+    ]
+
+
+def _engines(gateway: Gateway) -> list[Family]:
+    pool = gateway.pool
+    engines = pool.engines()
+    return [
+        ("engines", "gauge", Counter(one.state for one in engines), "state"),
+        ("engine_healthy", "gauge", {one.url: int(one.healthy) for one in engines}, "engine"),
+        ("engine_calls", "gauge", {one.url: one.busy for one in engines}, "engine"),
+        ("engine_limit", "gauge", {one.url: one.limit for one in engines}, "engine"),
+        ("waiting_calls", "gauge", pool.waiting, ""),
+        ("engine_errors_total", "counter", pool.errors, ""),
+        ("continued_calls_total", "counter", pool.continued, ""),
+    ]
