@@ -79,6 +79,13 @@ class Site:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     folder = tmp_path_factory.mktemp("site")
+    async with sharded(folder, "--journal", str(folder / "journal")) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
+    """A front and its shards, as the command line starts them."""
     model = make_model_dir(folder / "tiny")
     renderer = Renderer.load(model)
     engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
@@ -86,8 +93,8 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     announce = folder / "front.json"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
-        "--port", "0", "--announce", str(announce), "--owned", "--journal", str(folder / "journal"),
-        "--limit", "turns=9", stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
+        "--port", "0", "--announce", str(announce), "--owned", "--limit", "turns=9", *options,
+        stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
     )  # fmt: skip
     try:
         await eventually(lambda: announce.exists() or process.returncode is not None, 90)
@@ -252,6 +259,23 @@ async def test_a_shard_that_is_killed_comes_back_at_its_address_with_its_session
     restarts = re.findall(r'shard_restarts_total{shard="(\d)"} (\d)', await site.client.metrics())
     assert dict(restarts)[str(owner(access.session_id, SHARDS))] == "1"
     await site.client.drop_group("killed")
+
+
+@pytest.mark.slow
+async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_else(tmp_path: Path) -> None:
+    async with sharded(tmp_path) as site:
+        lost, kept = [await site.client.open_session(task=TASK, group_id=name) for name in groups("lost")]
+        os.kill(pid_of(lost.base_url), signal.SIGKILL)
+        async with site.llm(kept) as llm:
+            assert await llm.chat.completions.create(model="m", messages=ASK)
+        with pytest.raises(GatewayError, match="there is no session") as raised:
+            await site.client.finish(lost.session_id)
+        assert raised.value.status == 404
+        # The new one knows the engine that was added to the old one.
+        again = await site.client.open_session(task=TASK, group_id=groups("lost")[0], deadline_s=15)
+        assert urlsplit(again.base_url).port == urlsplit(lost.base_url).port
+        async with site.llm(again) as llm:
+            assert await llm.chat.completions.create(model="m", messages=ASK, timeout=20)
 
 
 def pid_of(base_url: str) -> int:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 Value = float | Histogram | Mapping[str, float]
 Family = tuple[str, str, Value, str]
-"""Name (the gateway's prefix goes before it unless it has one), type, value or values by label, and that label's name."""
+"""Name (the gateway's prefix goes before it unless it has one), type, value or values by label, and that
+label's name."""
 _ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancelled"})
 
 
