@@ -93,7 +93,7 @@ def make_group(
 
 def lay(rows: list[Row], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
-    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000)
+    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, most_padding=1.0)
 
 
 def make_trajectory(turns: list[Turn]) -> Trajectory:

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.trainer.batch import Row
-from tidegate.trainer.layout import PREFIX_SHARE, Bundle, _cuts, bundles, microbatches, padding_ratio
+from tidegate.trainer.layout import (
+    MOST_PADDING,
+    PREFIX_SHARE,
+    Bundle,
+    _cuts,
+    bundles,
+    microbatches,
+    padding_ratio,
+)
 
 from .learning_fixtures import make_group, make_row, make_rows
 
@@ -158,12 +166,18 @@ def test_the_cut_is_the_cheapest(lengths, max_tokens, overhead):
     assert cost(cuts) == min(map(cost, every))
 
 
+@given(batches(), st.booleans())
+def test_padding_is_bounded(rows, share):
+    found = bundles(rows, 4096, share=share)
+    assert padding_ratio(one for bundle in found for one in bundle.passes) <= MOST_PADDING + 1e-9
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_padding_of_typical_rows_is_little(share):
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=8, prompt=int(rng.integers(50, 90)), replies=(25, 70)) for _ in range(16)]
     found = bundles([row for group in groups for row in group], 8192, share=share)
-    assert padding_ratio(one for bundle in found for one in bundle.passes) <= 0.07
+    assert padding_ratio(one for bundle in found for one in bundle.passes) <= 0.05
     assert bool(found[0].prefixes) is share
 
 

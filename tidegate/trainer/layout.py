@@ -19,6 +19,8 @@ from tidegate.types import Ids
 MICROBATCH_OVERHEAD = 64
 """What starting one more forward and backward pass costs, in padded tokens: the price at which rows of
 different length share a microbatch. Measured for a model of 1M parameters on a CPU."""
+MOST_PADDING = 0.05
+"""The share of computed positions that may be padding, whatever starting one more pass costs."""
 WORTH_SHARING = 0.15
 """Rows share a prefix where that saves at least this part of their inputs; attention with a prefix needs a
 mask, which costs more than plain causal attention."""
@@ -158,19 +160,20 @@ def microbatches(
     *,
     prefixes: Mapping[int, tuple[int, int]] | None = None,
     overhead: int = MICROBATCH_OVERHEAD,
+    most_padding: float = MOST_PADDING,
 ) -> list[Microbatch]:
     """Lay the chosen rows out in microbatches of at most `max_tokens` padded tokens, longest first.
 
     `prefixes` gives a row's prefix, as (number, length). Rows are sorted by the length of their inputs
     and cut where padding + `overhead` a microbatch is least, which is found exactly (dynamic programming
-    over the sorted lengths).
+    over the sorted lengths); and finer where more than `most_padding` of the positions would be padding.
     """
     known = prefixes or {}
     lengths = {index: rows[index].inputs - known.get(index, (0, 0))[1] for index in chosen}
     order = sorted(chosen, key=lambda index: (-lengths[index], index))
     # A prefix is not computed again, but its keys and values are laid out for every row.
     margin = max((length for _, length in known.values()), default=0) // PREFIX_SHARE
-    cuts = _cuts([lengths[index] for index in order], max_tokens, overhead, margin)
+    cuts = _fine_cuts([lengths[index] for index in order], max_tokens, overhead, margin, most_padding)
     return [_microbatch(rows, order[start:end], known) for start, end in cuts]
 
 
@@ -224,12 +227,28 @@ def _bundle(rows: Sequence[Row], clusters: Sequence[_Cluster], max_tokens: int) 
         index: (number, cluster.shared) for number, cluster in enumerate(clusters) for index in cluster.rows
     }
     prefixes = []
-    for start, end in _cuts([one.shared for one in clusters], max_tokens, MICROBATCH_OVERHEAD):
+    for start, end in _fine_cuts([one.shared for one in clusters], max_tokens):
         beginnings = [rows[one.rows[0]].ids[: one.shared] for one in clusters[start:end]]
         lengths = torch.tensor([len(one) for one in beginnings])
         prefixes.append(Prefixes(_padded(beginnings), lengths))
     laid = microbatches(rows, sorted(places), max_tokens, prefixes=places)
     return Bundle(prefixes, laid)
+
+
+def _fine_cuts(
+    lengths: Sequence[int],
+    max_tokens: int,
+    overhead: int = MICROBATCH_OVERHEAD,
+    margin: int = 0,
+    most_padding: float = MOST_PADDING,
+) -> list[tuple[int, int]]:
+    """The cheapest cut, at the highest price of a run up to `overhead` at which little enough is padding."""
+    while True:
+        cuts = _cuts(lengths, max_tokens, overhead, margin)
+        laid = sum((end - start) * lengths[start] for start, end in cuts)
+        if not overhead or laid - sum(lengths) <= most_padding * laid:
+            return cuts
+        overhead //= 2
 
 
 def _cuts(lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 0) -> list[tuple[int, int]]:
