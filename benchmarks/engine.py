@@ -46,7 +46,8 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Limits, parse_generate
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import parse_generate
 from tidegate.engine.scheduler import Scheduler
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_base" / "model"

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tidegate.engine.model import Model
-from tidegate.engine.requests import Generation, Limits, parse_generate
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import Generation, parse_generate
 from tidegate.engine.scheduler import Scheduler
 
 

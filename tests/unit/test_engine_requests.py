@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tidegate.engine.requests import Limits, RequestError, parse_generate
+from tidegate.engine.checks import RequestError
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import parse_generate, samples_of
 
 LIMITS = Limits(vocab_size=50, max_context=20, eos_ids=frozenset([2]), has_tokenizer=False)
 
@@ -60,11 +62,21 @@ def test_bad_bodies(body: Any, words: str) -> None:
         ("stop", [""]),
         ("stop_token_ids", 5),
         ("stop_token_ids", ["5"]),
-        ("min_p", 0.1),
-        ("n", 2),
-        ("frequency_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("json_schema", "{}"),
+        ("min_p", 1.5),
+        ("min_p", -0.1),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+        ("json_schema", {}),
+        ("regex", ""),
+        ("skip_special_tokens", "no"),
+        ("min_new_tokens", 5),
+        ("logit_bias", {"3": 1}),
+        ("structural_tag", "x"),
         ("tempreature", 1.0),
     ],
 )
@@ -73,8 +85,25 @@ def test_bad_sampling_parameters(name: str, value: Any) -> None:
         parse({name: value})
 
 
+def test_a_reply_follows_one_grammar_at_most() -> None:
+    with pytest.raises(RequestError, match=r"sampling_params\.ebnf.*regex is given too"):
+        parse({"regex": "a", "ebnf": 'root ::= "a"'})
+
+
+def test_several_samples_are_requests_of_their_own() -> None:
+    assert samples_of(one := parse({"sampling_seed": 5})) == [one]
+    several = samples_of(parse({"n": 3, "sampling_seed": 2**64 - 1, "temperature": 0.5}, rid="a"))
+    assert [each.rid for each in several] == ["a_0", "a_1", "a_2"]
+    assert [each.params.seed for each in several] == [2**64 - 1, 0, 1]
+    assert {(each.params.temperature, each.params.n) for each in several} == {(0.5, 1)}
+    several[0].output_ids.append(1)
+    assert several[1].output_ids == []
+
+
 def test_parameters_at_their_neutral_values_are_taken() -> None:
     neutral = {"n": 1, "min_p": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None}
+    neutral |= {"min_new_tokens": 0, "json_schema": None, "skip_special_tokens": None}
+    assert parse(neutral).params.skip_special_tokens
     assert parse(neutral, logprob_start_len=-1, text=None).error is None
 
 

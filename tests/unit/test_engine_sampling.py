@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from tidegate.engine.requests import Generation, SamplingParams
+from tidegate.engine.params import SamplingParams
+from tidegate.engine.requests import Generation
 from tidegate.engine.sampling import _inverse_cdf, sample, uniforms
 from tidegate.engine.slots import Slots
 
 
-def slots_of(*params: SamplingParams) -> Slots:
+def slots_of(*params: SamplingParams, outputs: list[int] | None = None) -> Slots:
     slots = Slots(len(params))
     for one in params:
-        slots.join(Generation("", [0], one, 1))
+        slots.join(Generation("", [0], one, 1, output_ids=outputs or []))
     return slots
 
 
@@ -77,3 +79,62 @@ def test_top_k_of_one_is_greedy_and_beyond_the_vocabulary_is_off() -> None:
     assert set(ids.tolist()) == {int(logits[0].argmax())}
     ids, _ = sample(logits, slots_of(*(SamplingParams(top_k=500, seed=i) for i in range(300))))
     assert len(set(ids.tolist())) > 10
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    probs = torch.tensor([0.5, 0.26, 0.14, 0.1])
+    logits = probs.log().repeat(400, 1)
+    params = [SamplingParams(min_p=0.27, seed=i) for i in range(400)]
+    ids, logprobs = sample(logits, slots_of(*params))
+    assert set(ids.tolist()) == {0, 1, 2}
+    np.testing.assert_allclose(logprobs, probs.log()[ids], rtol=1e-5)  # of the whole distribution
+    ids, _ = sample(logits, slots_of(*(SamplingParams(min_p=1, seed=i) for i in range(400))))
+    assert set(ids.tolist()) == {0}
+    # Measured after the temperature: at 0.5 the second is 0.27 times as likely as the first.
+    ids, _ = sample(
+        logits, slots_of(*(SamplingParams(min_p=0.28, temperature=0.5, seed=i) for i in range(400)))
+    )
+    assert set(ids.tolist()) == {0}
+    # Against the likeliest of all, whatever top-k and top-p left.
+    narrowed = [SamplingParams(min_p=0.27, top_k=2, top_p=0.99, seed=i) for i in range(400)]
+    ids, _ = sample(logits, slots_of(*narrowed))
+    assert set(ids.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_penalties_act_on_the_logits_of_sampled_ids_before_the_temperature(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6) * 2
+    outputs = [1, 4, 1, 1, 5]
+    params = SamplingParams(
+        temperature=temperature, frequency_penalty=0.7, presence_penalty=-0.2, repetition_penalty=1.3, seed=3
+    )
+    expected = logits.double().clone()
+    for token in set(outputs):  # as the formula has it, one by one
+        value = expected[token] - 0.7 * outputs.count(token) + 0.2
+        expected[token] = value * 1.3 if value < 0 else value / 1.3
+    expected = torch.log_softmax(expected / (temperature or 1), -1)
+    batch = torch.stack([logits, logits])
+    ids, logprobs = sample(batch, slots_of(params, params, outputs=outputs))
+    assert abs(float(expected[ids[0]]) - logprobs[0]) < 1e-5
+    if temperature == 0:
+        assert ids[0] == int(expected.argmax())
+
+
+def test_penalties_of_one_row_leave_the_others_alone_and_count_no_prompt() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 9)
+    plain = torch.log_softmax(logits, -1)
+    slots = slots_of(SamplingParams(repetition_penalty=2.0, seed=1), SamplingParams(seed=1))
+    ids, logprobs = sample(logits.clone(), slots)  # nothing sampled yet; the prompt has id 0
+    for row in range(2):
+        assert abs(float(plain[row, ids[row]]) - logprobs[row]) < 1e-6
+    slots.owners[0].output_ids.append(3)
+    ids, logprobs = sample(logits.clone(), slots)
+    assert abs(float(plain[1, ids[1]]) - logprobs[1]) < 1e-6
+
+
+def test_a_row_takes_its_penalties_with_it_when_it_moves() -> None:
+    slots = slots_of(SamplingParams(), SamplingParams(min_p=0.3, presence_penalty=1.0))
+    slots.leave(0)
+    assert (bool(slots.adjusted[0]), float(slots.min_ps[0])) == (True, np.float32(0.3))

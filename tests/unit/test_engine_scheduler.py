@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.engine import rows
-from tidegate.engine.requests import Generation, SamplingParams
+from tidegate.engine.params import SamplingParams
+from tidegate.engine.requests import Generation
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.slots import Slots
 from tidegate.errors import EngineError

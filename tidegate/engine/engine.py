@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tidegate.engine.grammar import Grammars
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Generation, Limits
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import Generation
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.text import Text
 from tidegate.engine.weights import CheckedWeights
@@ -29,6 +31,7 @@ class Engine:
         self.limits = Limits(
             model.vocab_size, options.max_context, model.eos_ids | text.eos_ids, text.tokenizer is not None
         )
+        self.grammars = Grammars(text.tokenizer, model.vocab_size, self.limits.eos_ids)
         self.loading = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_death: Callable[[], None] = lambda: None

@@ -21,7 +21,8 @@ from transformers.utils import logging as hf_logging
 
 from tidegate.engine.cache import VIEW_STEP, RowSnapshot, SlotCache, rounded
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Generation, SamplingParams
+from tidegate.engine.params import SamplingParams
+from tidegate.engine.requests import Generation
 from tidegate.engine.sampling import sample
 from tidegate.engine.slots import Slots
 from tidegate.engine.weights import (

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tidegate.engine.adjust import adjust
 from tidegate.engine.slots import Slots
 
 GREEDY_BELOW = 1e-6
@@ -35,22 +36,28 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """One token for each row, and its log-probability.
 
-    The log-probability is log-softmax(logits ÷ temperature) of the token, before top-p and top-k, as
-    SGLang gives it (temperature 0: of the plain logits).
+    In SGLang's order: penalties and grammar change the logits, the temperature divides them, then top-k,
+    top-p (of what top-k left) and min-p (against the likeliest id) narrow what is drawn from. The
+    log-probability is log-softmax(logits ÷ temperature) of the token: after penalties and grammar, before
+    top-k, top-p and min-p, as SGLang gives it (temperature 0: of the logits undivided).
     """
     n = logits_bv.shape[0]
     temperatures = slots.temperatures[:n]
     greedy = temperatures < GREEDY_BELOW
     scale = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_bv.device)
-    logprobs_bv = torch.log_softmax(logits_bv.float() / scale[:, None], dim=-1)
+    logits_bv = logits_bv.float()
+    if slots.adjusted[:n].any():
+        adjust(logits_bv, slots)
+    logprobs_bv = torch.log_softmax(logits_bv / scale[:, None], dim=-1)
     draws = torch.from_numpy(uniforms(slots.seeds[:n], slots.drawn[:n])).to(logits_bv.device)
     ids = _inverse_cdf(logprobs_bv, draws)
-    filtered = ~greedy & ((slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0))
+    filtered = ~greedy & ((slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0))
     if filtered.any():
         rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits_bv.device)
         top_ps = torch.from_numpy(slots.top_ps[:n][filtered]).to(logits_bv.device)
         top_ks = torch.from_numpy(slots.top_ks[:n][filtered]).to(logits_bv.device)
-        ids[rows] = _draw_from_top(logprobs_bv[rows], draws[rows], top_ps, top_ks)
+        min_ps = torch.from_numpy(slots.min_ps[:n][filtered]).to(logits_bv.device)
+        ids[rows] = _draw_from_top(logprobs_bv[rows], draws[rows], top_ps, top_ks, min_ps)
     if greedy.any():
         ids = torch.where(torch.from_numpy(greedy).to(ids.device), logprobs_bv.argmax(-1), ids)
     chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
@@ -67,8 +74,11 @@ def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
     return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
 
 
-def _draw_from_top(logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor) -> Tensor:
-    """Draw among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`."""
+def _draw_from_top(
+    logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor
+) -> Tensor:
+    """Draw among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`, of these the
+    ones at least `min_p` times as likely as the likeliest."""
     ordered, ids = logprobs_bv.sort(dim=-1, descending=True, stable=True)
     probs = ordered.double().exp_()
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -76,5 +86,6 @@ def _draw_from_top(logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: T
     probs = probs.masked_fill(rank >= limit[:, None], 0.0)
     before = probs.cumsum(-1) - probs
     outside = before > top_ps.double()[:, None] * probs.sum(-1, keepdim=True)
+    outside |= probs < min_ps.double()[:, None] * probs[:, :1]
     kept = probs.masked_fill(outside, 0.0).log()
     return ids.gather(-1, _inverse_cdf(kept, draws)[:, None])[:, 0]

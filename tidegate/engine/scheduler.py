@@ -300,12 +300,7 @@ class Scheduler:
         for row, (generation, token, logprob) in enumerate(rows):
             generation.output_ids.append(token)
             generation.logprobs.append(logprob)
-            params = generation.params
-            if (
-                token in params.stop_ids
-                or len(generation.output_ids) >= generation.limit
-                or (params.stop and self._finds_stop(generation) is not None)
-            ):
+            if self._follow_grammar(row) or self._stops(generation):
                 leaving.append(row)
             elif generation.stream:
                 self._notices.append(generation)
@@ -320,6 +315,25 @@ class Scheduler:
         self.counters.tokens_sampled += len(ids)
         self.counters.steps += 1
 
+    def _stops(self, generation: Generation) -> bool:
+        params = generation.params
+        return (
+            generation.output_ids[-1] in params.stop_ids
+            or len(generation.output_ids) >= generation.limit
+            or bool(params.stop and self._finds_stop(generation) is not None)
+        )
+
+    def _follow_grammar(self, row: int) -> bool:
+        """Whether the newest token ended the grammar of this row's request, or failed it."""
+        generation = self._rows.owners[row]
+        if generation.grammar is None:
+            return False
+        choices = int(self._rows.slots.choices[row])
+        fault = generation.grammar.accept(generation.output_ids[-1], choices)
+        if fault is not None:
+            self._end(generation, None, f"the reply cannot follow its grammar: {fault}")
+        return fault is not None or generation.grammar.done
+
     def _poisoned(self, finite: np.ndarray) -> list[int]:
         """Rows whose logits are not finite: their requests fail, the others go on."""
         rows: list[int] = np.flatnonzero(~finite).tolist()
@@ -333,7 +347,7 @@ class Scheduler:
 
     def _reason(self, generation: Generation) -> dict[str, Any]:
         token = generation.output_ids[-1]
-        if token in generation.params.stop_ids:
+        if token in generation.params.stop_ids or (generation.grammar and generation.grammar.done):
             return {"type": "stop", "matched": token}
         if generation.params.stop and (text := self._finds_stop(generation)) is not None:
             return {"type": "stop", "matched": text}

@@ -11,15 +11,16 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from tidegate.engine.checks import RequestError
+from tidegate.engine.generate import generate
+from tidegate.engine.http import error_reply, json_reply, read_body
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Generation, RequestError, parse_generate
-from tidegate.engine.wire import reply
+from tidegate.engine.requests import parse_generate
 from tidegate.errors import EngineError, TidegateError
 from tidegate.serve import Listen, bind, run_app
 
@@ -76,117 +77,22 @@ def _route(engine: Engine, method: str, path: str, handler: Handler) -> Route:
         try:
             return await handler(engine, request)
         except RequestError as error:
-            return _error(str(error), 400)
+            return error_reply(str(error), 400)
         except EngineError as error:
-            return _error(str(error), 503)
+            return error_reply(str(error), 503)
 
     return Route(path, endpoint, methods=[method])
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _error(message: str, status: int) -> Response:
-    return _json({"error": {"message": message}}, status)
-
-
 async def _no_such_route(request: Request, _: Exception) -> Response:
-    return _error(f"the embedded engine has no {request.method} {request.url.path}", 404)
+    return error_reply(f"the embedded engine has no {request.method} {request.url.path}", 404)
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    raw = await request.body()
-    try:
-        body = orjson.loads(raw) if raw.strip() else {}
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object")
-    return body
-
-
-# -- generation
-
-
-async def _generate(engine: Engine, request: Request) -> Response:
-    try:
-        body = await _body(request)
-    except ClientDisconnect:
-        return Response(status_code=499)
-    generation = parse_generate(body, engine.limits)
-    generation.wake = asyncio.Event()
-    engine.scheduler.submit(generation)
-    if generation.stream:
-        return StreamingResponse(_stream(engine, request, generation), media_type="text/event-stream")
-    async with _watched(engine, request, generation) as gone:
-        await generation.wake.wait()
-    if gone.is_set() and not generation.ended:
-        return Response(status_code=499)
-    if generation.error is not None:
-        return _error(generation.error, _error_status(generation))
-    return _json(_final(engine, generation))
-
-
-@contextlib.asynccontextmanager
-async def _watched(engine: Engine, request: Request, generation: Generation) -> AsyncIterator[asyncio.Event]:
-    """While in here, a client that goes away wakes the waiter; leaving unfinished aborts the request."""
-    gone = asyncio.Event()
-    assert generation.wake is not None
-    wake = generation.wake
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
-        wake.set()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield gone
-    finally:
-        watcher.cancel()
-        if not generation.ended:
-            with contextlib.suppress(EngineError):  # it died, and has ended everything
-                engine.scheduler.call(lambda: engine.scheduler.abort_one(generation))
-
-
-async def _stream(engine: Engine, request: Request, generation: Generation) -> AsyncIterator[bytes]:
-    assert generation.wake is not None
-    following = engine.text.follow(generation)
-    sent = 0
-    async with _watched(engine, request, generation) as gone:
-        while not generation.ended:
-            await generation.wake.wait()
-            generation.wake.clear()
-            if gone.is_set():
-                return
-            count = len(generation.logprobs)
-            if count > sent and not generation.ended:
-                sent = count
-                yield _event(reply(generation, count, following.upto(count), engine.scheduler.version))
-    if generation.error is not None:
-        yield _event({"error": {"message": generation.error}})
-    else:
-        yield _event(_final(engine, generation))
-    yield b"data: [DONE]\n\n"
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def _final(engine: Engine, generation: Generation) -> dict[str, Any]:
-    text = engine.text.reply(generation)
-    return reply(generation, len(generation.output_ids), text, engine.scheduler.version)
-
-
-def _error_status(generation: Generation) -> int:
-    return 400 if generation.refused else 500
+# -- requests in flight
 
 
 async def _abort(engine: Engine, request: Request) -> Response:
-    body = await _body(request)
+    body = await read_body(request)
     rid = body.get("rid")
     everything = body.get("abort_all") is True
     if not everything and (not isinstance(rid, str) or not rid):
@@ -196,7 +102,7 @@ async def _abort(engine: Engine, request: Request) -> Response:
 
 
 async def _pause(engine: Engine, request: Request) -> Response:
-    mode = (await _body(request)).get("mode", "abort")
+    mode = (await read_body(request)).get("mode", "abort")
     if mode not in PAUSE_MODES:
         raise RequestError(f"mode = {mode!r}: it is one of {', '.join(PAUSE_MODES)}")
     await engine.call(lambda: engine.scheduler.pause(mode))
@@ -212,7 +118,7 @@ async def _continue(engine: Engine, _: Request) -> Response:
 
 
 async def _update_weights(engine: Engine, request: Request) -> Response:
-    body = await _body(request)
+    body = await read_body(request)
     path = body.get("model_path")
     if not isinstance(path, str) or not path:
         raise RequestError(f"model_path = {path!r}: give a directory of safetensors")
@@ -234,7 +140,7 @@ async def _update_weights(engine: Engine, request: Request) -> Response:
 
 
 async def _update_version(engine: Engine, request: Request) -> Response:
-    body = await _body(request)
+    body = await read_body(request)
     version = _version(body.get("new_version"), "new_version")
     if version is None:
         raise RequestError("new_version: give the label of the weights that are loaded")
@@ -259,11 +165,11 @@ async def _flush(engine: Engine, _: Request) -> Response:
 
 
 def _done(message: str, **more: Any) -> Response:
-    return _json({"success": True, "message": message, **more})
+    return json_reply({"success": True, "message": message, **more})
 
 
 def _refused(message: str) -> Response:
-    return _json({"success": False, "message": message}, 400)
+    return json_reply({"success": False, "message": message}, 400)
 
 
 # -- what state it is in
@@ -272,7 +178,7 @@ def _refused(message: str) -> Response:
 async def _model_info(engine: Engine, _: Request) -> Response:
     scheduler = engine.scheduler
     path = str(engine.options.model)
-    return _json(
+    return json_reply(
         {
             "model_path": path,
             "tokenizer_path": path if engine.limits.has_tokenizer else None,
@@ -290,8 +196,8 @@ async def _model_info(engine: Engine, _: Request) -> Response:
 
 async def _health(engine: Engine, _: Request) -> Response:
     if engine.scheduler.death is not None:
-        return _error(f"the scheduler died: {engine.scheduler.death!r}", 503)
-    return _json({"status": "ok"})
+        return error_reply(f"the scheduler died: {engine.scheduler.death!r}", 503)
+    return json_reply({"status": "ok"})
 
 
 async def _health_generate(engine: Engine, _: Request) -> Response:
@@ -305,14 +211,14 @@ async def _health_generate(engine: Engine, _: Request) -> Response:
     except TimeoutError:
         engine.scheduler.call(lambda: engine.scheduler.abort_one(generation))
         why = "it is paused" if engine.scheduler.paused else "it is busy"
-        return _error(f"no token within {HEALTH_DEADLINE_S:g} s: {why}", 503)
+        return error_reply(f"no token within {HEALTH_DEADLINE_S:g} s: {why}", 503)
     if generation.error is not None:
-        return _error(generation.error, 503)
-    return _json({"status": "ok"})
+        return error_reply(generation.error, 503)
+    return json_reply({"status": "ok"})
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/generate", _generate),
+    ("POST", "/generate", generate),
     ("POST", "/abort_request", _abort),
     ("POST", "/pause_generation", _pause),
     ("POST", "/continue_generation", _continue),

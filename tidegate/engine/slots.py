@@ -25,8 +25,19 @@ class Slots:
         self.temperatures = np.ones(max_slots, np.float32)
         self.top_ps = np.ones(max_slots, np.float32)
         self.top_ks = np.zeros(max_slots, np.int64)
-        self._arrays: list[np.ndarray] = [self.tokens, self.lengths, self.drawn, self.seeds]
-        self._arrays += [self.temperatures, self.top_ps, self.top_ks]
+        self.min_ps = np.zeros(max_slots, np.float32)
+        self.adjusted = np.zeros(max_slots, bool)
+        """Whose logits are changed before anything else: by penalties or a grammar."""
+        self.choices = np.zeros(max_slots, np.int64)
+        """Of rows with a grammar: how many ids it left to choose from in this step."""
+        self._arrays: list[np.ndarray] = [
+            self.tokens,
+            self.lengths,
+            self.drawn,
+            self.seeds,
+            self.temperatures,
+        ]
+        self._arrays += [self.top_ps, self.top_ks, self.min_ps, self.adjusted]
 
     @property
     def count(self) -> int:
@@ -48,6 +59,8 @@ class Slots:
         self.temperatures[row] = params.temperature
         self.top_ps[row] = params.top_p
         self.top_ks[row] = max(params.top_k, 0)
+        self.min_ps[row] = params.min_p
+        self.adjusted[row] = params.penalised or generation.grammar is not None
         return row
 
     def advance(self, ids: np.ndarray) -> None:

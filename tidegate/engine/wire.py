@@ -13,7 +13,9 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     """The first `count` output tokens of a request; `version` is the live weights' label.
 
     `weight_versions` covers the output exactly; it comes once the request has ended, as in SGLang.
-    `kv_version` is there only where keys and values of older weights were kept.
+    `kv_version` is there only where keys and values of older weights were kept. With a grammar,
+    `output_token_choices` counts for each token the ids that the grammar left to choose from: 1 where the
+    token was forced, and its logprob, of what was left, is 0.
     """
     meta: dict[str, Any] = {
         "id": generation.rid,
@@ -26,6 +28,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.return_logprob:
         pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
         meta["output_token_logprobs"] = list(pairs)
+    if generation.grammar is not None:
+        meta["output_token_choices"] = generation.grammar.choices[:count]
     if generation.ended:
         meta["weight_version"] = generation.spans[-1][0] if generation.spans else version
         meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in generation.spans]
