@@ -82,7 +82,8 @@ async def test_when_the_client_leaves_all_of_its_samples_end(client: Client) -> 
         task = asyncio.create_task(leaving.post(client.url + "/generate", json=body))
         await client.until(lambda info: info["num_running"] == 4 and info["num_waiting"] == 2)
         task.cancel()
-    await client.until(lambda info: info["num_running"] == info["num_waiting"] == 0)
+    info = await client.until(lambda info: info["num_running"] == info["num_waiting"] == 0)
+    assert info["tokens_sampled"] < 4 * 1000
 
 
 async def test_a_prefix_aborts_all_samples_of_a_request(client: Client) -> None:
@@ -120,6 +121,7 @@ async def test_replies_follow_a_json_schema(client: Client, temperature: float) 
 async def test_replies_follow_other_grammars(client: Client, kind: str, text: str, pattern: str) -> None:
     for reply in await client.generate([1, 2], n=6, max_new_tokens=50, ignore_eos=True, **{kind: text}):
         assert re.fullmatch(pattern, reply["text"])
+        assert reply["output_ids"].count(2) == 1  # the end token ends it, whatever `ignore_eos` says
         assert reply["meta_info"]["finish_reason"]["type"] == "stop"
 
 
@@ -203,8 +205,10 @@ async def test_a_grammar_that_fails_midway_fails_its_own_request(
     async with asyncio.TaskGroup() as group:
         other = group.create_task(client.generate([1, 2], max_new_tokens=60, ignore_eos=True))
         status, reply = await client.post("/generate", body)
+        assert (await client.info())["num_running"] <= 1
     assert status == 500
     assert "cannot follow its grammar" in reply["error"]["message"]
+    assert "<state>" not in reply["error"]["message"]
     assert len((await other)["output_ids"]) == 60
 
 

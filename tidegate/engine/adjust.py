@@ -19,7 +19,7 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
     """In place; also says in `slots.choices` how many ids each of these rows may choose from."""
     for row in np.flatnonzero(slots.adjusted[: slots.count]):
         owner = slots.owners[row]
-        if owner.params.penalised and owner.output_ids:
+        if owner.params.penalised:
             penalise(logits_bv[row], owner.output_ids, owner.params)
         if owner.grammar is not None:
             allowed = owner.grammar.allowed(logits_bv.shape[1])
@@ -29,7 +29,7 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
 
 
 def penalise(logits_v: Tensor, output_ids: list[int], params: SamplingParams) -> None:
-    """In place, for one row; output_ids: at least one."""
+    """In place, for one row."""
     ids, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
     at = torch.from_numpy(ids).to(logits_v.device)
     times = torch.from_numpy(counts).to(logits_v.device, logits_v.dtype)

@@ -44,7 +44,8 @@ class Grammar:
         """Go on by a sampled token; returns what went wrong, or None."""
         self.choices.append(choices)
         if not self._matcher.consume_token(token):
-            return str(self._matcher.get_error()) or f"it does not allow the token {token}"
+            fault = str(self._matcher.get_error()).partition("\n<state>")[0]  # what follows is a dump
+            return fault or f"it does not allow the token {token}"
         self.done = token in self._eos_ids and self._matcher.is_stopped()
         return None
 
