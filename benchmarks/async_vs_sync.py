@@ -1,7 +1,7 @@
 """What asynchronous training gains where agents wait: the demo with a tool that sleeps.
 
-Two arms train the same model on the same problems to the same held-out reward: `async` with the demo's
-`max_staleness`, `on_policy` with `trainer.on_policy`, which is exactly synchronous. Each call of the tool
+Two arms train the same model on the same problems to the same held-out reward: `async` with a staleness of
+3 at most (an episode with a slow tool outlives more steps than one without), `on_policy` with `trainer.on_policy`, which is exactly synchronous. Each call of the tool
 sleeps for a log-normal time within 0.1–3 s, drawn with the session's seed. Dynamic sampling is off in both
 arms, so that a step is the same work in each and no token is wasted by choice; the share of groups that
 had variance in their rewards (`informative`) is told beside it.
@@ -46,7 +46,7 @@ HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo" / "config.toml"
 EVERY = 2
 """Steps between checkpoints: the curve's points."""
-ARMS = {"async": [], "on_policy": ["--trainer.on_policy=true"]}
+ARMS = {"async": ["--trainer.max_staleness=3"], "on_policy": ["--trainer.on_policy=true"]}
 SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
 """A step is half of the demo's: on two cores the whole of it would measure these, and not the waiting."""
 
