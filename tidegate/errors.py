@@ -83,3 +83,7 @@ class HopelessError(TidegateError):
 
 class RewardError(TidegateError):
     """A reward function raised, hung, or gave no finite number; ends the session as `reward_error`."""
+
+
+class CorpusError(TidegateError):
+    """A row of a corpus cannot be read, or an index does not fit its manifest, its encoder or its files."""

@@ -17,6 +17,7 @@ ALLOWED = {
     "gateway": set(),
     "engine": set(),
     "agents": set(),
+    "rag": set(),
     "viewer": set(),
     "plan": {"engine.options", "trainer.processes"},
     "scaffold": set(),
@@ -54,6 +55,7 @@ TORCH = {
     "trainer/publish",
     "trainer/checkpoint",
     "engine/",
+    "rag/encode",
 }
 
 

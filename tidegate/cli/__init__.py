@@ -16,6 +16,7 @@ from tidegate.cli import (
     export,
     gateway,
     init,
+    rag,
     replay,
     report,
     simulate,
@@ -24,7 +25,7 @@ from tidegate.cli import (
 )
 from tidegate.errors import TidegateError
 
-VERBS = (init, doctor, train, evaluate, gateway, engine, audit, view, report, replay, export, simulate)
+VERBS = (init, doctor, train, evaluate, gateway, engine, rag, audit, view, report, replay, export, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

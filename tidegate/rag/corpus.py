@@ -1,0 +1,108 @@
+"""The documents of an index, on disk and mapped into memory: opening a corpus reads none of them.
+
+A corpus is three files: `documents.jsonl`, an object `{id, title, text}` a line; `documents.offsets`, where
+each line starts and the last one ends, int64, [n + 1]; and `documents.ids`, which finds an id's row: 2 · n
+uint64, the ids' hashes in ascending order and then their rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from tidegate.errors import CorpusError
+
+DATA = "documents.jsonl"
+OFFSETS = "documents.offsets"
+IDS = "documents.ids"
+FILES = (DATA, OFFSETS, IDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A passage. Its `id` is the corpus' own and stays the same however the index is built."""
+
+    id: str
+    title: str
+    text: str
+
+    def passage(self) -> str:
+        """What encoders and BM25 read of it."""
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+
+class Corpus:
+    """Documents by row, in the order in which they were read, and by id. May be shared by threads."""
+
+    def __init__(
+        self, data: mmap.mmap, offsets: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64],
+        rows: npt.NDArray[np.uint64],
+    ) -> None:  # fmt: skip
+        self._data = data
+        self._offsets = offsets
+        self._hashes = hashes
+        self._rows = rows
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Map a corpus' files. Raises CorpusError where they do not fit together."""
+        for name in FILES:
+            if not (directory / name).is_file():
+                raise CorpusError(f"{directory}: {name} is missing; build the index again")
+        data, offsets = open_documents(directory)
+        ids = np.memmap(directory / IDS, np.uint64, mode="r")
+        count = len(offsets) - 1
+        if len(ids) != 2 * count:
+            raise CorpusError(f"{directory}: {IDS} does not fit {OFFSETS}; build the index again")
+        return cls(data, offsets, ids[:count], ids[count:])
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> Document:
+        """Raises IndexError for a row outside 0 … n − 1."""
+        return read_document(self._data, self._offsets, row)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[row] for row in range(len(self)))
+
+    def row(self, id: str) -> int | None:
+        """The row of the document with this id; None where there is none."""
+        key = id_hash(id)
+        place = int(np.searchsorted(self._hashes, np.uint64(key)))
+        while place < len(self) and int(self._hashes[place]) == key:
+            row = int(self._rows[place])
+            if self[row].id == id:
+                return row
+            place += 1
+        return None
+
+
+def open_documents(directory: Path) -> tuple[mmap.mmap, npt.NDArray[np.int64]]:
+    """The mapped documents and their offsets, [n + 1]. Raises CorpusError where they do not fit."""
+    offsets = np.memmap(directory / OFFSETS, np.int64, mode="r")
+    with (directory / DATA).open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if int(offsets[-1]) != len(data):
+        raise CorpusError(f"{directory}: {OFFSETS} does not fit {DATA}; build the index again")
+    return data, offsets
+
+
+def read_document(data: mmap.mmap, offsets: npt.NDArray[np.int64], row: int) -> Document:
+    if not 0 <= row < len(offsets) - 1:
+        raise IndexError(f"row {row} of {len(offsets) - 1} documents")
+    fields = orjson.loads(data[int(offsets[row]) : int(offsets[row + 1])])
+    return Document(fields["id"], fields["title"], fields["text"])
+
+
+def id_hash(id: str) -> int:
+    """64 bits of an id. Two ids may share them: whoever looks one up compares the id itself."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
