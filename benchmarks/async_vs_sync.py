@@ -1,10 +1,11 @@
 """What asynchronous training gains where agents wait: the demo with a tool that sleeps.
 
 Two arms train the same model on the same problems to the same held-out reward: `async` with a staleness of
-3 at most (an episode with a slow tool outlives more steps than one without), `on_policy` with `trainer.on_policy`, which is exactly synchronous. Each call of the tool
-sleeps for a log-normal time within 0.1–3 s, drawn with the session's seed. Dynamic sampling is off in both
-arms, so that a step is the same work in each and no token is wasted by choice; the share of groups that
-had variance in their rewards (`informative`) is told beside it.
+3 at most (an episode with a slow tool outlives more steps than one without), `on_policy` with
+`trainer.on_policy`, which is exactly synchronous. Each call of the tool sleeps for a log-normal time within
+0.1–3 s, drawn with the session's seed. Dynamic sampling is off in both arms, so that a step is the same work
+in each and no token is wasted by choice; the share of groups that had variance in their rewards
+(`informative`) is told beside it.
 
 The clock runs from the beginning of the first step. Nothing is evaluated while it runs: the arms leave a
 checkpoint every few steps, and these are evaluated afterwards, all by the same engine, on the same held-out
