@@ -1,20 +1,6 @@
 """Who watches a run, and what they are told, in plain types. Observing never changes what is observed.
 
-Metrics of a step (`metrics.jsonl` holds the same, one object a line). Each may be missing:
-
-- `step`, `version`, `time` (seconds, any origin)
-- `reward/mean`, `reward/std`; `reward/zero_variance_ratio`, the share of groups whose rewards are all alike;
-  after an evaluation `eval/reward`, `eval/reward_greedy`, `eval/reward_unseen_templates`
-- `staleness/mean`, `staleness/max` (policy versions), `weight_version/mixed_turn_ratio`
-- `tokens/sampled`, `tokens/trained`: of this step's batch; `tokens/sampled_total`: by rollouts so far;
-  `tokens/trained_total` and `tokens/wasted_<stale, filtered, failed or cancelled>`: of what has ended so far,
-  and `tokens/goodput`, the trained share of it
-- `time/step` and its parts `time/wait_for_batch` (the trainer waits for data), `time/update`,
-  `time/publish`; `time/wait_for_policy` (data was ready before the trainer was); all in seconds
-- `groups/<state>`: counts since the start of the run
-- `loss`, `grad_norm`, `mismatch_kl`, `lag_kl`, `entropy`, `clip_fraction`, `ess`
-- `turns/mean`, `tool_calls/mean`, `length/mean`: of one episode; `episode/<name>`: what agents and
-  rewards told of it; `reward/<env>` where a mixture has several environments
+Metrics of a step are those of `metrics.jsonl`; docs/metrics.md explains every key. Each may be missing.
 """
 
 from __future__ import annotations

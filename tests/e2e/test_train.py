@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import documented, unexplained
 from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
 
 
@@ -23,6 +24,7 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     assert {"eval/reward", "eval/reward_greedy"} <= set(lines[-1])
     assert max(line["staleness/max"] for line in lines[1:]) <= 2
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3
+    every_key_is_documented_and_there(lines)
     audit = held(run_dir)
     assert (audit.groups["trained"], audit.attempts["trained"]) == (16, 64)
     assert audit.groups["stepped"] == audit.groups["live"] == 0
@@ -43,6 +45,16 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"
     assert held(run_dir).groups["trained"] == 24
+
+
+def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
+    assert unexplained({key for line in lines for key in line}) == set()
+    when = documented()
+    for line in lines:
+        known = {"line"}
+        known |= {"step", "steps that publish"} if line["step"] else set()
+        known |= {"eval"} if "eval/reward" in line else set()
+        assert {key for key in when if when[key] in known} <= line.keys()
 
 
 def best_of(run_dir: Path) -> dict[str, float]:

@@ -94,5 +94,5 @@ async def test_the_share_of_groups_without_variance_is_told_either_way(
     recorder = Recorder(
         MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
     )
-    found = recorder.batch_metrics(await batches.next())
+    found = recorder.batch_metrics(await batches.next(), 1)
     assert found["reward/zero_variance_ratio"] == pytest.approx(1 / 3 if dynamic_sampling else 1 / 2)

@@ -65,7 +65,7 @@ class Evaluator:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
         reasons: Counter[str] = Counter()
         wanted = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
-        self._done = 0
+        self._done, began = 0, time.monotonic()
 
         async def one(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
@@ -92,7 +92,8 @@ class Evaluator:
                 raise result
         episodes = [result for result in ended if isinstance(result, tuple)]
         self.keep(step, episodes)
-        return Evaluation(_metrics(plan, episodes, len(wanted)), episodes, reasons)
+        metrics = _metrics(plan, episodes, len(wanted)) | {"eval/seconds": time.monotonic() - began}
+        return Evaluation(metrics, episodes, reasons)
 
     async def _episode(self, name: str, mode: str, task: Task, reasons: Counter[str]) -> Trajectory | None:
         sampling = self.settings.sampling

@@ -71,7 +71,7 @@ class Loop:
         self.step += 1
         self.recorder.batch(batch, advantages, self.step)
         await self.batches.stepped(batch, self.step)
-        return self.recorder.batch_metrics(batch) | metrics
+        return self.recorder.batch_metrics(batch, self.step) | metrics
 
     async def _skip(self, batch: Batch) -> None:
         groups = ", ".join(self.policy.non_finite)

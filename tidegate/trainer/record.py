@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tidegate.observer import Observer
+from tidegate.trainer.admission import Cut
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.credit import Advantage
@@ -26,10 +27,14 @@ class Recorder:
     observer: Observer
     snapshot: Callable[[], dict[str, float]]
     version: Callable[[], int]
+    _made_after: dict[int, int] = field(default_factory=dict)
+    """Version → the optimiser steps after which its weights were published."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line. Step 0 is the evaluation before the first step."""
-        line = {"step": step, "version": self.version(), "time": time.time(), **metrics, **self.snapshot()}
+        version = self.version()
+        self._made_after.setdefault(version, step)
+        line = {"step": step, "version": version, "time": time.time(), **metrics, **self.snapshot()}
         self.log.append(line)
         self.observer.step(line)
 
@@ -39,14 +44,15 @@ class Recorder:
     def note(self, text: str) -> None:
         self.observer.note(text)
 
-    def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """What the batch says of rewards, staleness, versions, lengths, and of what it left out."""
+    def batch_metrics(self, batch: Batch, step: int) -> dict[str, float]:
+        """What the batch of `step` says of rewards, staleness, versions, lengths, and of what it left out."""
         trained = [one for group in batch.groups for one in group.trajectories]
         dropped = [one for group, _ in batch.dropped for one in group.trajectories]
         return {
             "time/wait_for_batch": batch.waited_s,
             "time/wait_for_policy": batch.ready_s,
             **_spread("staleness", batch.cut.staleness, ("mean", "max")),
+            **_spread("staleness_steps", self._ages_in_steps(batch.cut, step - 1), ("mean", "max")),
             # Groups that were filtered because all their rewards are alike still count for the trend.
             **_spread(
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
@@ -57,6 +63,13 @@ class Recorder:
             **_lengths(trained),
             **_selection(trained, dropped),
         }
+
+    def _ages_in_steps(self, cut: Cut, taken: int) -> list[int]:
+        """Optimiser steps between the weights of each group's oldest token and the cut, at which `taken`
+        steps had been taken. A group from before a resume is left out: nobody counted for it."""
+        self._made_after.setdefault(cut.version, taken)
+        made = [self._made_after.get(cut.version - age) for age in cut.staleness]
+        return [taken - one for one in made if one is not None]
 
 
 def _zero_variance_ratio(batch: Batch) -> float:
@@ -106,10 +119,20 @@ def _lengths(trained: list[Trajectory]) -> dict[str, float]:
     return {
         "tokens/sampled": float(sum(one.sampled_tokens() for one in trained)),
         **_spread("length", [one.sampled_tokens() for one in trained], ("mean", "max")),
-        **_spread("turns", turns, ("mean",)),
-        **_spread("tool_calls", [one.metrics.get("tool_calls", 0.0) for one in trained], ("mean",)),
+        **_spread("turns", turns, ("mean", "max")),
+        **_tool_calls(trained),
         "truncated_ratio": float(np.mean([one.outcome == "truncated" for one in trained])),
         "cache/hit_ratio": cached / max(1, prompts),
+    }
+
+
+def _tool_calls(trained: list[Trajectory]) -> dict[str, float]:
+    """Calls on the newest branch of each episode; `malformed_ratio` is of the turns that wrote any."""
+    calls = [sum(len(said.get("tool_calls") or ()) for said in one.messages) for one in trained]
+    written = [turn.parse for one in trained for turn in one.delivered_turns() if turn.parse is not None]
+    return {
+        **_spread("tool_calls", calls, ("mean", "max")),
+        "tool_calls/malformed_ratio": written.count("malformed") / max(1, len(written)),
     }
 
 

@@ -1,0 +1,107 @@
+"""The metrics of a batch, and that docs/metrics.md explains every key (the real run's: e2e/test_train)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.documented import documented, unexplained
+from tests.unit.learning_fixtures import make_model, make_rows, make_trajectory, make_turn
+from tidegate.config import TrainerSettings
+from tidegate.observer import Silent
+from tidegate.trainer.admission import Cut
+from tidegate.trainer.batches import Batch
+from tidegate.trainer.entries import State
+from tidegate.trainer.evaluate import _metrics
+from tidegate.trainer.metrics import MetricsLog, read_metrics
+from tidegate.trainer.policy import Policy
+from tidegate.trainer.record import Recorder
+from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.types import Group, Task, Trajectory
+
+
+def recorder(directory: Path, versions: list[int]) -> Recorder:
+    """One that takes the version of each line from `versions`."""
+    log, files = MetricsLog(directory), TrajectoryFiles(directory)
+    return Recorder(log, files, Silent(), dict, lambda: versions.pop(0))
+
+
+def episode(
+    *, calls: int = 0, parse: str | None = None, env: str = "test", reward: float = 1.0
+) -> Trajectory:
+    found = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5], version=1)])
+    found.turns[0].parse = parse
+    found.env, found.reward, found.metrics = env, reward, {"told": 1.0}
+    found.messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{}] * calls}]
+    return found
+
+
+def batch(*episodes: Trajectory, version: int = 1, staleness: int = 0) -> Batch:
+    group = Group("g1", "t1", list(episodes))
+    return Batch(Cut(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
+
+
+def test_staleness_is_told_in_optimiser_steps_too(tmp_path: Path) -> None:
+    """Versions 0, 1, 2 are published after steps 0, 2, 4; the batch of step 6 holds a token of version 1."""
+    log = recorder(tmp_path, [0, 0, 1, 1, 2, 2])
+    for step in range(6):
+        log.step(step, {})
+    found = log.batch_metrics(batch(episode(), version=2, staleness=1), 6)
+    assert (found["staleness/max"], found["staleness_steps/max"]) == (1, 3)
+    assert log.batch_metrics(batch(episode(), version=2), 6)["staleness_steps/mean"] == 1
+    assert [line["version"] for line in read_metrics(tmp_path)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_steps_before_a_resume_are_not_guessed(tmp_path: Path) -> None:
+    """The first batch after a resume at step 10, whose weights went live as version 7."""
+    log = recorder(tmp_path, [])
+    found = log.batch_metrics(batch(episode(), version=7, staleness=2), 11)
+    assert "staleness_steps/mean" not in found
+    assert log.batch_metrics(batch(episode(), version=7), 11)["staleness_steps/mean"] == 0
+
+
+def test_tool_calls_are_those_of_the_recorded_messages(tmp_path: Path) -> None:
+    told = [episode(calls=3, parse="ok"), episode(calls=1, parse="malformed"), episode(), episode()]
+    found = recorder(tmp_path, []).batch_metrics(batch(*told), 1)
+    assert (found["tool_calls/mean"], found["tool_calls/max"]) == (1, 3)
+    assert found["tool_calls/malformed_ratio"] == 0.5
+
+
+def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
+    made = {
+        *_of_a_mixed_batch(tmp_path / "run"),
+        *_of_a_step_with_a_reference(tmp_path),
+        *_of_an_evaluation(),
+    }
+    assert unexplained(made) == set()
+    always = {"line", "step", "steps that publish", "eval"}
+    sometimes = {key for key, when in documented().items() if when not in always}
+    examples = {
+        key.replace("<env>", "b").replace("<set>", "hard").replace("<name>", "told") for key in sometimes
+    }
+    assert examples <= made
+
+
+def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
+    mixed = batch(episode(env="a"), episode(env="b"))
+    mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0)]), State.FILTERED))
+    return recorder(directory, []).batch_metrics(mixed, 1)
+
+
+def _of_a_step_with_a_reference(directory: Path) -> dict[str, float]:
+    base = make_model(directory / "base")
+    return Policy.load(base, TrainerSettings(reference=base)).update(make_rows(4), 3)
+
+
+def _of_an_evaluation() -> dict[str, float]:
+    tasks = [Task("t1", "test", [])]
+    told = episode()
+    told.metrics = {"unparseable": 1.0}
+    plan = [("", "sampled", tasks), ("", "greedy", tasks), ("hard", "sampled", tasks)]
+    return _metrics(plan, [(name, mode, told) for name, mode, _ in plan], 3)
+
+
+@pytest.mark.parametrize("key", ["reward/mean/x", "loss2", "eval/other", ""])
+def test_a_key_that_nobody_explained_is_found(key: str) -> None:
+    assert unexplained([key]) == {key}
