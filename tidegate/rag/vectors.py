@@ -1,4 +1,4 @@
-"""A corpus' vectors while an index is built: a file a shard, so that a killed build goes on after the last."""
+"""A corpus' vectors while an index is built, a file a shard: a killed build goes on after the last one."""
 
 from __future__ import annotations
 
