@@ -30,7 +30,8 @@ from tidegate.gateway.gateway import Gateway, GatewayOptions
 class Fault:
     """What goes wrong with one request.
 
-    `kind`: `status` (answers `value`), `hang` (until aborted or closed), `drop` (closes the connection),
+    `kind`: `status` (answers `value`), `refuse` (400, saying `value`), `hang`
+    (until aborted or closed), `drop` (closes the connection),
     `break` (breaks a stream off after `value` tokens), `abort` (ends with finish_reason abort after
     `value` tokens), `no_logprobs`, `no_versions`, `version` (every span says `value`), `garbage`
     (no JSON), `hold` (waits for `FakeEngine.release`, then answers well).
@@ -104,6 +105,8 @@ class FakeEngine:
         await self._tell()
         if fault.kind == "status":
             return web.json_response({"error": {"message": "as asked"}}, status=fault.value)
+        if fault.kind == "refuse":
+            return web.json_response({"error": {"message": fault.value}}, status=400)
         if fault.kind == "garbage":
             return web.Response(text="<html>")
         if fault.kind == "drop":

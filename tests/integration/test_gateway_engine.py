@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 import torch
@@ -159,3 +160,20 @@ async def test_a_turn_that_straddles_a_publish_is_exact(
     assert first.kv_version == (0 if mode == "in_place" else None)
     if mode != "in_place":  # there the new weights go on from the old ones' keys and values
         assert after[new.start :].max() < 1e-3
+
+
+async def test_a_schema_that_the_engine_cannot_follow_is_refused_by_the_agents_name(
+    engine: str, models: list[Path]
+) -> None:
+    gateway = Gateway(GatewayOptions(model=models[0]))
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objet"}}}
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        await client.add_engine(engine)
+        access = await client.open_session(task=TASK, split="eval", sampling=Sampling(0.0, max_tokens=4))
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as llm:
+            ask: Any = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
+            with pytest.raises(openai.BadRequestError, match=r"response_format: .*objet") as raised:
+                await llm.chat.completions.create(**ask, response_format=form)
+            assert raised.value.response.headers["x-should-retry"] == "false"
+            assert gateway.pool.errors == 0
+            assert (await llm.chat.completions.create(**ask, presence_penalty=1.0)).choices

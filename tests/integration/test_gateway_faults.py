@@ -144,8 +144,8 @@ async def test_no_engine_at_all_is_an_infrastructure_error(stage: Stage) -> None
         (Fault("no_logprobs"), "the engine returned no logprobs", False),
         (Fault("no_logprobs"), "the engine returned no logprobs", True),
         (Fault("garbage"), "not JSON", False),
-        (Fault("status", 400), "answered 400", False),
-        (Fault("status", 400), "answered 400", True),
+        (Fault("status", 400), "refused the request: as asked", False),
+        (Fault("status", 400), "refused the request: as asked", True),
     ],
 )
 async def test_what_an_engine_does_not_give_is_not_made_up(

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget, turn_seed
+from tidegate.gateway.sampling import SamplingRules, Schema, Wishes, token_budget, turn_seed
 from tidegate.types import Sampling
 
 
@@ -37,8 +37,25 @@ def test_in_evaluation_the_agent_is_honoured() -> None:
     assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.2, 0.5, 3)
     silent = rules.params(Wishes(), Sampling(0.0), "sums", "eval", None, 0)
     assert silent["temperature"] == 0.0
-    with pytest.raises(Refusal, match="min_p"):
-        rules.params(Wishes(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
+    penalised = rules.params(Wishes(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
+    assert penalised["min_p"] == 0.1
+
+
+def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:
+    wishes = Wishes(
+        0.5,
+        stop=["x"],
+        stop_param="stop_sequences",
+        penalties={"min_p": 2.0},
+        schema=Schema("text.format", "{}"),
+    )
+    assert SamplingRules.asked(wishes, "eval") == {
+        "temperature": "temperature",
+        "min_p": "min_p",
+        "stop": "stop_sequences",
+        "json_schema": "text.format",
+    }
+    assert SamplingRules.asked(wishes, "train") == {"stop": "stop_sequences"}  # the rest is the session's
 
 
 def test_every_turn_has_a_seed_of_its_own() -> None:

@@ -23,7 +23,7 @@ from tidegate.errors import EngineError
 from tidegate.gateway.dispatch import Dispatch
 from tidegate.gateway.engines import Engine, Seat
 from tidegate.gateway.health import Watch, most_calls
-from tidegate.gateway.protocol import Order, Sampled, request_body
+from tidegate.gateway.protocol import WHOLE_CALL_PARAMS, Order, RequestRefusedError, Sampled, request_body
 from tidegate.gateway.wire import EngineWire
 
 log = logging.getLogger("tidegate.gateway.engines")
@@ -149,8 +149,9 @@ class EnginePool:
         """Sample one reply, whatever happens to engines meanwhile; `deadline` is in the loop's time.
 
         `on_ids` is called with all ids so far as a stream brings them. Cancelling aborts upstream.
-        Raises QueueFullError where too many wait already, and EngineError, never retryable: the deadline
-        passed, or an engine answered nonsense.
+        Raises QueueFullError where too many wait already, RequestRefusedError where an engine refuses the
+        request, and EngineError, never retryable: the deadline passed, an engine answered nonsense, or a
+        reply broke off that was delivered in part and cannot go on.
         """
         sampled = Sampled()
         wait, last, fresh = _FIRST_WAIT_S, "there is no engine", True
@@ -171,6 +172,13 @@ class EnginePool:
                         self._dispatch.leave(engine)
                     if order.settle(sampled):
                         return sampled
+                    if sampled.ids and not order.resumable:
+                        if order.stream:
+                            raise EngineError(
+                                f"a reply broke off after {len(sampled.ids)} tokens, and one with "
+                                f"{', '.join(sorted(order.params.keys() & WHOLE_CALL_PARAMS))} cannot go on"
+                            )
+                        sampled, before = Sampled(), 0
                     self.continued += bool(sampled.ids)
                     wait = _FIRST_WAIT_S if len(sampled.ids) > before else min(wait * 2, _LONGEST_WAIT_S)
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
@@ -213,6 +221,9 @@ class EnginePool:
             raise EngineError(
                 f"{engine.url}: {str(error) or type(error).__name__}", retryable=True
             ) from error
+        except RequestRefusedError:
+            engine.failures = 0
+            raise
         except EngineError as error:
             self._failed(engine, counts=error.retryable)
             raise

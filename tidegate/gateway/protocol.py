@@ -7,7 +7,7 @@ not a number is no version.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,17 @@ import orjson
 from tidegate.errors import EngineError
 from tidegate.gateway.sampling import continued_seed
 from tidegate.types import Ids, VersionSpan
+
+WHOLE_CALL_PARAMS = frozenset({"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"})
+"""Sampling parameters that look at all of a reply, of which an engine sees only what one call samples."""
+
+
+class RequestRefusedError(EngineError):
+    """The engine will not do what was asked, and is well; `reason` is in its words."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(f"{engine} refused the request: {reason}")
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -31,7 +42,15 @@ class Order:
     params: dict[str, Any]
     max_new_tokens: int
     stream: bool = False
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """Which of `params` the agent asked for, and what it calls them."""
     stop_after: Callable[[Sequence[int]], int | None] = lambda ids: None
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a reply can go on from its tokens so far in a further call: engines begin a grammar, and
+        the counts that penalties go by, anew with each call."""
+        return not (self.params.keys() & WHOLE_CALL_PARAMS)
 
     def streams(self, sampled: Sampled) -> bool:
         """Whether the next call is streamed: also where a stop string may straddle two calls, for only
@@ -165,7 +184,7 @@ def _finish(reason: Any) -> str:
         raise EngineError(f"the engine returned an unknown finish_reason: {str(reason)[:200]}")
     status = reason.get("status_code")
     if reason["type"] == "abort" and isinstance(status, int) and 400 <= status < 500:
-        raise EngineError(f"the engine refused the request: {reason.get('message')}")
+        raise RequestRefusedError("the engine", str(reason.get("message")))
     kind: str = reason["type"]
     return kind
 

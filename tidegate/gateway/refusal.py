@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tidegate.errors import TidegateError
 
 
@@ -59,6 +61,15 @@ def context_exceeded(prompt_tokens: int, max_context: int) -> Refusal:
         code="context_length_exceeded",
         param="messages",
     )
+
+
+def refused_by_engine(asked: Mapping[str, str], reason: str) -> Refusal | None:
+    """The refusal of what the agent asked for, by the agent's own name for it; `asked` maps engines' names
+    to those. None where the engine's reason names nothing of it: then the agent is not to blame."""
+    for name, param in asked.items():
+        if name in reason or (name == "json_schema" and "grammar" in reason):
+            return unsupported(param, f"the engine refuses it: {reason}")
+    return None
 
 
 def engine_failure(message: str) -> Refusal:

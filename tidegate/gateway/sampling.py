@@ -1,6 +1,6 @@
 """How a reply is sampled: the session's sampling, the agent's wishes, the engine's bounds.
 
-In split `train` the session's temperature, top-p and top-k override the agent's, and penalties are off:
+In split `train` the session's temperature, top-p and top-k override the agent's, penalties and min-p are off:
 otherwise the recorded logprobs are not those of a distribution that the trainer can form. `eval` honours
 the agent's.
 """
@@ -36,6 +36,8 @@ class Wishes:
     max_tokens: int | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_param: str = "stop"
+    """What the agent's dialect calls `stop`."""
     penalties: Mapping[str, float] = field(default_factory=dict)
     """Those that are not at their neutral value."""
     schema: Schema | None = None
@@ -62,8 +64,6 @@ class SamplingRules:
             self._say(wishes, sampling, env)
             temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
         else:
-            for name in wishes.penalties:
-                raise unsupported(name, "is not supported")
             temperature = sampling.temperature if wishes.temperature is None else wishes.temperature
             top_p = sampling.top_p if wishes.top_p is None else wishes.top_p
             top_k = sampling.top_k if wishes.top_k is None else wishes.top_k
@@ -73,6 +73,8 @@ class SamplingRules:
             "top_k": top_k,
             "stop_token_ids": self._stop_ids,
         }
+        if split != "train":
+            params |= wishes.penalties
         if wishes.schema is not None:
             params["json_schema"] = wishes.schema.text
         if wishes.stop:
@@ -80,6 +82,17 @@ class SamplingRules:
         if (one := turn_seed(seed, turn, wishes.seed)) is not None:
             params["sampling_seed"] = one
         return params
+
+    @staticmethod
+    def asked(wishes: Wishes, split: Split) -> dict[str, str]:
+        """The engine's sampling parameters that are the agent's own wish, with the agent's names for them."""
+        asked = {"stop": wishes.stop_param} if wishes.stop else {}
+        if split != "train":
+            given = {name for name in ("temperature", "top_p", "top_k") if getattr(wishes, name) is not None}
+            asked |= {name: name for name in (*sorted(given), *wishes.penalties)}
+            if wishes.schema is not None:
+                asked["json_schema"] = wishes.schema.param
+        return asked
 
     def _say(self, wishes: Wishes, sampling: Sampling, env: str) -> None:
         asked = {

@@ -24,12 +24,18 @@ from tidegate.gateway.limits import check_limits
 from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import EnginePool
-from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.protocol import Order, RequestRefusedError, Sampled
 from tidegate.gateway.raw import place_raw, raw_ids
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.reasoning import ReasoningParser
-from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full, unsupported
+from tidegate.gateway.refusal import (
+    engine_failure,
+    not_recorded,
+    queue_full,
+    refused_by_engine,
+    unsupported,
+)
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
@@ -159,7 +165,7 @@ class Turns:
         )
         if ask.tools and (end := single_call_stop(self._tool_parser, ask.tool_use)):
             params["stop"] = [*ask.wishes.stop, end]
-        order = Order(prompt, params, budget, ask.stream)
+        order = Order(prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split))
         if stops := params.get("stop"):
             order.stop_after = partial(stop_after, self._renderer.decode, stops)
         self._metrics.rendered_tokens += len(delta)
@@ -252,8 +258,12 @@ class Turns:
             call.refusal = queue_full(str(error))
             return
         except EngineError as error:
-            session.gave_up = str(error)
-            call.refusal = engine_failure(str(error))
+            blamed = None
+            if isinstance(error, RequestRefusedError):
+                blamed = refused_by_engine(call.order.asked, error.reason)
+            if blamed is None:
+                session.gave_up = str(error)
+            call.refusal = blamed or engine_failure(str(error))
             return
         call.on_ids(sampled.ids)
         call.reader.finish()

@@ -11,8 +11,9 @@ import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.protocol import Sampled, read_reply
+from tidegate.gateway.protocol import RequestRefusedError, Sampled, read_reply
 
+REFUSALS = frozenset({400, 422})
 RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
 
 
@@ -43,7 +44,8 @@ class EngineWire:
     async def generate(self, url: str, body: bytes, stream: bool, take: Callable[[Sampled], None]) -> None:
         """One `/generate`; `take` is given what came so far, the last time with a finish.
 
-        Raises EngineError where the engine refuses or answers nonsense, aiohttp.ClientError or OSError
+        Raises RequestRefusedError where the engine refuses the request, EngineError where it fails or
+        answers nonsense, aiohttp.ClientError or OSError
         where the connection fails.
         """
         async with self._http.post(url + "/generate", data=body) as response:
@@ -123,6 +125,18 @@ def _event(url: str, data: bytes) -> Any:
 
 
 def _refused(url: str, status: int, data: bytes) -> EngineError:
-    return EngineError(
-        f"{url} answered {status}: {data[:300].decode(errors='replace')}", retryable=status in RETRYABLE
-    )
+    said = data[:300].decode(errors="replace")
+    if status in REFUSALS:
+        return RequestRefusedError(url, _reason(data) or said)
+    return EngineError(f"{url} answered {status}: {said}", retryable=status in RETRYABLE)
+
+
+def _reason(data: bytes) -> str | None:
+    """The sentence in an error's body: SGLang has both shapes."""
+    try:
+        payload = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    holder = payload.get("error", payload) if isinstance(payload, dict) else None
+    message = holder.get("message") if isinstance(holder, dict) else None
+    return message[:1000] if isinstance(message, str) else None

@@ -97,6 +97,7 @@ def _wishes(payload: dict[str, Any]) -> Wishes:
         top_k=get(payload, "top_k", int),
         max_tokens=fields.at_least_1(payload, "max_tokens"),
         stop=fields.stops(payload, "stop_sequences"),
+        stop_param="stop_sequences",
         schema=_schema(payload),
     )
 
