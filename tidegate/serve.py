@@ -33,10 +33,14 @@ class Listen:
     announce: Path | None = None
     owned: bool = False
     """End when stdin closes."""
+    fd: int | None = None
+    """A bound socket that the owner passed on, in place of host and port."""
 
 
 def bind(listen: Listen) -> socket.socket:
     """A bound socket; raises StartError that names the port where it is taken."""
+    if listen.fd is not None:
+        return socket.socket(fileno=listen.fd)
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

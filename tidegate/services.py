@@ -11,12 +11,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tidegate.errors import StartError
+from tidegate.serve import Listen, bind
 
 READY_S = 120.0
 STOP_S = 8.0
@@ -28,6 +30,8 @@ class Service:
     `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
     at the current weights. `secrets` are passed in the environment, as a command line can be read by all.
     `name` tells several of one verb apart. Its log is a file in `directory`, or (`shares_log`) its owner's.
+    With a `host` it is the owner that listens there: calls that come while the process is started again
+    wait for it, and are not refused.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Service:
         secrets: Mapping[str, str] | None = None,
         name: str | None = None,
         shares_log: bool = False,
+        host: str | None = None,
     ) -> None:
         self.name = name or verb
         self.verb = verb
@@ -51,6 +56,8 @@ class Service:
         self._announce = directory / "logs" / f"{self.name}.address"
         self.log = directory / "logs" / f"{self.name}.log"
         self._shares_log = shares_log
+        self._host = host
+        self._socket: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
@@ -60,9 +67,13 @@ class Service:
         """
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
+        if self._host is not None and self._socket is None:
+            self._socket = bind(Listen(self._host, self._port))
+        held = [self._socket.fileno()] if self._socket is not None else []
         command = [
             sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
             "--port", str(self._port), "--announce", str(self._announce), "--owned",
+            *(part for fd in held for part in ("--fd", str(fd))),
         ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             log = (
@@ -75,6 +86,7 @@ class Service:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                pass_fds=held,
                 env={**os.environ, **self._secrets},
                 start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
             )
@@ -109,6 +121,9 @@ class Service:
 
     async def stop(self) -> None:
         """Ask it to end; kill it if it does not within STOP_S."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         process = self._process
         if process is None or process.returncode is not None:
             return

@@ -60,7 +60,7 @@ class Site:
 
     @contextlib.asynccontextmanager
     async def llm(self, access: SessionAccess, base_url: str | None = None) -> AsyncIterator[AsyncOpenAI]:
-        made = AsyncOpenAI(base_url=base_url or access.base_url, api_key=access.api_key, max_retries=5)
+        made = AsyncOpenAI(base_url=base_url or access.base_url, api_key=access.api_key)
         async with made:
             yield made
 
@@ -279,14 +279,15 @@ async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_e
 
 
 def pid_of(base_url: str) -> int:
-    """The process that listens on an address."""
+    """The shard that listens on an address; its front holds that too."""
     port = f":{urlsplit(base_url).port:04X}"
     table = Path("/proc/net/tcp").read_text()
     rows = [line.split() for line in table.splitlines()[1:]]
     inodes = {row[9] for row in rows if row[1].endswith(port) and row[3] == "0A"}
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            for handle in (process / "fd").iterdir() if process.name.isdecimal() else ():
+            shard = process.name.isdecimal() and b"\0--shard\0" in (process / "cmdline").read_bytes()
+            for handle in (process / "fd").iterdir() if shard else ():
                 if os.readlink(handle) in {f"socket:[{inode}]" for inode in inodes}:
                     return int(process.name)
     raise AssertionError(f"nobody listens on {base_url}")

@@ -41,6 +41,7 @@ def add(verbs: Verbs) -> None:
         help="processes that share the sessions, behind one address",
     )
     verb.add_argument("--access-log", action="store_true", help="log one line a turn, as JSON")
+    verb.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     verb.add_argument("--shard", type=_shard, default=(0, 1), help=argparse.SUPPRESS)
     verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     log_to_stderr()
     logging.getLogger("tidegate.gateway.access").setLevel("INFO" if arguments.access_log else "WARNING")
     limits = dict(map(_limit, arguments.limit))
-    listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned)
+    listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, arguments.fd)
     if arguments.shards > 1:
         serve_front(arguments.shards, _shards_arguments(arguments), listen, key)
     else:

@@ -174,7 +174,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
     @app.get("/groups", dependencies=admin)
     async def list_groups() -> dict[str, Any]:
-        return {"groups": gateway.list_groups()}
+        return {"groups": bodies.group_rows(gateway.sessions, gateway.groups)}
 
     @app.post("/groups/ack", dependencies=admin)
     async def ack(body: bodies.Ack) -> dict[str, str]:

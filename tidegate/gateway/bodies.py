@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import Session, Sessions
 from tidegate.types import Outcome, Sampling, Split, Task
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -51,10 +52,15 @@ class OpenSession(Body):
     metadata: dict[str, Any] = {}
     seed: int | None = None
     limits: LimitsBody = LimitsBody()
+    trainer_epoch: Annotated[int, Field(ge=0)] | None = None
+    """Of a session that ends `cancelled` when a newer trainer comes."""
 
     def arguments(self) -> dict[str, Any]:
+        told = dict(self)
+        epoch = told.pop("trainer_epoch")
         return {
-            **dict(self),
+            **told,
+            "epoch": epoch,
             "task": None if self.task is None else Task(**dict(self.task)),
             "sampling": Sampling(**dict(self.sampling)),
             "limits": Limits(**dict(self.limits)),
@@ -152,6 +158,23 @@ def session_row(session: Session) -> dict[str, Any]:
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
     }
+
+
+def group_rows(sessions: Sessions, groups: GroupStore) -> list[dict[str, Any]]:
+    """All groups: those that are not sealed yet, then the others in the order of sealing."""
+    rows = []
+    for group_id, members in sessions.groups().items():
+        if groups.get(group_id) is None:
+            known = [version for one in members if (version := one.oldest_version()) is not None]
+            rows.append(_group_row(group_id, "live", min(known, default=None), [m.id for m in members]))
+    for entry in groups.entries():
+        ids = [trajectory.session_id for trajectory in entry.group.trajectories]
+        rows.append(_group_row(entry.group.id, entry.state, entry.group.oldest_version(), ids))
+    return rows
+
+
+def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str]) -> dict[str, Any]:
+    return {"id": group_id, "state": state, "oldest_version": oldest, "sessions": sessions}
 
 
 def explain(errors: list[Any]) -> str:

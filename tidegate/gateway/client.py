@@ -102,9 +102,11 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         seed: int | None = None,
         limits: Mapping[str, float] | None = None,
+        epoch: int | None = None,
     ) -> SessionAccess:
         """Open a session; `limits` are its budgets: `turns`, `tokens`, `seconds`, `calls`.
 
+        With a trainer's `epoch` it ends `cancelled` when a newer trainer comes; 410 where one has come.
         Not repeated when its answer is lost: an orphan expires by itself.
         """
         body = {
@@ -118,6 +120,7 @@ class GatewayClient:
             "metadata": dict(metadata or {}),
             "seed": seed,
             "limits": dict(limits or {}),
+            "trainer_epoch": epoch,
         }
         return SessionAccess(**await self._json("POST", "/sessions", body))
 
@@ -173,6 +176,13 @@ class GatewayClient:
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
+
+    async def enter(self, epoch: int) -> None:
+        """A trainer begins: what older ones leased is ready again, what they ran ends `cancelled`.
+
+        Any call that carries the epoch does the same. Raises GatewayError (410) where a newer one has come.
+        """
+        await self.lease(epoch, 0)
 
     async def lease(self, epoch: int, max: int, wait_s: float = 0.0) -> list[Group]:
         """Up to `max` ready groups, waiting up to `wait_s` for the first one.

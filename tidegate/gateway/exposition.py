@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from tidegate.gateway.bodies import group_rows
 from tidegate.gateway.metrics import Histogram
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _turns(gateway: Gateway) -> list[Family]:
 
 def _sessions(gateway: Gateway) -> list[Family]:
     states = Counter(session.state for session in gateway.sessions.all())
-    groups = Counter(row["state"] for row in gateway.list_groups())
+    groups = Counter(row["state"] for row in group_rows(gateway.sessions, gateway.groups))
     acked: Counter[str] = Counter()
     for outcome, number in gateway.groups.acked.items():  # any text, as the trainer gave it
         acked[outcome if outcome in _ACKS else "other"] += number

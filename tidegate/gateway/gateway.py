@@ -98,7 +98,9 @@ class Gateway:
         certificate = await asyncio.to_thread(certify, self.renderer)
         log.info("chat template: %s", certificate.line())
         recovered = self.journal.start()
-        self.groups = GroupStore(self.journal, self.sessions.of_group, recovered, self.options.mark)
+        self.groups = GroupStore(
+            self.journal, self.sessions.of_group, recovered, self.options.mark, self._cancel_older
+        )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
         self.pool = EnginePool(self.options.pool, self._died)
         self.turns = Turns(
@@ -132,7 +134,8 @@ class Gateway:
         for session in recovered.sessions:
             self.sessions.add(session)
             if session.trajectory is None and session.ending is not None:
-                session.finishing = self._finishing(session, session.ending)
+                self._finishing(session, session.ending)
+        self._cancel_older()
         if recovered.sessions:
             log.info("took up %d sessions from the journal", len(recovered.sessions))
 
@@ -151,8 +154,12 @@ class Gateway:
         seed: int | None = None,
         metadata: dict[str, Any] | None = None,
         limits: Limits | None = None,
+        epoch: int | None = None,
     ) -> tuple[Session, str]:
-        """A new session and its key, of which only a hash is kept. Raises GatewayError."""
+        """A new session and its key, of which only a hash is kept. Raises GatewayError.
+
+        One that a trainer opens carries its epoch, and ends `cancelled` when a newer trainer comes.
+        """
         sampling = sampling or Sampling()
         if split == "train" and (sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0):
             raise GatewayError(
@@ -163,6 +170,8 @@ class Gateway:
         if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
             raise GatewayError(f"group {group_id} takes no more sessions", status=410)
         _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
+        if epoch is not None:
+            await self.groups.enter(epoch)
         now = asyncio.get_running_loop().time()
         key = new_key(self.options.mark)
         session = Session(
@@ -180,9 +189,12 @@ class Gateway:
             metadata=metadata or {},
             limits=(limits or Limits()).over(self.options.limits),
             number=self.sessions.number(),
+            epoch=epoch,
         )
         await self.journal.opened(session)
         self.sessions.add(session)
+        if self._orphaned(session):  # a newer trainer came meanwhile
+            self._cancel(session)
         return session, key
 
     def session(self, session_id: str) -> Session:
@@ -228,9 +240,7 @@ class Gateway:
             base, why = decide(session, outcome, now)
             session.close("it was finished")
             session.ending = Ending(base, error or why, now, output, reward, metrics or {})
-        if session.finishing is None:
-            session.finishing = self._finishing(session, session.ending)
-        finishing = session.finishing
+        finishing = session.finishing or self._finishing(session, session.ending)
         try:
             return await asyncio.shield(finishing)
         except asyncio.CancelledError:
@@ -241,6 +251,7 @@ class Gateway:
     def _finishing(self, session: Session, ending: Ending) -> asyncio.Task[Trajectory]:
         task = asyncio.create_task(self._finish(session, ending), name=f"finish {session.id}")
         task.add_done_callback(lambda done: self._finish_ended(session, done))
+        session.finishing = task
         return task
 
     async def _finish(self, session: Session, ending: Ending) -> Trajectory:
@@ -259,6 +270,21 @@ class Gateway:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("session %s could not be finished: %s", session.id, error)
             session.finishing = None
+
+    def _cancel_older(self) -> None:
+        """End what an older trainer opened and will not finish any more: its agents died with it."""
+        for session in filter(self._orphaned, self.sessions.all()):
+            self._cancel(session)
+
+    def _orphaned(self, session: Session) -> bool:
+        return session.epoch is not None and session.epoch < self.groups.epoch and session.ending is None
+
+    def _cancel(self, session: Session) -> None:
+        why = f"the trainer of epoch {session.epoch}, which ran it, is over"
+        session.close(why)
+        # Whether a reply in doubt arrived nobody will ever know: it stays undelivered.
+        session.ending = Ending(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        self._finishing(session, session.ending)
 
     async def forget(self, session_id: str) -> None:
         """Delete a session and what it recorded, for good. Idempotent. Raises GatewayError."""
@@ -360,21 +386,6 @@ class Gateway:
     async def _note_engines(self) -> None:
         await self.journal.engines({engine.url: list(engine.control) for engine in self.pool.engines()})
 
-    # -- groups' listing -------------------------------------------------------------------------
-
-    def list_groups(self) -> list[dict[str, Any]]:
-        rows = []
-        for group_id, members in self.sessions.groups().items():
-            if self.groups.get(group_id) is None:
-                known = [version for one in members if (version := one.oldest_version()) is not None]
-                rows.append(_group_row(group_id, "live", min(known, default=None), [m.id for m in members]))
-        for entry in self.groups.entries():
-            ids = [trajectory.session_id for trajectory in entry.group.trajectories]
-            rows.append(_group_row(entry.group.id, entry.state, entry.group.oldest_version(), ids))
-        return rows
-
-    # -- what it says of itself ------------------------------------------------------------------
-
     def prometheus(self) -> str:
         return exposition(self)
 
@@ -385,7 +396,3 @@ def _check_storable(*values: Any) -> None:
         msgpack.packb(values)
     except (ValueError, OverflowError, RecursionError) as error:
         raise GatewayError(f"this cannot be stored: {error}", status=400) from None
-
-
-def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str]) -> dict[str, Any]:
-    return {"id": group_id, "state": state, "oldest_version": oldest, "sessions": sessions}

@@ -59,8 +59,11 @@ class GroupStore:
         members: Callable[[str], list[Session]],
         recovered: Recovered,
         mark: str = "",
+        superseded: Callable[[], None] = lambda: None,
     ) -> None:
+        """`superseded` is called whenever a newer trainer has come."""
         self._mark = mark
+        self._superseded = superseded
         self._journal = journal
         self._members = members
         self._entries = {entry.group.id: entry for entry in recovered.entries}
@@ -98,6 +101,19 @@ class GroupStore:
             self._entries[group.id] = entry
         await self._notify()
 
+    async def enter(self, epoch: int) -> None:
+        """A higher epoch ends all leases; an older one is fenced off."""
+        async with self._changing:
+            if epoch > self.epoch:
+                await self._journal.entered(epoch, list(self._leases))
+                self.epoch = epoch
+                for lease_id, entry in list(self._leases.items()):
+                    self._release(entry)
+                    self._ended_leases.note(lease_id, "fenced")
+                self._superseded()
+                await self._notify()
+            self._check(epoch)
+
     async def lease(self, epoch: int, most: int, wait_s: float, key: str = "") -> list[Group]:
         """Up to `most` ready groups, the earliest sealed first; waits up to `wait_s` for the first one.
 
@@ -105,7 +121,7 @@ class GroupStore:
         cancellation in the very moment of leasing is not obeyed: the groups are returned. With `most` 0
         these are all that it gets, at once.
         """
-        await self._enter(epoch)
+        await self.enter(epoch)
         deadline = asyncio.get_running_loop().time() + wait_s
         while not (granted := await _whole(self._grant(epoch, most, key))) and most > 0:
             try:
@@ -117,7 +133,7 @@ class GroupStore:
 
     async def wait(self, epoch: int, wait_s: float) -> int:
         """Wait up to `wait_s` for a ready group, without leasing it; how many are ready."""
-        await self._enter(epoch)
+        await self.enter(epoch)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.epoch > epoch or bool(self._ready()))
@@ -156,7 +172,7 @@ class GroupStore:
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[Session]:
         """End a lease and its group; the group's sessions, none where this was done before."""
-        await self._enter(epoch)
+        await self.enter(epoch)
         async with self._changing:
             self._check(epoch)
             entry = self._leases.get(lease_id)
@@ -202,18 +218,6 @@ class GroupStore:
     def _ready(self) -> list[Entry]:
         ready = [entry for entry in self._entries.values() if entry.lease_id is None]
         return sorted(ready, key=lambda entry: entry.order)
-
-    async def _enter(self, epoch: int) -> None:
-        """A higher epoch ends all leases; an older one is fenced off."""
-        async with self._changing:
-            if epoch > self.epoch:
-                await self._journal.entered(epoch, list(self._leases))
-                self.epoch = epoch
-                for lease_id, entry in list(self._leases.items()):
-                    self._release(entry)
-                    self._ended_leases.note(lease_id, "fenced")
-                await self._notify()
-            self._check(epoch)
 
     def _check(self, epoch: int) -> None:
         if epoch < self.epoch:

@@ -130,6 +130,7 @@ def about(session: Session) -> str:
             "seed": session.seed,
             "metadata": session.metadata,
             "limits": session.limits.to_wire(),
+            "epoch": session.epoch,
         }
     )
 

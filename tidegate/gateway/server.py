@@ -43,7 +43,9 @@ def serve_front(
         os.kill(os.getpid(), signal.SIGINT)
 
     with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
-        fleet = [Shard(index, arguments(index), Path(directory), admin_key) for index in range(shards)]
+        fleet = [
+            Shard(index, arguments(index), Path(directory), admin_key, listen.host) for index in range(shards)
+        ]
         run_app(Front(fleet, admin_key, end).create_app(), sock, listen)
     if failed:
         raise StartError(f"the gateway's front ended: {failed[0]}")

@@ -54,6 +54,8 @@ class Session:
     limits: Limits = field(default_factory=Limits)
     number: int = 0
     """By which the journal knows it."""
+    epoch: int | None = None
+    """Of the trainer that opened it; it ends with that trainer. None: it ends with nobody."""
     tree: Tree = field(default_factory=Tree)
     calls: Calls = field(default_factory=Calls)
     seat: Seat = field(init=False)

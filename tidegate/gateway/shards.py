@@ -43,13 +43,26 @@ def home(group_id: str, shards: int) -> int:
 class Shard:
     """One gateway process, kept alive on one address by its `keep` task."""
 
-    def __init__(self, index: int, arguments: Sequence[str], directory: Path, admin_key: str | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        arguments: Sequence[str],
+        directory: Path,
+        admin_key: str | None,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.index = index
         self.restarts = 0
         self.up = asyncio.Event()
         secrets = {} if admin_key is None else {ADMIN_KEY: admin_key}
         self._service = Service(
-            "gateway", lambda: arguments, directory, secrets=secrets, name=f"shard-{index}", shares_log=True
+            "gateway",
+            lambda: arguments,
+            directory,
+            secrets=secrets,
+            name=f"shard-{index}",
+            shares_log=True,
+            host=host,
         )
 
     @property

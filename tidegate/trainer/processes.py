@@ -54,10 +54,18 @@ async def start_processes(
     except* TidegateError as failures:
         raise failures.exceptions[0] from None
     engines, gateway, worker = own.result(), gate.result(), agents.result()
-    for url in engines:
-        await gateway.add_engine(url)
+    await use_engines(gateway, engines)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, worker, engines)
+
+
+async def use_engines(gateway: GatewayClient, engines: Sequence[str]) -> None:
+    """Have the gateway use these engines alone: its journal remembers those of the run's last start."""
+    for row in await gateway.list_engines():
+        if row["url"] not in {url.rstrip("/") for url in engines}:
+            await gateway.remove_engine(row["url"])
+    for url in engines:
+        await gateway.add_engine(url)
 
 
 def engine_arguments(settings: Settings, live: Live) -> list[str]:
@@ -145,8 +153,8 @@ async def _start_gateway(
     stack: contextlib.AsyncExitStack,
 ) -> GatewayClient:
     journal = run_dir / "gateway"
-    # What it holds from an earlier start of the run was cancelled when that ended.
-    await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
+    if not (run_dir / "ledger.jsonl").exists():  # it belongs to the run whose ledger lies beside it
+        await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
     service, key = gateway_service(settings, run_dir, journal)
     stack.push_async_callback(service.stop)
     url = await service.start()
@@ -165,8 +173,8 @@ def gateway_service(settings: Settings, run_dir: Path, journal: Path | None = No
     key = settings.gateway.admin_key or secrets.token_urlsafe(24)
     port = settings.gateway.port
     arguments = [*gateway_arguments(settings), *(["--journal", str(journal)] if journal is not None else [])]
-    service = Service("gateway", lambda: arguments, run_dir, port=port, secrets={ADMIN_KEY: key})
-    return service, key
+    host = settings.gateway.host
+    return Service("gateway", lambda: arguments, run_dir, port=port, secrets={ADMIN_KEY: key}, host=host), key
 
 
 def gateway_arguments(settings: Settings) -> Sequence[str]:

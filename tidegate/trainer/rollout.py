@@ -42,6 +42,8 @@ class Episodes:
     worker: AgentWorker
     deadline_s: float
     model: str = "policy"
+    epoch: int | None = None
+    """Of the trainer that runs them: they end `cancelled` when a newer one comes."""
 
     async def run(
         self,
@@ -61,7 +63,7 @@ class Episodes:
         """
         access = await self.gateway.open_session(
             task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
-            deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name},
+            deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
         )  # fmt: skip
         on_open(access.session_id)
         result = await self.worker.run(

@@ -29,7 +29,7 @@ from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
-from tidegate.trainer.start import Start, rules_of
+from tidegate.trainer.start import Start, rules_of, take_over
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 
@@ -134,7 +134,9 @@ class Run:
         self.policy = await loading
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
         self.admission = self._open_book()
-        episodes = Episodes(self.gateway, processes.worker, settings.agent.deadline_s)
+        epoch = self.admission.epoch
+        await take_over(self.gateway, epoch)
+        episodes = Episodes(self.gateway, processes.worker, settings.agent.deadline_s, epoch=epoch)
         files = TrajectoryFiles(self.dir)
         self.tokens = Tokens()
         self.rollout = Rollout(

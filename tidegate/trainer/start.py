@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
+from tidegate.gateway.client import GatewayClient
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission, Progress, Rules, Ticket
 from tidegate.trainer.entries import entry
@@ -71,6 +72,13 @@ class Start:
             abandoned = range(state["version"] + 1, self.version)
             admission.restore(Progress(state["cursor"], tickets, state["quarantined"]), [abandoned])
         return admission, lost
+
+
+async def take_over(gateway: GatewayClient, epoch: int) -> None:
+    """Begin as the trainer of `epoch`: what the gateway kept of older ones ends, as in the ledger."""
+    await gateway.enter(epoch)
+    for group in await gateway.list_groups():
+        await gateway.drop_group(group.id)
 
 
 def rules_of(settings: Settings) -> Rules:
