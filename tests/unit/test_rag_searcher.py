@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.rag.build import Plan, build
+from tidegate.rag.news import News
 from tidegate.rag.searcher import Searcher
 
 ROWS = [
@@ -22,7 +24,7 @@ ROWS = [
 def built(directory: Path, rows: Sequence[object] = ROWS) -> Path:
     source = directory / "corpus.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-    build(Plan([source], directory / "index", "hash", threads=1), lambda _: None)
+    build(Plan([source], directory / "index", "hash"), News(io.StringIO()))
     return directory / "index"
 
 

@@ -1,32 +1,87 @@
-"""`tidegate rag build`: an index from a corpus."""
+"""`tidegate rag build` and `tidegate rag verify`: an index from a corpus, and whether it is still whole."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from tidegate.cli.verbs import Verbs
 
+DESCRIPTION = """\
+Build a retrieval index: documents on disk, vectors, BM25, or both. Rows are {"id", "contents"} (the title in
+double quotes on the first line, the text after it) or {"id", "title", "text"}. A build that was killed goes
+on where it was when the same command is given again.
+"""
+VERIFY = """\
+Read every file of an index and compare it with the manifest. Opening an index reads small files whole and
+parts of large ones; this reads all.
+"""
+
 
 def add(actions: Verbs) -> None:
-    action = actions.add_parser("build", help="an index from a corpus", description="Build an index.")
+    action = actions.add_parser("build", help="an index from a corpus", description=DESCRIPTION)
     action.add_argument(
-        "corpus", type=Path, nargs="+", metavar="CORPUS", help=".jsonl, .jsonl.gz or .parquet"
+        "corpus", type=Path, nargs="+", metavar="CORPUS",
+        help=".jsonl, .jsonl.gz or .parquet files, or directories of them",
+    )  # fmt: skip
+    action.add_argument("--out", type=Path, required=True, metavar="DIR", help="the index")
+    action.add_argument(
+        "--encoder",
+        metavar="NAME",
+        help="a sentence-transformers model's directory or id, or 'hash' for toys",
     )
-    action.add_argument("--out", type=Path, required=True, metavar="DIR")
-    action.add_argument("--encoder", required=True, help="'hash', or a sentence-transformers model")
-    action.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    action.add_argument(
+        "--bm25", action="store_true", help="index the words, too (with vectors: hybrid search)"
+    )
+    action.add_argument(
+        "--index", choices=["flat", "sq8", "ivf-sq8", "ivf-pq"], help="the kind; chosen by size if not given"
+    )
+    action.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: all cores"
+    )
+    action.add_argument("--device", default="cpu", help="of the encoder: cpu, cuda, cuda:1")
+    action.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    action.add_argument("--query-prefix", metavar="TEXT", help="instead of the encoder's own")
+    action.add_argument("--passage-prefix", metavar="TEXT", help="instead of the encoder's own")
+    action.add_argument(
+        "--replace", action="store_true", help="put it in the place of an index that is there"
+    )
     action.set_defaults(run=run)
+    verify = actions.add_parser("verify", help="whether an index is whole", description=VERIFY)
+    verify.add_argument("index", type=Path, metavar="DIR")
+    verify.set_defaults(run=run_verify)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.build import Plan, build
+    from tidegate.rag.news import News
+    from tidegate.rag.prefixes import Prefixes
 
-    manifest = build(
-        Plan(arguments.corpus, arguments.out, arguments.encoder, arguments.threads),
-        lambda line: print(line, file=sys.stderr, flush=True),
+    prefixes = None
+    if arguments.query_prefix is not None or arguments.passage_prefix is not None:
+        prefixes = Prefixes(arguments.query_prefix or "", arguments.passage_prefix or "")
+    plan = Plan(
+        sources=arguments.corpus,
+        out=arguments.out,
+        encoder=arguments.encoder,
+        bm25=arguments.bm25,
+        kind=arguments.index,
+        threads=arguments.threads,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        prefixes=prefixes,
+        replace=arguments.replace,
     )
+    manifest = build(plan, News())
     print(f"{arguments.out}: {manifest.documents:,} documents, {', '.join(manifest.modes)}")
+    return 0
+
+
+def run_verify(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.rag.manifest import Manifest
+
+    manifest = Manifest.read(arguments.index)
+    manifest.check_files(arguments.index, whole=True)
+    print(f"{arguments.index} is whole: {len(manifest.files)} files, {manifest.documents:,} documents")
     return 0

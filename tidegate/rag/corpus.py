@@ -68,7 +68,7 @@ class Corpus:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Document:
-        """Raises IndexError for a row outside 0 … n − 1."""
+        """Raises IndexError for a row outside 0 … n − 1, CorpusError for one that is damaged."""
         return read_document(self._data, self._offsets, row)
 
     def __iter__(self) -> Iterator[Document]:
@@ -99,8 +99,11 @@ def open_documents(directory: Path) -> tuple[mmap.mmap, npt.NDArray[np.int64]]:
 def read_document(data: mmap.mmap, offsets: npt.NDArray[np.int64], row: int) -> Document:
     if not 0 <= row < len(offsets) - 1:
         raise IndexError(f"row {row} of {len(offsets) - 1} documents")
-    fields = orjson.loads(data[int(offsets[row]) : int(offsets[row + 1])])
-    return Document(fields["id"], fields["title"], fields["text"])
+    try:
+        fields = orjson.loads(data[int(offsets[row]) : int(offsets[row + 1])])
+        return Document(fields["id"], fields["title"], fields["text"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise CorpusError(f"row {row} of the documents is damaged ({error}): build the index again") from None
 
 
 def id_hash(id: str) -> int:

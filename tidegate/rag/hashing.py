@@ -7,7 +7,6 @@ are hashed with a sign (Weinberger et al., 2009), so that collisions cancel on a
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,16 +16,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.rag.prefixes import Prefixes
+from tidegate.rag.words import COMMON, words
+
 DIMENSION = 1024
-_WORD = re.compile(r"\w+")
 _PAIR, _PART = 0.5, 0.2
 """What a pair of neighbouring words and a word's part of three characters count, beside a word's 1."""
-_COMMON = frozenset(
-    _WORD.findall(
-        "a an and are as at be by did do does for from had has have he her his how in is it its of on or she"
-        " that the their them they this to was were what when where which who whom whose why will with"
-    )
-)
 _COMMON_WEIGHT = 0.1
 
 
@@ -35,8 +30,7 @@ class HashEncoder:
 
     name = "hash"
     metric: Literal["cosine"] = "cosine"
-    query_prefix = ""
-    passage_prefix = ""
+    prefixes = Prefixes()
 
     def __init__(self, dimension: int = DIMENSION) -> None:
         self.dimension = dimension
@@ -65,7 +59,7 @@ class HashEncoder:
 def _features(text: str) -> Iterator[tuple[int, float]]:
     """(hash, weight) of each feature, as often as it occurs."""
     before = ""
-    for word in _WORD.findall(text.lower()):
+    for word in words(text):
         yield from _word_features(word)
         if before:
             yield zlib.crc32(f"{before} {word}".encode()), _PAIR * _worth(before) * _worth(word)
@@ -82,4 +76,4 @@ def _word_features(word: str) -> tuple[tuple[int, float], ...]:
 
 
 def _worth(word: str) -> float:
-    return _COMMON_WEIGHT if word in _COMMON else 1.0
+    return _COMMON_WEIGHT if word in COMMON else 1.0

@@ -1,4 +1,8 @@
-"""The vector index: FAISS, searched by inner product."""
+"""The vector index: FAISS, searched by inner product.
+
+Nothing is read when an index is opened: its codes are mapped from the file, and only the pages that searches
+touch take memory.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,15 @@ import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.files import replace_file
-from tidegate.rag.manifest import IndexEntry
+from tidegate.rag.kinds import IndexKind, factory, training_rows
+from tidegate.rag.news import News
 from tidegate.rag.vectors import Vectors
 
 if TYPE_CHECKING:
     import faiss
 
 FILE = "vectors.faiss"
+_SEED = 0
 
 
 class VectorIndex:
@@ -28,13 +34,18 @@ class VectorIndex:
         self._threads = threads
 
     @classmethod
-    def open(cls, directory: Path, entry: IndexEntry, threads: int) -> Self:
-        """Raises CorpusError where the file is no index."""
+    def open(cls, directory: Path, threads: int, nprobe: int | None) -> Self:
+        """Map the index; `nprobe` cells are looked at, where it has cells.
+
+        Raises CorpusError where the file is no index.
+        """
         faiss = require_faiss()
         try:
-            index = faiss.read_index(str(directory / FILE), faiss.IO_FLAG_MMAP_IFC)
+            index = faiss.read_index(str(directory / FILE), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
             raise CorpusError(f"{directory / FILE} cannot be read; build the index again: {error}") from None
+        if nprobe is not None:
+            faiss.extract_index_ivf(index).nprobe = nprobe
         return cls(index, threads)
 
     @property
@@ -56,15 +67,21 @@ class VectorIndex:
         return scores, rows
 
 
-def build_index(vectors: Vectors, directory: Path, threads: int) -> IndexEntry:
-    """Write the index of these vectors."""
+def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int, news: News) -> None:
+    """Train on a sample where the kind needs it, add every shard, write the index."""
     faiss = require_faiss()
     faiss.omp_set_num_threads(threads)
-    index = faiss.IndexFlatIP(vectors.dimension)
+    name = factory(kind, vectors.count, vectors.dimension)
+    index = faiss.index_factory(vectors.dimension, name, faiss.METRIC_INNER_PRODUCT)
+    trained_on = training_rows(kind, vectors.count)
+    if trained_on:
+        news.say(f"training {name} on {trained_on:,} vectors")
+        index.train(vectors.sample(trained_on, _SEED))
+    progress = news.stage("indexed")
     for shard in vectors.shards():
         index.add(np.ascontiguousarray(shard))
+        progress(int(index.ntotal), vectors.count)
     replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
-    return IndexEntry(kind="flat")
 
 
 def require_faiss() -> ModuleType:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 import orjson
@@ -16,29 +16,30 @@ from tidegate.errors import CorpusError
 from tidegate.failpoints import reach
 from tidegate.rag.corpus import DATA, IDS, OFFSETS, Corpus, Document
 from tidegate.rag.ids import write_ids
+from tidegate.rag.news import OnProgress
 from tidegate.rag.source import BadRow, Row, places, read_rows
 
 _SHOWN = 10
 """Bad rows that an error lists; the others are counted."""
 
 
-class OnProgress(Protocol):
-    def __call__(self, done: int, total: int | None) -> None: ...
-
-
-def ingest(files: Sequence[Path], directory: Path, shard: int, progress: OnProgress) -> Corpus:
+def ingest(files: Sequence[Path], directory: Path, shard: int, about: int, progress: OnProgress) -> Corpus:
     """Write the corpus' files into `directory`, or what is still missing of them.
+
+    `about`: how many documents are expected, for the progress alone.
 
     Raises CorpusError that lists the rows that are no documents, and ids that occur twice; nothing after
     the first such row is written.
     """
     if not (directory / IDS).is_file():
-        _write_documents(files, directory, shard, progress)
+        _write_documents(files, directory, shard, about, progress)
         write_ids(directory, partial(places, files))
     return Corpus.open(directory)
 
 
-def _write_documents(files: Sequence[Path], directory: Path, shard: int, progress: OnProgress) -> None:
+def _write_documents(
+    files: Sequence[Path], directory: Path, shard: int, about: int, progress: OnProgress
+) -> None:
     """The offsets are written after the documents that they bound are on the disk: they are the record."""
     with (directory / DATA).open("ab") as data, (directory / OFFSETS).open("ab") as offsets:
         end, count = _committed(directory, data, offsets)
@@ -51,7 +52,8 @@ def _write_documents(files: Sequence[Path], directory: Path, shard: int, progres
             _append(offsets, ends.tobytes())
             reach("rag.offsets")
             end, count = int(ends[-1]), count + len(documents)
-            progress(count, None)
+            progress(count, max(count + 1, about))
+    progress(count, count)
     if count == 0:
         raise CorpusError(f"{', '.join(map(str, files))}: there is no document in it")
 

@@ -10,13 +10,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import CorpusError
 from tidegate.rag.encode import Metric
-from tidegate.rag.files import digest, replace_file
+from tidegate.rag.files import digest, glance, replace_file
+from tidegate.rag.kinds import IndexKind
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT: Literal[1] = 1
+WHOLE_UP_TO = 256 << 20
+"""Bytes of a file that is read whole whenever it is opened; of larger ones, parts are."""
+_AGAIN = "build the index again, or copy it again from where it is whole"
 _LIBRARIES = ("tidegate", "faiss-cpu", "faiss-gpu", "bm25s", "sentence-transformers", "transformers", "torch")
 
-IndexKind = Literal["flat", "sq8", "ivf-sq8", "ivf-pq"]
 Mode = Literal["dense", "bm25", "hybrid"]
 
 
@@ -25,47 +28,63 @@ class _Part(BaseModel):
 
 
 class FileEntry(_Part):
-    """A file of the index: its name, size and BLAKE2b."""
+    """A file of the index: its size, the BLAKE2b of all of it, and that of parts of it."""
 
     name: str
     bytes: int
     blake2b: str
+    glance: str
 
     @classmethod
     def of(cls, directory: Path, name: str) -> Self:
         path = directory / name
-        return cls(name=name, bytes=path.stat().st_size, blake2b=digest(path))
+        return cls(name=name, bytes=path.stat().st_size, blake2b=digest(path), glance=glance(path))
+
+    def check(self, directory: Path, *, whole: bool) -> None:
+        """Raises CorpusError where the file is not the one that was written."""
+        path = directory / self.name
+        if not path.is_file():
+            raise CorpusError(f"{path} is missing: {_AGAIN}")
+        if path.stat().st_size != self.bytes:
+            raise CorpusError(f"{path} is {path.stat().st_size:,} bytes long, not {self.bytes:,}: {_AGAIN}")
+        same = (
+            digest(path) == self.blake2b
+            if whole or self.bytes <= WHOLE_UP_TO
+            else glance(path) == self.glance
+        )
+        if not same:
+            raise CorpusError(f"{path} is damaged: {_AGAIN}")
 
 
 class EncoderEntry(_Part):
-    """The encoder that made the vectors; `probe` is how it encodes `PROBE`, in part."""
+    """The encoder that made the vectors."""
 
     name: str
     dimension: int
     metric: Metric
     query_prefix: str
     passage_prefix: str
-    probe: tuple[float, ...]
 
 
 class IndexEntry(_Part):
-    """The vector index; `recall` is the share of Flat's nearest that it finds, by k."""
+    """The vector index; `recall` is the share of the truly nearest that it finds, by k, and of what it was
+    measured: `nprobe` cells looked at, where there are cells."""
 
     kind: IndexKind
-    nprobe: int | None = None
-    recall: dict[int, float] = {}
+    nprobe: int | None
+    recall: dict[int, float]
 
 
 class Manifest(_Part):
     """`corpus` is the BLAKE2b of the documents, whatever form they came in."""
 
-    format: int = FORMAT
+    format: Literal[1] = FORMAT
     generation: str
     documents: int
     corpus: str
-    encoder: EncoderEntry | None = None
-    index: IndexEntry | None = None
-    bm25: bool = False
+    encoder: EncoderEntry | None
+    index: IndexEntry | None
+    bm25: bool
     files: tuple[FileEntry, ...]
     versions: dict[str, str]
 
@@ -77,6 +96,14 @@ class Manifest(_Part):
         hybrid: tuple[Mode, ...] = ("hybrid",) if dense and bm25 else ()
         return dense + bm25 + hybrid
 
+    def check_files(self, directory: Path, *, whole: bool = False) -> None:
+        """Compare the files with what was written: small ones whole, of large ones parts, or all `whole`.
+
+        Raises CorpusError that names the file.
+        """
+        for file in self.files:
+            file.check(directory / self.generation, whole=whole)
+
     def write(self, directory: Path) -> None:
         text = self.model_dump_json(indent=2)
         replace_file(directory / NAME, lambda path: path.write_text(text + "\n"))
@@ -87,15 +114,18 @@ class Manifest(_Part):
         path = directory / NAME
         try:
             text = path.read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CorpusError(
                 f"{directory} holds no index: there is no {NAME}; `tidegate rag build` makes one"
             ) from None
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(map(str, wrong["loc"])) or "the file"
             raise CorpusError(
-                f"{path} is not a manifest of format {FORMAT}; build the index again: {error}"
+                f"{path} is no manifest of format {FORMAT} ({where}: {wrong['msg']}); build the index again,"
+                " with --replace"
             ) from None
 
 

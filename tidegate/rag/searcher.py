@@ -10,10 +10,14 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.rag.bm25 import Bm25
 from tidegate.rag.corpus import Corpus, Document
 from tidegate.rag.encode import Encoder, load_encoder
+from tidegate.rag.fusion import DEPTH, Ranking, fuse
 from tidegate.rag.index import VectorIndex
-from tidegate.rag.manifest import EncoderEntry, Manifest
+from tidegate.rag.manifest import Manifest
+from tidegate.rag.prefixes import Prefixes
+from tidegate.rag.probe import check_encoder
 
 
 class Hit(NamedTuple):
@@ -31,8 +35,8 @@ class Dense:
     encoder: Encoder
     index: VectorIndex
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """(row, score), best first, at most k a query."""
+    def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+        """At most k rows a query; FAISS pads what it did not find with row −1."""
         vectors = self.encoder.queries(queries)
         scores, rows = self.index.search(vectors, k)
         # A vector of zeros is no nearer to one document than to another.
@@ -47,28 +51,38 @@ class Dense:
 class Searcher:
     """An opened index. Every method may be called from several threads at once."""
 
-    def __init__(self, manifest: Manifest, corpus: Corpus, dense: Dense | None) -> None:
+    def __init__(self, manifest: Manifest, corpus: Corpus, dense: Dense | None, bm25: Bm25 | None) -> None:
         self.manifest = manifest
         self.corpus = corpus
         self._dense = dense
+        self._bm25 = bm25
 
     @classmethod
-    def open(cls, directory: Path, *, threads: int, encoder: Encoder | None = None) -> Self:
-        """Open what `tidegate rag build` wrote. `threads` are those of one search.
+    def open(
+        cls, directory: Path, *, threads: int, device: str = "cpu", encoder: Encoder | str | None = None
+    ) -> Self:
+        """Open what `tidegate rag build` wrote.
 
-        `encoder` is used in place of the one that the manifest names; it must encode alike.
-        Raises CorpusError where the files, the manifest and the encoder do not belong together.
+        `threads` are those of one search, of torch and of FAISS each. `encoder` is used in place of the one
+        that the manifest names (a model that was moved); it must encode alike.
+        Raises CorpusError where files, manifest and encoder do not belong together, ConfigError where what
+        the index needs is not installed.
         """
         manifest = Manifest.read(directory)
+        manifest.check_files(directory)
         inside = directory / manifest.generation
         corpus = Corpus.open(inside)
-        dense = None
-        if manifest.index is not None and manifest.encoder is not None:
-            encoder = encoder or load_encoder(manifest.encoder.name, threads=threads)
-            index = VectorIndex.open(inside, manifest.index, threads)
-            _check(directory, manifest.encoder, encoder, index)
-            dense = Dense(encoder, index)
-        return cls(manifest, corpus, dense)
+        bm25 = Bm25.open(inside, threads) if manifest.bm25 else None
+        dense = _dense(manifest, inside, threads, device, encoder)
+        counts = {"documents": len(corpus)}
+        counts |= {"vectors": dense.index.count} if dense else {}
+        counts |= {"documents with BM25": bm25.count} if bm25 else {}
+        if any(count != manifest.documents for count in counts.values()):
+            raise CorpusError(
+                f"{directory} is of {manifest.documents:,} documents, but holds"
+                f" {', '.join(f'{count:,} {what}' for what, count in counts.items())}: build the index again"
+            )
+        return cls(manifest, corpus, dense, bm25)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -81,21 +95,21 @@ class Searcher:
     def search(self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None) -> list[list[Hit]]:
         """At most `ks[i]` documents for `queries[i]`, best first.
 
-        Fewer where the index holds fewer, or where nothing speaks for more. A query without a word finds
-        nothing. Raises ConfigError for a mode that the index was not built for, ValueError for a k below 0.
+        Fewer where the index holds fewer, and with BM25 where no more share a word with the query. A query
+        without a word finds nothing. Raises ConfigError for a mode that the index was not built for,
+        ValueError for a k below 0.
         """
         if len(queries) != len(ks):
             raise ValueError(f"{len(queries)} queries and {len(ks)} ks")
         if any(k < 0 for k in ks):
             raise ValueError(f"k = {min(ks)} is less than 0")
-        if mode is not None and mode not in self.modes:
+        mode = self.modes[0] if mode is None else mode
+        if mode not in self.modes:
             raise ConfigError(f"this index has no mode {mode!r}; it was built for {', '.join(self.modes)}")
-        k = min(max(ks, default=0), len(self))
-        if k == 0:
+        most = min(max(ks, default=0), len(self))
+        if most == 0:
             return [[] for _ in queries]
-        assert self._dense is not None
-        found = self._dense.search(queries, k)
-        return [self._hits(one[:k]) for one, k in zip(found, ks, strict=True)]
+        return [self._hits(one[:k]) for one, k in zip(self._rankings(queries, most, mode), ks, strict=True)]
 
     def document(self, row: int) -> Document:
         """Raises IndexError for a row that there is not."""
@@ -106,14 +120,30 @@ class Searcher:
         row = self.corpus.row(id)
         return None if row is None else self.corpus[row]
 
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
+    def _rankings(self, queries: Sequence[str], k: int, mode: str) -> Sequence[Ranking]:
+        depth = max(k, DEPTH) if mode == "hybrid" else k
+        found = [
+            part.search(queries, depth)
+            for name, part in (("dense", self._dense), ("bm25", self._bm25))
+            if part is not None and mode in (name, "hybrid")
+        ]
+        return found[0] if mode != "hybrid" else [fuse(rankings, k) for rankings in zip(*found, strict=True)]
+
+    def _hits(self, found: Ranking) -> list[Hit]:
         return [Hit(self.corpus[row].id, row, score) for row, score in found]
 
 
-def _check(directory: Path, recorded: EncoderEntry, encoder: Encoder, index: VectorIndex) -> None:
-    if encoder.dimension != recorded.dimension or index.dimension != recorded.dimension:
-        raise CorpusError(
-            f"{directory} was built with vectors of {recorded.dimension} numbers, but the encoder"
-            f" {encoder.name} gives {encoder.dimension} and the index holds {index.dimension}:"
-            f" use the encoder {recorded.name}, or build the index again"
-        )
+def _dense(
+    manifest: Manifest, inside: Path, threads: int, device: str, encoder: Encoder | str | None
+) -> Dense | None:
+    if manifest.index is None or manifest.encoder is None:
+        return None
+    recorded = manifest.encoder
+    if encoder is None or isinstance(encoder, str):
+        prefixes = Prefixes(recorded.query_prefix, recorded.passage_prefix)
+        encoder = load_encoder(encoder or recorded.name, threads=threads, device=device, prefixes=prefixes)
+    check_encoder(recorded, encoder, inside)
+    index = VectorIndex.open(inside, threads, manifest.index.nprobe)
+    if index.dimension != recorded.dimension:
+        raise CorpusError(f"{inside}: the index has {index.dimension} numbers a vector; build it again")
+    return Dense(encoder, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from tidegate.rag.corpus import Document
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _ID_KEYS = ("id", "_id", "docid")
 _BATCH = 1024
+_LOOK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,20 @@ class Row:
             return document_of(self.values)
         except ValueError as error:
             return BadRow(self.where, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large a corpus is: about, where it was too large to be counted."""
+
+    documents: int
+    bytes: int
+
+
+def extent(files: Sequence[Path]) -> Extent:
+    """Judged by the first megabytes of each file."""
+    found = [_parquet_extent(path) if path.suffix == ".parquet" else _jsonl_extent(path) for path in files]
+    return Extent(sum(one.documents for one in found), sum(one.bytes for one in found))
 
 
 def source_files(paths: Sequence[Path]) -> list[Path]:
@@ -139,6 +155,25 @@ def _jsonl(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | str
             yield number, _parsed(line)
 
 
+def _jsonl_extent(path: Path) -> Extent:
+    with path.open("rb") as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
+        seen = file.read(_LOOK_BYTES)
+        lines = sum(1 for line in seen.splitlines() if line.strip())
+        if len(seen) < _LOOK_BYTES:
+            return Extent(lines, len(seen))
+        # Of a gzipped file this is where its compressed part has been read to.
+        share = path.stat().st_size / stored.tell()
+    return Extent(int(lines * share), int(len(seen) * share))
+
+
+def _parquet_extent(path: Path) -> Extent:
+    with _open_parquet(path) as file:
+        columns = [file.schema_arrow.get_field_index(name) for name in _wanted(file)]
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        held = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
+        return Extent(file.metadata.num_rows, held)
+
+
 def _parsed(line: bytes) -> Mapping[str, Any] | str:
     try:
         values = orjson.loads(line)
@@ -152,6 +187,19 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _parquet(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    with _open_parquet(path) as file:
+        number = itertools.count(1)
+        for batch in file.iter_batches(_BATCH, columns=_wanted(file)):
+            skipped = min(skip, batch.num_rows)
+            skip -= skipped
+            for _ in range(skipped):
+                yield next(number), None
+            for values in batch.slice(skipped).to_pylist():
+                yield next(number), values
+
+
+@contextlib.contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -160,18 +208,14 @@ def _parquet(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | N
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            wanted = {*_ID_KEYS, "contents", "title", "text"}
-            columns = [name for name in file.schema_arrow.names if name in wanted]
-            number = itertools.count(1)
-            for batch in file.iter_batches(_BATCH, columns=columns):
-                skipped = min(skip, batch.num_rows)
-                skip -= skipped
-                for _ in range(skipped):
-                    yield next(number), None
-                for values in batch.slice(skipped).to_pylist():
-                    yield next(number), values
+            yield file
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file that can be read: {error}") from None
+
+
+def _wanted(file: Any) -> list[str]:
+    """The columns that a document is made of."""
+    return [name for name in file.schema_arrow.names if name in (*_ID_KEYS, "contents", "title", "text")]
 
 
 def _known(path: Path) -> bool:

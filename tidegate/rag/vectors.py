@@ -14,7 +14,7 @@ from tidegate.failpoints import reach
 from tidegate.rag.corpus import Corpus
 from tidegate.rag.encode import Encoder
 from tidegate.rag.files import replace_file
-from tidegate.rag.ingest import OnProgress
+from tidegate.rag.news import OnProgress
 
 
 class Vectors:
@@ -31,7 +31,12 @@ class Vectors:
         for start in range(0, self.count, self.shard):
             yield np.load(self._path(start), mmap_mode="r")
 
-    def rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def sample(self, count: int, seed: int) -> npt.NDArray[np.float32]:
+        """So many of the vectors, the same ones for the same seed: [count, dimension]."""
+        chosen = np.random.default_rng(seed).choice(self.count, count, replace=False)
+        return self._rows(np.sort(chosen))
+
+    def _rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The vectors of these rows, which ascend: [len(rows), dimension]."""
         taken = np.empty((len(rows), self.dimension), np.float32)
         for start in range(0, self.count, self.shard):

@@ -1,0 +1,35 @@
+"""What encoders want written before a text, so that they know a query from a passage."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Before each query, and before each passage."""
+
+    query: str = ""
+    passage: str = ""
+
+
+_E5 = Prefixes("query: ", "passage: ")
+_E5_INSTRUCT = Prefixes(
+    "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+)
+_BGE_EN = Prefixes("Represent this sentence for searching relevant passages: ")
+_BGE_ZH = Prefixes("为这个句子生成表示以用于检索相关文章：")
+# By the model's name, where it does not bring prompts of its own; as the models' cards ask for.
+_FAMILIES = (
+    (r"\be5\b.*\binstruct\b|\be5-mistral\b", _E5_INSTRUCT),
+    (r"\be5\b", _E5),
+    (r"\bbge-(small|base|large)-en\b", _BGE_EN),
+    (r"\bbge-(small|base|large)-zh\b", _BGE_ZH),
+)
+
+
+def known_prefixes(name: str) -> Prefixes:
+    """Of the family that a model's name, or its directory's, says that it is of."""
+    last = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
+    return next((prefixes for pattern, prefixes in _FAMILIES if re.search(pattern, last)), Prefixes())

@@ -1,0 +1,87 @@
+"""How many of the truly nearest passages an index finds, and how many cells it must look at for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.rag.corpus import Corpus
+from tidegate.rag.encode import Encoder
+from tidegate.rag.index import VectorIndex, require_faiss
+from tidegate.rag.kinds import IndexKind, cells
+from tidegate.rag.news import News
+from tidegate.rag.vectors import Vectors
+
+K = 10
+QUERIES = 256
+_WORDS = 12
+_SEED = 1
+_FIRST_NPROBE = 8
+_WORTH = 0.005
+"""Recall that doubling the cells looked at must bring to be worth the time."""
+
+
+def measure(
+    kind: IndexKind, corpus: Corpus, vectors: Vectors, encoder: Encoder, directory: Path, threads: int,
+    news: News,
+) -> tuple[int | None, float]:  # fmt: skip
+    """nprobe (None without cells) and recall@10 with it, over queries that are pieces of passages.
+
+    Cells looked at are doubled until that finds less than half a percent more.
+    """
+    queries = encoder.queries(sample_queries(corpus))
+    exact = nearest(vectors, queries, min(K, vectors.count), threads)
+    if not kind.startswith("ivf"):
+        return None, _recall(directory, queries, exact, threads, None)
+    limit = cells(vectors.count)
+    nprobe = min(_FIRST_NPROBE, limit)
+    recall = _recall(directory, queries, exact, threads, nprobe)
+    while nprobe < limit:
+        more = _recall(directory, queries, exact, threads, 2 * nprobe)
+        news.say(f"recall@{K}: {recall:.3f} looking at {nprobe} of {limit} cells, {more:.3f} at {2 * nprobe}")
+        if more - recall < _WORTH:
+            break
+        nprobe, recall = 2 * nprobe, more
+    return nprobe, recall
+
+
+def sample_queries(corpus: Corpus, count: int = QUERIES) -> list[str]:
+    """Runs of twelve words out of passages, the same for the same corpus."""
+    chance = np.random.default_rng(_SEED)
+    queries = []
+    for row in chance.choice(len(corpus), min(count, len(corpus)), replace=False).tolist():
+        spoken = corpus[row].passage().split()
+        start = int(chance.integers(max(1, len(spoken) - _WORDS + 1)))
+        queries.append(" ".join(spoken[start : start + _WORDS]))
+    return queries
+
+
+def nearest(
+    vectors: Vectors, queries: npt.NDArray[np.float32], k: int, threads: int
+) -> npt.NDArray[np.int64]:
+    """The rows of the k nearest by comparison with every vector, a shard at a time: [queries, k]."""
+    faiss = require_faiss()
+    faiss.omp_set_num_threads(threads)
+    best = faiss.ResultHeap(len(queries), k, keep_max=True)
+    start = 0
+    for shard in vectors.shards():
+        scores, rows = faiss.knn(
+            queries, np.ascontiguousarray(shard), min(k, len(shard)), faiss.METRIC_INNER_PRODUCT
+        )
+        best.add_result(scores, rows + start)
+        start += len(shard)
+    best.finalize()
+    return np.asarray(best.I)
+
+
+def _recall(
+    directory: Path, queries: npt.NDArray[np.float32], exact: npt.NDArray[np.int64], threads: int,
+    nprobe: int | None,
+) -> float:  # fmt: skip
+    _, rows = VectorIndex.open(directory, threads, nprobe).search(queries, exact.shape[1])
+    found = sum(
+        len(set(mine) & set(truth)) for mine, truth in zip(rows.tolist(), exact.tolist(), strict=True)
+    )
+    return found / exact.size
