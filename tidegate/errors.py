@@ -87,3 +87,32 @@ class RewardError(TidegateError):
 
 class CorpusError(TidegateError):
     """A row of a corpus cannot be read, or an index does not fit its manifest, its encoder or its files."""
+
+
+class RetrievalError(TidegateError):
+    """A search that has no answer, and why: one of the two below, never to be taken for each other.
+
+    `status` is the HTTP status, `code` a word for programs.
+    """
+
+    def __init__(self, message: str, *, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class RetrievalUnavailable(RetrievalError):
+    """No retrieval server answered in time: an infrastructure failure, not an empty result.
+
+    It ends a session as `infra_error`; another try may succeed.
+    """
+
+    def __init__(self, message: str, *, status: int = 503, code: str = "unavailable") -> None:
+        super().__init__(message, status=status, code=code)
+
+
+class RetrievalRefused(RetrievalError):
+    """The request is wrong, and would be refused again."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message, status=status, code=code)

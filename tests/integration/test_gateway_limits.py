@@ -20,9 +20,9 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway import app, dataplane
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.exposition import merged
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.pool import PoolOptions
+from tidegate.prometheus import merged
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")

@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "tidegate"
-CORE = {"types", "errors", "config", "serve", "loading", "observer", "services", "failpoints", "__init__"}
+CORE = {
+    "types",
+    "errors",
+    "config",
+    "serve",
+    "loading",
+    "observer",
+    "services",
+    "failpoints",
+    "prometheus",
+    "__init__",
+}
 ALLOWED = {
     "gateway": set(),
     "engine": set(),

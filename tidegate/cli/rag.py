@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tidegate.cli import rag_build
+from tidegate.cli import rag_build, rag_serve
 from tidegate.cli.verbs import Verbs
 
-ACTIONS = (rag_build,)
+ACTIONS = (rag_build, rag_serve)
 
 
 def add(verbs: Verbs) -> None:

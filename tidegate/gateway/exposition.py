@@ -1,78 +1,23 @@
-"""Counters in Prometheus' text format."""
+"""A gateway's counters in Prometheus' text format."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tidegate.gateway.bodies import group_rows
-from tidegate.gateway.metrics import Histogram
+from tidegate.prometheus import Family, prometheus
 
 if TYPE_CHECKING:
     from tidegate.gateway.gateway import Gateway
 
-Value = float | Histogram | Mapping[str, float]
-Family = tuple[str, str, Value, str]
-"""Name (the gateway's prefix goes before it unless it has one), type, value or values by label, and that
-label's name."""
+PREFIX = "tidegate_gateway"
 _ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancelled"})
-
-
-def prometheus(families: Iterable[Family]) -> str:
-    lines = []
-    for name, kind, value, label in families:
-        full = name if name.startswith("tidegate_") else f"tidegate_gateway_{name}"
-        lines.append(f"# TYPE {full} {kind}")
-        if isinstance(value, Histogram):
-            lines += _buckets(full, value)
-        elif isinstance(value, Mapping):
-            lines += [f'{full}{{{label}="{_escape(key)}"}} {_number(value[key])}' for key in sorted(value)]
-        else:
-            lines.append(f"{full} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _buckets(full: str, histogram: Histogram) -> list[str]:
-    counts = list(accumulate(histogram.counts))
-    bounds = [*map(_number, histogram.bounds), "+Inf"]
-    lines = [f'{full}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, counts, strict=True)]
-    return [*lines, f"{full}_sum {_number(histogram.total)}", f"{full}_count {counts[-1]}"]
-
-
-def _number(value: float) -> str:
-    """All of its digits: a counter that is rounded stands still."""
-    return repr(value) if value != int(value) else str(int(value))
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def merged(texts: Mapping[str, str], label: str) -> str:
-    """The texts of several gateways as one: every sample says by `label` whose it is.
-
-    Samples are not added up here: `sum without (shard)` does that where they are read, for those also
-    that must not be added, like ratios and quantiles.
-    """
-    families: dict[str, list[str]] = {}
-    for key, text in texts.items():
-        family: list[str] = []
-        for line in text.splitlines():
-            if line.startswith("#"):
-                family = families.setdefault(line, [])
-                continue
-            name, space, value = line.rpartition(" ")
-            mine = f'{label}="{_escape(key)}"'
-            labels = f"{name[:-1]},{mine}}}" if name.endswith("}") else f"{name}{{{mine}}}"
-            family.append(f"{labels}{space}{value}")
-    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
 
 
 def exposition(gateway: Gateway) -> str:
     """Everything a gateway counts."""
-    return prometheus([*_turns(gateway), *_sessions(gateway), *_engines(gateway)])
+    return prometheus(PREFIX, [*_turns(gateway), *_sessions(gateway), *_engines(gateway)])
 
 
 def _turns(gateway: Gateway) -> list[Family]:

@@ -27,12 +27,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway import bodies
 from tidegate.gateway.dataplane import MAX_BODY
-from tidegate.gateway.exposition import merged, prometheus
+from tidegate.gateway.exposition import PREFIX
 from tidegate.gateway.fleet import Answer, Fleet, Refused
 from tidegate.gateway.leasing import Leasing
 from tidegate.gateway.passage import Passage
 from tidegate.gateway.sessions import new_id
 from tidegate.gateway.shards import Shard, home, owner
+from tidegate.prometheus import merged, prometheus
 
 log = logging.getLogger("tidegate.gateway.shards")
 
@@ -217,6 +218,7 @@ class Front:
     async def _metrics(self, request: Request) -> Response:
         answers = await self.fleet.ask_all("GET", "/metrics", None, _right(request))
         own = prometheus(
+            PREFIX,
             [
                 ("shards", "gauge", len(self.fleet.shards), ""),
                 (
@@ -225,7 +227,7 @@ class Front:
                     {str(shard.index): shard.restarts for shard in self.fleet.shards},
                     "shard",
                 ),
-            ]
+            ],
         )
         texts = {str(index): answer.body.decode() for index, answer in enumerate(answers)}
         return Response(own + merged(texts, "shard"), media_type="text/plain; version=0.0.4")

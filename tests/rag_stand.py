@@ -1,0 +1,93 @@
+"""A retrieval server in this process, before an index that goes wrong as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+
+from tests.fakes import eventually
+from tidegate.rag.app import create_app
+from tidegate.rag.corpus import Document
+from tidegate.rag.retrieval import RagOptions, Retrieval
+
+
+class Match(NamedTuple):
+    row: int
+    score: float
+
+
+@dataclass
+class FakeIndex:
+    """`size` documents; the query `"n"` finds document n first, then those after it.
+
+    `gate` holds searches back while it is not set, `poison` is a query whose search raises, `batches` are
+    the queries of each search.
+    """
+
+    size: int = 50
+    label: str = "a"
+    modes: tuple[str, ...] = ("dense", "bm25", "hybrid")
+    poison: str | None = None
+    gate: threading.Event = field(default_factory=threading.Event)
+    batches: list[tuple[str, ...]] = field(default_factory=list)
+    searched_in: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def search(self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None) -> list[list[Match]]:
+        self.batches.append(tuple(queries))
+        self.searched_in.add(threading.current_thread().name)
+        assert self.gate.wait(30)
+        if self.poison in queries:
+            raise RuntimeError("this query is poison")
+        return [self._matches(query, min(k, self.size)) for query, k in zip(queries, ks, strict=True)]
+
+    def _matches(self, query: str, k: int) -> list[Match]:
+        first = int(query)
+        return [Match((first + place) % self.size, 1 / (1 + place)) for place in range(k)]
+
+    def document(self, row: int) -> Document:
+        return Document(f"d/{row}", f"Title {row}", f"Text {row} of {self.label}.")
+
+    def find(self, id: str) -> Document | None:
+        row = int(id.removeprefix("d/")) if id.removeprefix("d/").isdecimal() else self.size
+        return self.document(row) if row < self.size else None
+
+
+class Stand(NamedTuple):
+    url: str
+    retrieval: Retrieval
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    index: Any, *, port: int = 0, open_index: Callable[[Path, int], Any] | None = None, **options: Any
+) -> AsyncIterator[Stand]:
+    """Serve an index until the block is left."""
+    settings = RagOptions(directory=Path("index"), **options)
+    retrieval = Retrieval(settings, open_index or (lambda directory, threads: index))
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", port))
+    config = uvicorn.Config(create_app(retrieval), log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await eventually(lambda: server.started and (retrieval.ready or open_index is not None))
+        yield Stand(f"http://127.0.0.1:{sock.getsockname()[1]}", retrieval)
+    finally:
+        server.should_exit = True
+        await task
+        sock.close()

@@ -1,0 +1,257 @@
+"""Clients of retrieval servers, for agents and environments.
+
+    client = SearchClient(["http://127.0.0.1:8100", "http://127.0.0.1:8101"])
+    found = await client.search("who is the mayor of Larkfield", k=3)     # list[Found], best first
+    document = await client.document(found[0].id)                         # None where there is none
+
+A search has one deadline. Until then it is tried again wherever a server may answer: connections that fail
+or stall, 429 and 5xx are nobody's answer. What then remains is `RetrievalUnavailable`, an infrastructure
+failure; a request that a server refuses as wrong is `RetrievalRefused`, and is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from tidegate.errors import RetrievalError, RetrievalRefused, RetrievalUnavailable
+from tidegate.rag.corpus import Document
+from tidegate.rag.servers import Server, Servers
+
+RAG_KEY = "TIDEGATE_RAG_KEY"
+"""The environment variable in which a retrieval server is given its key."""
+NO_DOCUMENT = "no_such_document"
+"""The code of the 404 that says that a corpus has no such document."""
+SEARCH_S = 30.0
+_CONNECT_S = 5.0
+_LEAST_TRY_S = 1.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A document that a search found; a higher `score` is better, within one search."""
+
+    id: str
+    title: str
+    text: str
+    score: float
+
+
+class SearchClient:
+    """Asks the least busy of several equal servers; `timeout_s` is the deadline of a whole call.
+
+    It belongs to the event loop in which it is first used; `aclose` (or `async with`) frees its connections.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
+    ) -> None:
+        self._servers = Servers([urls] if isinstance(urls, str) else urls)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+        self._timeout_s = timeout_s
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    @overload
+    async def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[Found]: ...
+    @overload
+    async def search(
+        self, query: list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
+    ) -> list[list[Found]]: ...
+    async def search(
+        self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
+    ) -> list[Found] | list[list[Found]]:
+        """The best `k` documents (None: the server's default), best first; fewer where there are fewer.
+
+        For several queries a list for each, in their order. `mode` is `dense`, `bm25` or `hybrid`, as the
+        server has it (None: its default). An empty query finds nothing.
+        Raises RetrievalUnavailable, RetrievalRefused.
+        """
+        queries = [query] if isinstance(query, str) else list(query)
+        asked = {"queries": queries, "k": k, "mode": mode}
+        body = orjson.dumps({name: value for name, value in asked.items() if value is not None})
+        results = await self._call("POST", "/v1/search", body, lambda answer: _found(answer, len(queries)))
+        return results[0] if isinstance(query, str) else results
+
+    async def document(self, id: str) -> Document | None:
+        """The document with this id; None where the corpus has none.
+
+        Raises RetrievalUnavailable, RetrievalRefused.
+        """
+        try:
+            return await self._call("GET", f"/v1/documents/{quote(id, safe='')}", None, _document)
+        except RetrievalRefused as refused:
+            if refused.code == NO_DOCUMENT:
+                return None
+            raise
+
+    async def _call(self, method: str, path: str, body: bytes | None, read: Callable[[Any], T]) -> T:
+        """Try until somebody answers or the deadline passes."""
+        deadline = time.monotonic() + self._timeout_s
+        tries, last = 0, "nobody was asked"
+        while True:
+            server, wait_s = self._servers.next(time.monotonic())
+            if time.monotonic() + wait_s >= deadline:
+                raise RetrievalUnavailable(
+                    f"no retrieval server answered within {self._timeout_s:g} s ({tries} tries), "
+                    f"the last one: {last}"
+                )
+            await asyncio.sleep(wait_s)
+            # A server that is silent must leave time for another try, there or elsewhere.
+            left = deadline - time.monotonic()
+            limit = max(left / 2, min(left, _LEAST_TRY_S))
+            tries += 1
+            try:
+                return await self._try(server, method, path, body, read, limit)
+            except RetrievalUnavailable as error:
+                last = str(error)
+
+    async def _try(
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: bytes | None,
+        read: Callable[[Any], T],
+        limit_s: float,
+    ) -> T:
+        """One call to one server, which is told apart afterwards by how it went."""
+        began = time.monotonic()
+        server.busy += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                result = read(await self._once(server.url, method, path, body))
+        except TimeoutError:
+            why = f"{server.url} was silent for {limit_s:.1f} s"
+        except (aiohttp.ClientError, OSError) as error:
+            why = f"{server.url} cannot be reached: {error or type(error).__name__}"
+        except RetrievalRefused:
+            server.succeeded()
+            raise
+        except RetrievalUnavailable as error:
+            why = f"{server.url} says: {error}"
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{server.url} answered nonsense: {error!r}"
+        else:
+            server.succeeded()
+            return result
+        finally:
+            server.busy -= 1
+        server.failed(began, time.monotonic())
+        raise RetrievalUnavailable(why)
+
+    async def _once(self, url: str, method: str, path: str, body: bytes | None) -> Any:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        headers = {"Content-Type": "application/json"}
+        async with self._http.request(method, url + path, data=body, headers=headers) as response:
+            answer = await response.read()
+            if response.status >= 400:
+                raise _refusal(response.status, answer)
+            return orjson.loads(answer)
+
+
+class SyncSearchClient:
+    """`SearchClient` for code without an event loop; its methods may be called from any thread.
+
+    `close` (or `with`) ends the thread in which it works.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
+    ) -> None:
+        self._client = SearchClient(urls, api_key, timeout_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="search client")
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @overload
+    def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[Found]: ...
+    @overload
+    def search(
+        self, query: list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
+    ) -> list[list[Found]]: ...
+    def search(
+        self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
+    ) -> list[Found] | list[list[Found]]:
+        """As `SearchClient.search`."""
+        work: Coroutine[Any, Any, list[Found] | list[list[Found]]] = self._client.search(query, k, mode)
+        return self._run(work)
+
+    def document(self, id: str) -> Document | None:
+        """As `SearchClient.document`."""
+        return self._run(self._client.document(id))
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return call.result()
+        except BaseException:
+            call.cancel()
+            raise
+
+
+def _found(answer: Any, queries: int) -> list[list[Found]]:
+    results = [
+        [Found(str(row["id"]), row["title"], row["text"], float(row["score"])) for row in rows]
+        for rows in answer["results"]
+    ]
+    if len(results) != queries:
+        raise ValueError(f"{len(results)} results for {queries} queries")
+    return results
+
+
+def _document(answer: Any) -> Document:
+    return Document(str(answer["id"]), answer["title"], answer["text"])
+
+
+def _refusal(status: int, answer: bytes) -> RetrievalError:
+    try:
+        error = orjson.loads(answer)["error"]
+        message, code = str(error["message"]), str(error["code"])
+    except (ValueError, KeyError, TypeError):
+        message, code = f"{status}: {answer[:200].decode(errors='replace')}", "unknown"
+    if status in (408, 429) or status >= 500:
+        return RetrievalUnavailable(message, status=status, code=code)
+    return RetrievalRefused(message, status=status, code=code)
