@@ -16,6 +16,7 @@ BUILT_IN = {
     "dataset": "tidegate.envs.dataset:Dataset",
     "gsm8k": "tidegate.envs.gsm8k:GSM8K",
     "mixture": "tidegate.envs.mixture:Mixture",
+    "search_qa": "tidegate.envs.search_qa:SearchQA",
 }
 
 

@@ -1,0 +1,177 @@
+"""The search_qa environment: the synthetic world's tasks, data sets' questions, rewards and their metrics."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.envs.base import load_environment
+from tidegate.envs.search_data import decipher
+from tidegate.envs.search_qa import SearchQA
+from tidegate.errors import ConfigError
+from tidegate.types import Task
+
+CANARY = "test data, not to be found as plain text. canary test:0000"
+
+
+def test_the_synthetic_world_is_asked_by_hops_and_held_out_by_entity() -> None:
+    environment = load_environment("search_qa", {})
+    sets = environment.eval_sets()
+    assert {name: len(tasks) for name, tasks in sets.items()} == {"": 170, "three_hops": 120}
+    train = [environment.train_task(index) for index in range(environment.train_size() or 0)]
+    assert {len(task.info["gold"]) for task in [*train, *sets[""]]} == {2}
+    names = {word for task in train for text in task.info["gold"].values() for word in text.split()}
+    assert all(task.answer[0] not in names for tasks in sets.values() for task in tasks)
+    assert len({task.id for task in [*train, *sets[""], *sets["three_hops"]]}) == 170 + 170 + 120
+    assert [environment.train_task(index) for index in range(170)] == train
+
+
+def test_hops_and_seed_are_options() -> None:
+    three = SearchQA(hops=3)
+    assert three.train_size() == 120
+    assert SearchQA(seed=1).train_task(0) != SearchQA(seed=0).train_task(0)
+    with pytest.raises(ConfigError, match="questions of 1 to 3"):
+        SearchQA(hops=4)
+
+
+def test_the_gold_output_of_every_task_is_right() -> None:
+    environment = SearchQA(min_matches=2)
+    for tasks in environment.eval_sets().values():
+        for task in tasks:
+            assert environment.score(task, None, environment.gold_output(task), []).reward == 1.0
+            assert environment.score(task, None, f"<answer>{task.answer[0]}</answer>", []).reward == 0.0
+
+
+def test_every_grade_is_told_whichever_counts() -> None:
+    task = Task("t", "search_qa", [], ["Barack Obama"], {"gold": {"d1": "", "d2": ""}})
+    seen = [{"role": "tool", "content": "[d1] Obama\nA president."}]
+    said = "<answer>president Obama</answer>"
+    scored = SearchQA(metric="f1").score(task, None, said, seen)
+    assert scored.reward == 0.5
+    assert scored.metrics == {
+        "em": 0.0,
+        "sub_em": 0.0,
+        "f1": 0.5,
+        "unparseable": 0.0,
+        "retrieval_recall": 0.5,
+    }
+    assert SearchQA(metric="em").score(task, None, said, seen).reward == 0.0
+    nothing = SearchQA(metric="f1").score(task, None, "Obama", seen)
+    assert (nothing.reward, nothing.metrics["unparseable"]) == (0.0, 1.0)
+
+
+def test_form_counts_only_where_it_is_asked_for() -> None:
+    task = Task("t", "search_qa", [], ["Rome"])
+    assert SearchQA().score(task, None, "<answer>Paris</answer>", []).reward == 0.0
+    scored = SearchQA(format_weight=0.1).score(task, None, "<answer>Paris</answer>", [])
+    assert (scored.reward, scored.parts) == (0.1, {"em": 0.0, "format": 1.0})
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_questions_in_the_columns_of_hotpotqa_and_nq(tmp_path: Path) -> None:
+    hotpot = {
+        "_id": "5a8b",
+        "question": "Were both of one nationality?",
+        "answer": "yes",
+        "supporting_facts": [["Scott Derrickson", 0], ["Ed Wood", 0], ["Ed Wood", 1]],
+    }
+    nq = {
+        "id": "nq-1",
+        "question": "who sang it",
+        "golden_answers": ["Adele", "adele adkins"],
+        "gold_ids": [17],
+    }
+    plain = {"question": "When?", "answers": [1969]}
+    path = written(tmp_path / "q.jsonl", [hotpot, nq, plain])
+    tasks = SearchQA(path=path, eval_path=path).eval_sets()[""]
+    assert [task.id for task in tasks] == ["eval-5a8b", "eval-nq-1", "eval-3"]
+    assert [task.answer for task in tasks] == [["yes"], ["Adele", "adele adkins"], ["1969"]]
+    assert [set(task.info.get("gold", ())) for task in tasks] == [
+        {"Scott Derrickson", "Ed Wood"},
+        {"17"},
+        set(),
+    ]
+    seen = [{"role": "tool", "content": "[88] Ed Wood\nA film of 1994."}]
+    environment = SearchQA(path=path, eval_path=path)
+    assert environment.score(tasks[0], None, "<answer>Yes.</answer>", seen).metrics["retrieval_recall"] == 0.5
+    assert "retrieval_recall" not in environment.score(tasks[2], None, "<answer>1969</answer>", []).metrics
+
+
+def enciphered(text: str) -> str:
+    """The published way: XOR with sha256 of the canary, repeated, then base64."""
+    data = text.encode()
+    key = hashlib.sha256(CANARY.encode()).digest() * (len(data) // 32 + 1)
+    return base64.b64encode(bytes(a ^ b for a, b in zip(data, key, strict=False))).decode()
+
+
+def test_browsecomp_plus_is_deciphered_in_memory_and_stays_as_it_is_on_disk(tmp_path: Path) -> None:
+    question = "Which of the two, both born before 1900, was later a judge? " * 3
+    row = {
+        "query_id": "769",
+        "query": enciphered(question),
+        "answer": enciphered("Étienne"),
+        "gold_docs": [
+            {"docid": enciphered("4412"), "text": enciphered("A long text."), "url": enciphered("u")}
+        ],
+        "negative_docs": [{"docid": "not even base64"}],
+    }
+    path = written(tmp_path / "b.jsonl", [row])
+    before = Path(path).read_bytes()
+    (task,) = SearchQA(path=path, eval_path=path, canary=CANARY).eval_sets()[""]
+    assert task.id == "eval-769"
+    assert task.messages[0]["content"] == question
+    assert task.answer == ["Étienne"]
+    assert task.info == {"gold": {"4412": ""}}
+    assert Path(path).read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["b.jsonl"]
+    with pytest.raises(ConfigError, match=r"b.jsonl, line 1: its texts are not BrowseComp's"):
+        SearchQA(path=path, eval_path=path, canary="another")
+
+
+def test_the_cipher_is_the_published_one() -> None:
+    key = hashlib.sha256(b"canary").digest()
+    cipher = bytes(a ^ b for a, b in zip(b"x" * 40, key + key, strict=False))
+    assert decipher(base64.b64encode(cipher).decode(), "canary") == "x" * 40
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "x"}, "there is none of 'question', 'query'"),
+        ({"question": "x"}, "there is none of 'golden_answers', 'answers', 'answer'"),
+        ({"question": "x", "answer": []}, "'answer' holds no answer"),
+        ({"question": " ", "answer": "x"}, "'question' is empty"),
+    ],
+)
+def test_a_row_that_will_not_do_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = written(tmp_path / "q.jsonl", [{"question": "x", "answer": "y"}, row])
+    with pytest.raises(ConfigError, match=f"line 2: {message}"):
+        SearchQA(path=path, eval_path=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "emm"}, "no metric 'emm'; did you mean 'em'"),
+        ({"metric": "judge"}, "go together"),
+        ({"judge": {"url": "http://x", "model": "m"}}, "go together"),
+        ({"path": "train.jsonl"}, "path and eval_path go together"),
+        (
+            {"metric": "judge", "judge": {"url": "http://x", "modle": "m"}},
+            "no option 'modle'; did you mean 'model'",
+        ),
+        ({"canary": "x"}, "canary"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_environment("search_qa", options)

@@ -1,0 +1,59 @@
+"""The synthetic world: one fact a passage, no entity in two splits, one answer a question."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tidegate.envs.search_world import KINDS, documents, held_out_name, make_world
+
+
+def test_a_world_is_two_hundred_facts_and_the_same_for_the_same_seed() -> None:
+    world = make_world(0, "train")
+    assert Counter(fact.relation for fact in world.facts) == {"employer": 120, "seat": 50, "mayor": 30}
+    assert world == make_world(0, "train")
+    assert world != make_world(1, "train")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worlds_of_the_two_splits_share_no_entity_whatever_their_seeds(seed: int) -> None:
+    train = make_world(seed, "train").entities()
+    for other in range(3):
+        assert not train & make_world(other, "held_out").entities()
+    assert not any(map(held_out_name, train))
+
+
+def test_no_name_stands_for_two_things() -> None:
+    world = make_world(0, "train")
+    subjects = [fact.subject for fact in world.facts]
+    assert len(set(subjects)) == len(subjects)
+    assert len(world.entities()) == 120 + 50 + 30 + 30
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_a_question_is_answered_by_its_facts_in_a_row(hops: int) -> None:
+    world = make_world(0, "held_out")
+    questions = list(world.questions(hops))
+    assert {question.kind for question in questions} == {kind for kind in KINDS if len(kind.path) == hops}
+    assert len({question.text for question in questions}) == len(questions)
+    for question in questions:
+        assert question.hops == hops
+        assert question.facts[0].subject in question.text
+        assert question.answer not in question.text
+        assert [fact.relation for fact in question.facts] == list(question.kind.path)
+        for before, after in zip(question.facts, question.facts[1:], strict=False):
+            assert before.object == after.subject
+
+
+def test_a_passage_holds_one_fact_and_its_id_is_stable() -> None:
+    world = make_world(0, "train")
+    corpus = documents([world, make_world(0, "held_out")])
+    assert len({one["id"] for one in corpus}) == len(corpus) == 400
+    names = world.entities()
+    for fact, document in zip(world.facts, corpus, strict=False):
+        assert document == {"id": fact.id, "title": fact.subject, "text": fact.text}
+        assert {word for word in fact.text.rstrip(".").split() if word in names} == {
+            fact.subject,
+            fact.object,
+        }

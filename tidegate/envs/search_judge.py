@@ -1,0 +1,105 @@
+"""A language model that says whether an answer means the same as a gold answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tidegate.errors import ConfigError, RewardError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+CACHED = 50_000
+"""Verdicts that are kept; the oldest give way."""
+MAX_SAID = 4_000
+"""Characters of an answer that are judged."""
+PROMPT = """Judge whether the response answers the question correctly. It is correct if it means the same as \
+one of the correct answers; small differences in wording, form or precision don't matter. Don't solve the \
+question yourself.
+
+Question: {question}
+Correct answers: {golds}
+Response: {said}
+
+Give one sentence of reasoning, then a last line that is either "correct: yes" or "correct: no"."""
+_VERDICT = re.compile(r"correct:\W*(yes|no)\b", re.IGNORECASE)
+
+
+class Judge:
+    """Asks `model` at `url` (`http://host:8002/v1`); `api_key_env` names the variable with the key.
+
+    `attempts` calls are made, each bounded by `timeout_s`. A verdict is kept: the same answer to the same
+    question is judged once, also by threads that ask at the same time.
+    """
+
+    def __init__(
+        self, url: str, model: str, timeout_s: float = 60.0, attempts: int = 3, api_key_env: str | None = None
+    ) -> None:
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ConfigError(f"judge: api_key_env = {api_key_env!r}, but that variable is not set")
+        self._url = url
+        self._model = model
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._key = "none" if api_key_env is None else os.environ[api_key_env]
+        self._verdicts: OrderedDict[tuple[str, ...], Future[float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def verdict(self, question: str, golds: Sequence[str], said: str) -> float:
+        """1 where the answer is right, 0 where it is wrong. Raises RewardError where nobody said which."""
+        said = said[:MAX_SAID]
+        asked = (question, *golds, said)
+        with self._lock:
+            verdict = self._verdicts.get(asked)
+            mine = verdict is None
+            if verdict is None:
+                verdict = self._verdicts[asked] = Future()
+                if len(self._verdicts) > CACHED:
+                    self._verdicts.popitem(last=False)
+        if mine:
+            self._settle(asked, verdict, PROMPT.format(question=question, golds="; ".join(golds), said=said))
+        return verdict.result(timeout=self._attempts * self._timeout_s + 1.0)
+
+    def _settle(self, asked: tuple[str, ...], verdict: Future[float], prompt: str) -> None:
+        try:
+            verdict.set_result(self._ask(prompt))
+        except BaseException as error:
+            with self._lock:  # a failure is no verdict: the next one asks again
+                self._verdicts.pop(asked, None)
+            verdict.set_exception(error)
+            if not isinstance(error, RewardError):
+                raise
+
+    def _ask(self, prompt: str) -> float:
+        from openai import OpenAIError
+
+        failures = []
+        for _ in range(self._attempts):
+            try:
+                reply = self._client.chat.completions.create(
+                    model=self._model, messages=[{"role": "user", "content": prompt}], temperature=0.0
+                )
+            except OpenAIError as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                continue
+            text = (reply.choices[0].message.content if reply.choices else None) or ""
+            found = _VERDICT.findall(text)
+            if found:
+                return float(found[-1].lower() == "yes")
+            failures.append(f"no verdict in {text[:200]!r}")
+        raise RewardError(
+            f"the judge at {self._url} gave no verdict in {self._attempts} attempts: {'; '.join(failures)}"
+        )
+
+    @cached_property
+    def _client(self) -> OpenAI:
+        from openai import OpenAI
+
+        return OpenAI(base_url=self._url, api_key=self._key, timeout=self._timeout_s, max_retries=0)

@@ -1,0 +1,156 @@
+"""A seeded world to search in: people, companies, cities and mayors, one fact a passage.
+
+Every fact leads from one entity to another, so that a question of n hops is answered by n passages in a
+row, each found by what the one before it says. Worlds of different splits share no entity: whoever answers
+a held-out question has read it up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+WorldSplit = Literal["train", "held_out"]
+
+SYLLABLES = (
+    "bal", "ban", "bar", "bel", "ben", "bor", "bru", "cal", "cor", "dal", "dan", "dar", "del",
+    "dor", "dro", "dun", "fal", "fan", "fen", "fin", "for", "gal", "gar", "gel", "gor", "gri",
+    "hal", "han", "har", "hel", "hol", "jan", "jor", "kal", "kan", "kar", "kel", "kin", "kor",
+    "lan", "lar", "len", "lin", "lor", "mal", "mar", "mel", "min", "mor", "nal", "nar", "nel",
+    "nor", "pal", "par", "pel", "pin", "por", "ral", "ran", "rel", "rin", "ros", "sal", "san",
+    "sel", "sor", "tal", "tan", "tar", "tel", "tor", "val", "var", "vel", "vin", "vor", "wal",
+    "wen", "zan",
+)  # fmt: skip
+"""A name is two of them: `Kelmor`."""
+
+Relation = Literal["employer", "seat", "mayor"]
+FACTS: dict[Relation, str] = {
+    "employer": "{subject} works at {object}.",
+    "seat": "{subject} is based in {object}.",
+    "mayor": "{subject} is led by mayor {object}.",
+}
+"""Relation → its passage."""
+QUERIES: dict[Relation, str] = {
+    "employer": "{subject} works",
+    "seat": "{subject} based",
+    "mayor": "{subject} mayor",
+}
+"""Relation → a query that finds its passage."""
+PEOPLE, COMPANIES, CITIES = 120, 50, 30
+HELD_OUT_SHARE = 3
+"""One name in so many is an entity of held-out worlds only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One passage: `subject` leads to `object`."""
+
+    id: str
+    relation: Relation
+    subject: str
+    object: str
+
+    @property
+    def text(self) -> str:
+        return FACTS[self.relation].format(subject=self.subject, object=self.object)
+
+    @property
+    def query(self) -> str:
+        return QUERIES[self.relation].format(subject=self.subject)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of question: the relations that lead from the entity it names to its answer."""
+
+    name: str
+    text: str
+    path: tuple[Relation, ...]
+
+
+KINDS = (
+    Kind("company_of_person", "For which company does {} work?", ("employer",)),
+    Kind("city_of_company", "In which city is {} based?", ("seat",)),
+    Kind("mayor_of_city", "Who is the mayor of {}?", ("mayor",)),
+    Kind("city_of_person", "In which city does {} work?", ("employer", "seat")),
+    Kind("mayor_of_company", "Who is the mayor of the city where {} is based?", ("seat", "mayor")),
+    Kind("mayor_of_person", "Who is the mayor of the city where {} works?", ("employer", "seat", "mayor")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with the facts that answer it, in the order in which they are found."""
+
+    kind: Kind
+    text: str
+    facts: tuple[Fact, ...]
+
+    @property
+    def answer(self) -> str:
+        return self.facts[-1].object
+
+    @property
+    def hops(self) -> int:
+        return len(self.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All facts of a world."""
+
+    facts: tuple[Fact, ...]
+
+    def questions(self, hops: int) -> Iterator[Question]:
+        """Every question of so many hops, in the facts' order."""
+        by_subject = {fact.subject: fact for fact in self.facts}
+        for start in self.facts:
+            for kind in KINDS:
+                if len(kind.path) == hops and kind.path[0] == start.relation:
+                    yield Question(kind, kind.text.format(start.subject), _follow(start, hops, by_subject))
+
+    def entities(self) -> set[str]:
+        return {name for fact in self.facts for name in (fact.subject, fact.object)}
+
+
+def make_world(seed: int | str, split: WorldSplit) -> World:
+    """120 people, 50 companies and 30 cities with a mayor each: 200 facts, the same for the same seed."""
+    rng = Random(f"world/{seed}/{split}")
+    names = [one for one in _names() if held_out_name(one) == (split == "held_out")]
+    drawn = iter(rng.sample(names, PEOPLE + COMPANIES + 2 * CITIES))
+    people, companies, cities, mayors = (
+        [next(drawn) for _ in range(size)] for size in (PEOPLE, COMPANIES, CITIES, CITIES)
+    )
+    told: list[tuple[Relation, str, str]] = [
+        *(("employer", person, rng.choice(companies)) for person in people),
+        *(("seat", company, rng.choice(cities)) for company in companies),
+        *(("mayor", city, mayor) for city, mayor in zip(cities, mayors, strict=True)),
+    ]
+    return World(tuple(Fact(f"{split}-{n}", *one) for n, one in enumerate(told)))
+
+
+def held_out_name(name: str) -> bool:
+    """Whether a name belongs to held-out worlds; the same for every seed."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+
+def documents(worlds: Sequence[World]) -> list[dict[str, str]]:
+    """The passages of some worlds as a corpus has them: `id`, `title` (the subject) and `text`."""
+    return [
+        {"id": fact.id, "title": fact.subject, "text": fact.text} for world in worlds for fact in world.facts
+    ]
+
+
+def _names() -> list[str]:
+    return [a.capitalize() + b for a in SYLLABLES for b in SYLLABLES if a != b]
+
+
+def _follow(start: Fact, hops: int, by_subject: dict[str, Fact]) -> tuple[Fact, ...]:
+    facts = [start]
+    while len(facts) < hops:
+        facts.append(by_subject[facts[-1].object])
+    return tuple(facts)
