@@ -12,7 +12,7 @@ from typing import Any
 from tidegate.gateway.calls import Calls
 from tidegate.gateway.engines import Seat
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.refusal import Refusal, session_over, wrong_key
+from tidegate.gateway.refusal import session_over, wrong_key
 from tidegate.gateway.tree import Node, Tree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -231,7 +231,3 @@ def trajectory_of(session: Session, ending: Ending) -> Trajectory:
         messages=session.tree.history(newest.turn.index) if newest is not None else [],
         metadata=session.metadata,
     )
-
-
-def bad_session(message: str) -> Refusal:
-    return Refusal(message, status=400)

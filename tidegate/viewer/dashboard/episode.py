@@ -22,9 +22,6 @@ Record = Mapping[str, Any]
 CONTEXT = 8
 """Ids before a run of tokens that are decoded with it."""
 
-NEVER = {"filtered", "stale", "failed", "cancelled"}
-"""Endings of a group after which none of its tokens is trained."""
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
