@@ -34,6 +34,8 @@ class RunSettings(Section):
     """Of the policy's generators and of every session's sampling."""
     live: bool = True
     """Show the live view where the terminal allows it; plain lines otherwise."""
+    loggers: list[Literal["tensorboard", "wandb"]] = []
+    """Who gets the metrics besides `metrics.jsonl`; each is an extra of the same name."""
 
 
 class ModelSettings(Section):

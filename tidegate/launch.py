@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from tidegate.agents.base import load_agent
 from tidegate.config import Settings
 from tidegate.envs.base import load_environment
 from tidegate.errors import StartError, TidegateError
+from tidegate.observer import Observer
+from tidegate.trainer.observers.loggers import check_loggers, loggers_of
+from tidegate.trainer.observers.several import Several
 from tidegate.trainer.run import Result, Run
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
@@ -24,8 +26,9 @@ def launch(settings: Settings, *, resume: bool = False, fresh: bool = False) -> 
         set_aside(settings.run_dir)
     environment = load_environment(settings.env.use, settings.env.options)
     view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
-    run = Run(settings, environment, view, resume=resume)
-    view.started(_info(settings, run))
+    observer = Several([view, *loggers_of(settings, view.note)])
+    run = Run(settings, environment, observer, resume=resume)
+    observer.started(_info(settings, run))
     try:
         try:
             result = asyncio.run(_with_signals(run))
@@ -33,10 +36,10 @@ def launch(settings: Settings, *, resume: bool = False, fresh: bool = False) -> 
         except TidegateError as error:
             result = Result("failed", str(error), run.steps_done, run.before, run.after)
             code = error.exit_code
-        _finish(settings, view, result)
+        _finish(settings, observer, result)
         return code
     finally:
-        view.close()
+        observer.close()
 
 
 def check(settings: Settings) -> None:
@@ -48,6 +51,7 @@ def check(settings: Settings) -> None:
         if not (model / needed).is_file():
             raise StartError(f"model.path = {model}: {needed} is missing; a Hugging Face directory is needed")
     load_agent(settings.agent.use, settings.agent.options)
+    check_loggers(settings)
 
 
 def set_aside(run_dir: Path) -> Path | None:
@@ -88,16 +92,16 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
     }
 
 
-def _finish(settings: Settings, view: Any, result: Result) -> None:
+def _finish(settings: Settings, observer: Observer, result: Result) -> None:
     """The report and the last words; a report that cannot be written does not undo the run."""
     run_dir = settings.run_dir
     try:
         report: str | None = str(write_report(run_dir))
     except (OSError, TidegateError) as error:
-        view.note(f"report.html could not be written: {error}")
+        observer.note(f"report.html could not be written: {error}")
         report = None
     newest = sorted((run_dir / "checkpoints").glob("step_*/COMMITTED"), key=lambda path: path.stat().st_mtime)
-    view.finished(
+    observer.finished(
         {
             "status": result.status,
             "why": result.why,

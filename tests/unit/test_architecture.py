@@ -65,6 +65,7 @@ TORCH = {
     "trainer/forward",
     "trainer/publish",
     "trainer/checkpoint",
+    "trainer/observers/tensorboard",
     "engine/",
     "rag/encode",
 }

@@ -1,0 +1,37 @@
+"""Metrics for TensorBoard: event files in the run's directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """A scalar a metric, by the names of `metrics.jsonl`, under `<run>/tensorboard`.
+
+    What an earlier start of the run wrote of steps after `step`, where this one begins, is no longer shown.
+    """
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self._writer = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10
+        )
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        for name, value in scalars(metrics).items():
+            self._writer.add_scalar(name, value, int(metrics["step"]), walltime=metrics["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What can be drawn over the steps: finite numbers, but for the step and the time."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name not in ("step", "time") and value is not None and math.isfinite(value)
+    }
