@@ -66,15 +66,15 @@ class Formula(Admission):
         room = ahead * self.rules.groups_per_batch - (self.accepted + self._running)
         return None if room > 0 else "the formula"
 
-    def lease(self, group_id: str, oldest: int | None) -> None:
+    def lease(self, group_id: str, oldest: int | None, newest: int | None = None) -> None:
         self.accepted += 1
-        super().lease(group_id, oldest)
+        super().lease(group_id, oldest, newest)
 
     def filter_group(self, group_id: str) -> None:
         self.accepted -= 1
         super().filter_group(group_id)
 
-    def admissible(self, oldest: int | None) -> bool:
+    def admissible(self, oldest: int | None, newest: int | None = None) -> bool:
         return True
 
 

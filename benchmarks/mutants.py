@@ -21,7 +21,7 @@ from common import Check, report
 
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission.py")
-TESTS = ["tests/unit/test_admission.py", "tests/unit/test_admission_world.py"]
+TESTS = ["tests/unit/test_admission.py", "tests/unit/test_admission_world.py", "tests/unit/test_resume.py"]
 DEADLINE_S = 300
 
 
@@ -38,12 +38,17 @@ FAULTS = [
     Fault("gate_one_batch_more", "return (ahead + 1) * self", "return (ahead + 2) * self"),
     Fault("gate_forgets_concurrency", "if self._running >= self.rules.max_running:", "if False:"),
     Fault("running_never_falls_when_ready", "        self._running -= 1\n        self.failed_in_a_row = 0", "        self.failed_in_a_row = 0"),
-    Fault("bound_off_by_one", "bound is None or staleness <= bound)", "bound is None or staleness <= bound + 1)"),
-    Fault("bound_too_strict", "bound is None or staleness <= bound)", "bound is None or staleness < bound)"),
+    Fault("bound_off_by_one", "staleness > bound):", "staleness > bound + 1):"),
+    Fault("bound_too_strict", "staleness > bound):", "staleness >= bound):"),
     Fault("no_sweep_at_the_cut", "        self.sweep()\n        if len(self._ready_order)", "        if len(self._ready_order)"),
-    Fault("unknown_version_is_fresh", "return staleness is not None and (bound", "return staleness is None or (bound"),
-    Fault("abandoned_lineage_is_fresh", " or any(oldest in gone for gone in self.abandoned)", ""),
-    Fault("future_version_is_fresh", "oldest is None or oldest > self.version or", "oldest is None or"),
+    Fault("unknown_version_is_fresh", "if oldest is None or staleness is None or (bound", "if oldest is None:\n            return True\n        if staleness is None or (bound"),
+    Fault("abandoned_lineage_is_fresh", "return not any(oldest <= version <= last for version in self.abandoned)", "return True"),
+    Fault("abandoned_beside_older_is_fresh", "last = oldest if newest is None else newest", "last = oldest"),
+    Fault("put_back_and_issued_again", "        self._recycled = deque(one for one in self._recycled if one.index != group.ticket.index)\n", ""),
+    Fault("put_back_skips_tasks", "            self._recycled.append(self._fresh_ticket())\n", "            self._fresh_ticket()\n"),
+    Fault("put_back_cannot_be_cut", "        if group.phase is Phase.LEASED:\n            self._ready_order.append(group.id)\n", ""),
+    Fault("stopped_tasks_are_lost", "        self._recycled.append(Ticket(ticket.index, None, ticket.stale_retries))\n", ""),
+    Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.version else", "return None if oldest is None else"),
     Fault("cut_takes_fewer", "len(self._ready_order) < self.rules.groups_per_batch", "len(self._ready_order) < 1"),
     Fault("cut_newest_first", "self._ready_order.popleft() for _ in", "self._ready_order.pop() for _ in"),
     Fault("stale_is_never_replaced", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),

@@ -2,32 +2,51 @@
 
 After every event it checks the invariants of the book and of the bound from the outside, with a book of
 its own. `World.run(events)` raises AssertionError at the first one that breaks.
+
+A crash comes between any two entries of the book, those of a resume included. What is left of it is the
+book, the newest marker, the files of the steps, and (each time or not) the gateway with the sealed groups.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from tidegate.trainer.admission import Admission, Cut, Phase, Progress, Rules, Verdict
+import numpy as np
+
+from tidegate.trainer.admission import Rules, Verdict
+from tidegate.trainer.checkpoint import Checkpoint
 from tidegate.trainer.entries import Entry, State
+from tidegate.trainer.groups import Cut, Phase, Progress
 from tidegate.trainer.resume import Past
-from tidegate.types import Outcome
+from tidegate.trainer.start import Start
+from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+
+SEALED = (Phase.READY, Phase.LEASED, Phase.CUT)
 
 FAILURES = [
     Outcome.AGENT_ERROR, Outcome.TIMEOUT, Outcome.INFRA_ERROR, Outcome.REWARD_ERROR, Outcome.CANCELLED,
 ]  # fmt: skip
 
 
+class Killed(Exception):
+    """The process ended, right after an entry."""
+
+
 @dataclass
 class Marker:
-    """What a checkpoint would hold."""
+    """What a checkpoint would hold; `published` is how many versions had been published then."""
 
     position: int
-    version: int
     step: int
     progress: Progress
+    published: int = 0
+
+    def checkpoint(self) -> Checkpoint:
+        state = asdict(self.progress) | {"ledger": self.position}
+        return Checkpoint(Path(), self.step, state)
 
 
 @dataclass
@@ -47,11 +66,26 @@ class World:
     published: list[int] = field(default_factory=list)
     step: int = 0
     crashes: int = 0
-    trained_steps: Counter[int] = field(default_factory=Counter)
+    newest: dict[str, int] = field(default_factory=dict)
+    latest: dict[int, str] = field(default_factory=dict)
+    """The newest group of each task, by its index."""
+    files: set[str] = field(default_factory=set)
+    """Groups whose tokens were written down, before the step on them was entered."""
+    trained: set[str] = field(default_factory=set)
+    """Groups that a marker committed."""
+    stepped: dict[str, int] = field(default_factory=dict)
+    """Groups of the steps since the last marker."""
+    put_back: set[str] = field(default_factory=set)
+    """Groups that were, ever."""
+    lost_versions: set[int] = field(default_factory=set)
+    fuse: int = 0
+    """Entries until the process is killed, if it is to be."""
+    most: int = 0
+    """Outstanding groups that a resume may have left above the capacity."""
 
     def __post_init__(self) -> None:
-        self.core = Admission(self.rules, self.enter)
-        self.marker = Marker(0, 0, 0, Progress())
+        self.marker: Marker | None = None
+        self.core = Start(Path()).open_book(self.enter, self.rules, {}).admission
 
     # -------------------------------------------------------------- the outside book
 
@@ -63,6 +97,8 @@ class World:
         elif one["event"] == "issued":
             assert one["id"] not in self.states, f"{one['id']} was issued twice"
             self.states[one["id"]] = "live"
+            if one["kind"] == "group":
+                self._issue(one)
             if (old := one.get("replaces")) is not None:
                 assert self.states[old] == "stale", f"{old} was replaced and is {self.states[old]}"
                 assert old not in self.replaced, f"{old} was replaced twice"
@@ -72,13 +108,42 @@ class World:
             self.states[one["id"]] = one["state"]
             if one["kind"] == "group" and one["state"] == "stepped":
                 self._check_bound(one)
+                assert one["id"] not in self.trained, f"{one['id']} contributes twice"
+                self.stepped[one["id"]] = one["step"]
+        elif one["event"] == "put_back":
+            self._put_back(one["id"])
+        elif one["event"] == "started":
+            self.published.append(one["version"])
+        if self.fuse:
+            self.fuse -= 1
+            if not self.fuse:
+                raise Killed
+
+    def _issue(self, one: Entry) -> None:
+        """A task has one group at a time, and no other one once it was trained on."""
+        before = self.latest.get(one["index"])
+        assert before is None or self.states[before] not in ("live", "stepped"), (
+            f"{one['id']} does what {before} did"
+        )
+        self.latest[one["index"]] = one["id"]
+
+    def _put_back(self, group: str) -> None:
+        assert group not in self.trained, f"{group} was committed and put back"
+        members = [name for name in self.states if name == group or name.startswith(f"{group}.")]
+        undone = [name for name in members if self.states[name] == "stepped"]
+        assert undone, f"{group} was put back and was not stepped on"
+        for name in undone:
+            self.states[name] = "live"
+        self.stepped.pop(group, None)
+        self.put_back.add(group)
 
     def _check_bound(self, one: Entry) -> None:
         bound = self.rules.max_staleness
         truth = self.core.version - self.oldest[one["id"]]
         assert one["staleness"] == truth
         assert bound is None or truth <= bound, f"{one['id']} was trained at staleness {truth}"
-        assert not any(self.oldest[one["id"]] in gone for gone in self.core.abandoned)
+        sampled = range(self.oldest[one["id"]], self.newest[one["id"]] + 1)
+        assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
 
     def check(self) -> None:
         groups = Counter(state for name, state in self.states.items() if "." not in name)
@@ -88,7 +153,8 @@ class World:
             assert mine["stepped"] == stepped
             for state in (State.LIVE, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED):
                 assert mine[state.value] == core[state], f"{state}: {mine[state.value]} against {core[state]}"
-        assert self.core.outstanding() <= self.rules.capacity
+        self.most = min(self.most, self.core.outstanding())
+        assert self.core.outstanding() <= max(self.rules.capacity, self.most)
         running = sum(g.phase is Phase.RUNNING for g in self.core.groups.values())
         assert running <= self.rules.max_running
         may = self.core.outstanding() < self.rules.capacity and running < self.rules.max_running
@@ -106,10 +172,16 @@ class World:
         self.check()
 
     def event(self) -> None:
-        roll = self.rng.random()
-        if roll < self.crash_rate:
+        if not self.fuse and self.rng.random() < self.crash_rate:
+            self.fuse = self.rng.randint(1, 20)
+        try:
+            self._event()
+        except Killed:
             self.crash()
-        elif roll < 0.25 and self.core.blocked_by() is None:
+
+    def _event(self) -> None:
+        roll = self.rng.random()
+        if roll < 0.25 and self.core.blocked_by() is None:
             self.start()
         elif roll < 0.85 and self.running:
             self.end(self.rng.choice(list(self.running)))
@@ -136,6 +208,7 @@ class World:
             outcome = self.rng.choice(FAILURES)
         if group in self.core.groups and not outcome.trainable and outcome is not Outcome.CANCELLED:
             self.failures[group, slot] += 1
+        self.newest[group] = self.core.version
         verdict = self.core.end_attempt(attempt, outcome)
         if group not in self.core.groups:
             return
@@ -147,7 +220,7 @@ class World:
     def lease(self, group: str) -> None:
         if group not in self.core.groups:
             return
-        self.core.lease(group, self.oldest[group])
+        self.core.lease(group, self.oldest[group], self.newest[group])
         if self.rng.random() < self.reject_rate:
             self.core.filter_group(group)
 
@@ -157,11 +230,20 @@ class World:
             return
         assert len(cut.groups) == self.rules.groups_per_batch
         self.step += 1
+        self.files.update(cut.groups)
         self.core.step(cut, self.step)
         self._publish(cut)
         if self.rng.random() < 0.2:
-            self.marker = Marker(len(self.book), self.core.version, self.step, self.core.progress())
-            self.core.commit()
+            self._commit()
+
+    def _commit(self) -> None:
+        sizes = Counter(self.stepped.values())
+        assert set(sizes.values()) <= {self.rules.groups_per_batch}, "a step took another number of groups"
+        assert sorted(sizes) == list(range((self.marker.step if self.marker else 0) + 1, self.step + 1))
+        self.marker = Marker(len(self.book), self.step, self.core.progress(), len(self.published))
+        self.core.commit()
+        self.trained.update(self.stepped)
+        self.stepped.clear()
 
     def _publish(self, cut: Cut) -> None:
         if self.step % self.rules.publish_interval:
@@ -174,27 +256,52 @@ class World:
 
     def crash(self) -> None:
         """Everything in memory is lost; a new epoch goes on from the marker and the book."""
-        self.crashes += 1
+        sealed = {name for name, group in self.core.groups.items() if group.phase in SEALED}
+        if self.rng.random() < 0.5:
+            sealed = set()
+        while True:
+            self.crashes += 1
+            try:
+                self._resume(sealed)
+            except Killed:
+                continue
+            break
+        assert not self.stepped, "what was stepped on behind the marker is put back"
+        self.most = self.core.outstanding()
+        self.running.clear()
+        phases = {name: group.phase for name, group in self.core.groups.items()}
+        self.ready = [name for name, phase in phases.items() if phase is Phase.READY]
+        assert set(phases.values()) <= {Phase.READY, Phase.LEASED}
+
+    def _resume(self, sealed: set[str]) -> None:
         past = Past()
         for one in self.book:
             past.read(one)
-        epoch = self.crashes + 1
-        version = (self.published[-1] if self.published else 0) + 1
-        past.abandon(self.marker.position)
-        for name, state in list(self.states.items()):
-            if state == "live":
-                self.states[name] = "cancelled"
-                items = past.attempts if "." in name else past.groups
-                items[name] = "cancelled"
-                kind = "attempt" if "." in name else "group"
-                self.book.append(
-                    {"kind": kind, "event": "ended", "id": name, "state": "cancelled", "seq": len(self.book)}  # type: ignore[typeddict-item]
-                )
-        self.core = Admission(self.rules, self.enter, epoch=epoch, version=version)
-        self.published.append(version)
-        self.core.group_counts += past.counts(past.groups, self.marker.position)
-        self.core.attempt_counts += past.counts(past.attempts, self.marker.position)
-        self.core.restore(self.marker.progress, [range(self.marker.version + 1, version)])
-        self.step = self.marker.step
-        self.running.clear()
-        self.ready.clear()
+        marker = self.marker
+        self.lost_versions |= set(self.published[marker.published if marker else 1 :])
+        checkpoint = marker.checkpoint() if marker else None
+        start = Start(Path(), marker.step if marker else 0, past.highest_version + 1, past, checkpoint)
+        past.abandon(start.position)
+        kept = {name: self._tokens(past, name) for name in start.unended() & self.files}
+        for name in list(kept):
+            if self.rng.random() < 0.02:
+                del kept[name]
+        self.step = start.step
+        # Entries of its making are checked against its version before there is an `Opened`.
+        self.core.version = start.version
+        self.core = start.open_book(self.enter, self.rules, kept, sealed).admission
+
+    def _tokens(self, past: Past, name: str) -> Group:
+        """The group as the step's file has it."""
+        spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
+        ids = np.zeros(2, np.int32)
+        turn = Turn(0, None, ids, ids, np.zeros(2, np.float32), spans, "stop", 1.0)
+        slots = [past.attempts[one].issued["slot"] for one in self._standing(past, name)]
+        return Group(
+            name, "t", [Trajectory(f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], name, slot)
+                        for slot in slots]
+        )  # fmt: skip
+
+    def _standing(self, past: Past, name: str) -> list[str]:
+        members = [one for one in self.states if one.startswith(f"{name}.")]
+        return [one for one in members if self.states[one] in ("live", "stepped")]

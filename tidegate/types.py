@@ -294,6 +294,18 @@ class Group:
         known = [version for version in versions if version is not None]
         return min(known) if known and len(known) == len(versions) else None
 
+    def newest_version(self) -> int | None:
+        """The newest version among the delivered tokens; None where there is none."""
+        return max(
+            (
+                span.version
+                for trajectory in self.trajectories
+                for turn in trajectory.delivered_turns()
+                for span in turn.version_spans
+            ),
+            default=None,
+        )
+
     def rewards(self) -> list[float]:
         """The rewards in slot order; every trajectory of a sealed group has one."""
         return [float(trajectory.reward or 0.0) for trajectory in self.trajectories]

@@ -97,6 +97,10 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def ledger(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+
+
 def held(run_dir: Path) -> Audit:
     """The run's audit, which must hold."""
     audit = audit_run(run_dir)

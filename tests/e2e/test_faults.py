@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, gone, held, metrics, training
+from tests.e2e.runs import TrainProcess, gone, held, ledger, metrics, training
 from tidegate.errors import StartError
 from tidegate.trainer.processes import MAX_GATEWAY_RESTARTS
 
@@ -105,7 +105,11 @@ def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> No
     assert [line["step"] for line in metrics(run_dir)] == list(range(9))
     assert audit.groups["trained"] == 8 * 4, "each step of the surviving lineage counts once"
     assert audit.groups["live"] == 0
-    assert audit.groups["stepped"] == dead.groups["stepped"], "what lay behind the marker stays `stepped`"
+    assert audit.groups["stepped"] == 0, "what lay behind the marker was put back and ended once more"
+    again = [one for one in ledger(run_dir) if one["event"] == "put_back"]
+    assert len(again) == dead.groups["stepped"] > 0
+    assert "go on and" in run.output()
+    assert "audit: " in run.output()
 
 
 def test_a_second_ctrl_c_stops_at_once_and_nothing_outlives_it(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.trainer.admission import Cut
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State, entry
+from tidegate.trainer.groups import Cut
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles

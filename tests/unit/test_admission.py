@@ -8,8 +8,9 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission import Admission, Progress, Rules, Ticket, Verdict
+from tidegate.trainer.admission import Admission, Rules, Verdict
 from tidegate.trainer.entries import Entry
+from tidegate.trainer.groups import Progress, Ticket
 from tidegate.trainer.start import rules_of
 from tidegate.types import Outcome
 
@@ -207,12 +208,15 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     progress = driver.core.progress()
     assert progress == Progress(2, [Ticket(0), Ticket(1)], [])
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
-    resumed.restore(progress, [range(7, 9)])
+    resumed.restore(progress)
+    resumed.abandoned = {7, 8}
     assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
     assert resumed.admissible(6)
     assert not resumed.admissible(7)
     assert not resumed.admissible(8)
     assert resumed.admissible(9)
+    assert not resumed.admissible(6, 7), "a token of the lineage that was left, beside an older one"
+    assert not resumed.admissible(6, 9), "whoever has such tokens on both sides may have some in between"
     group = resumed.start_group(Ticket(0), "task0")
     assert group is not None
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
@@ -277,7 +281,7 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     task = driver.core.groups[driver.start()].task
     assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is Verdict.FAILED
     resumed = Admission(driver.core.rules, driver.book.append, epoch=2, version=1)
-    resumed.restore(driver.core.progress(), [])
+    resumed.restore(driver.core.progress())
     assert resumed.start_group(resumed.next_ticket(), task) is None
 
 

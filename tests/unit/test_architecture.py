@@ -32,7 +32,13 @@ ALLOWED = {
     "viewer": set(),
     "plan": {"engine.options", "trainer.processes"},
     "scaffold": set(),
-    "simulation": {"trainer.admission", "trainer.entries", "trainer.ledger", "trainer.metrics"},
+    "simulation": {
+        "trainer.admission",
+        "trainer.entries",
+        "trainer.groups",
+        "trainer.ledger",
+        "trainer.metrics",
+    },
     "doctor": {
         "agents.base",
         "envs.base",

@@ -13,7 +13,7 @@ import pytest
 from tidegate.config import check_settings, dump_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission import Admission, Rules
-from tidegate.trainer.audit import audit_run, table
+from tidegate.trainer.audit import audit_run, summary, table
 from tidegate.trainer.entries import entry
 from tidegate.trainer.ledger import Ledger, read_ledger
 from tidegate.types import Outcome
@@ -171,6 +171,87 @@ def test_every_tampering_is_found(
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
     audit = audit_run(run_dir)
     assert any(words in finding for finding in audit.findings), audit.findings
+
+
+def _resume(run_dir: Path, *ends: str) -> None:
+    """Go on from the marker of step 2: the groups of step 3 are put back, and end as `ends` say."""
+    book = lines(run_dir / "ledger.jsonl")
+    position = json.loads((run_dir / "checkpoints" / "step_2" / "COMMITTED").read_text())["ledger"]
+    groups = [one["id"] for one in book if one["kind"] == "group" and one.get("step") == 3]
+    (run_dir / "trajectories" / "step_000003.jsonl").unlink()
+    metrics = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(metrics[:-1]))
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        ledger.book(entry("run", "started", epoch=2, step=2, version=4, position=position))
+        for group in groups:
+            ledger.book(entry("group", "put_back", id=group))
+        for group, end in zip(groups, ends, strict=True):
+            for slot in (0, 1):
+                name = next(
+                    one["id"] for one in book if one.get("group") == group and one["slot"] == slot
+                    and any(e.get("id") == one["id"] and e.get("state") == "stepped" for e in book)
+                )  # fmt: skip
+                ledger.book(entry("attempt", "ended", id=name, state=end, outcome="completed"))
+            details = {"step": 3, "version": 4, "oldest": 3, "staleness": 1} if end == "stepped" else {}
+            ledger.book(entry("group", "ended", id=group, state=end, **details))
+        ledger.book(entry("run", "ended", step=2, version=4))
+
+
+def test_what_a_resume_puts_back_ends_once_more(run_dir: Path) -> None:
+    _resume(run_dir, "stale", "stale")
+    audit = audit_run(run_dir)
+    assert audit.holds, table(audit)
+    assert dict(audit.groups) == {"trained": 4, "stale": 2}
+    assert dict(audit.attempts) == {"trained": 8, "stale": 4, "failed": 3}
+    assert summary(audit) == "audit: 6 groups = 4 trained + 2 stale; the book holds"
+
+
+def _put_back_a_trained_one(book: list[dict[str, Any]]) -> None:
+    first = book[_index(book, kind="group", event="issued")]["id"]
+    book[_index(book, event="put_back")]["id"] = first
+
+
+def _never_put_back(book: list[dict[str, Any]]) -> None:
+    start = _index(book, event="put_back")
+    del book[start:-1]
+    _renumber(book)
+
+
+def _trained_in_both_lineages(book: list[dict[str, Any]]) -> None:
+    del book[_index(book, event="put_back")]
+    _renumber(book)
+
+
+def _trained_on_abandoned_tokens(book: list[dict[str, Any]]) -> None:
+    for one in book[_index(book, event="put_back") :]:
+        if one["event"] == "ended" and one["kind"] == "group":
+            one |= {"state": "stepped", "step": 3, "version": 4, "oldest": 3, "staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (_put_back_a_trained_one, "no step on it was lost"),
+        (_never_put_back, "never put back"),
+        (_trained_in_both_lineages, "ended twice"),
+        (_trained_on_abandoned_tokens, "version 3, which is abandoned"),
+    ],
+)
+def test_every_tampering_with_a_resume_is_found(
+    run_dir: Path, tamper: Callable[[list[dict[str, Any]]], None], words: str
+) -> None:
+    _resume(run_dir, "stale", "stale")
+    test_every_tampering_is_found(run_dir, tamper, words)
+
+
+def test_a_step_that_was_written_down_and_not_entered_yet_is_no_finding(run_dir: Path) -> None:
+    """The process died between the step's file and its entries."""
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    del book[_index(book, kind="group", state="stepped", step=3) :]
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    assert audit_run(run_dir).holds
 
 
 def test_tokens_that_belie_the_ledger_are_found(run_dir: Path) -> None:

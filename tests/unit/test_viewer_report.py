@@ -340,6 +340,27 @@ def test_the_books_know_what_is_trained(tmp_path: Path) -> None:
     assert (books.versions, len(books.starts)) == (1, 2)
 
 
+def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> None:
+    stepped = [*ending("b-0", "stepped", "attempt", group="b"), *ending("b", "stepped")]
+    before = [{"kind": "run", "event": "started", "position": None}, *stepped]
+    after = [
+        {"kind": "run", "event": "started", "position": 1},
+        {"kind": "group", "event": "put_back", "id": "b"},
+    ]
+    (tmp_path / "ledger.jsonl").write_text(entries(*before, *after))
+    books = read_books(tmp_path, [])
+    assert books is not None
+    assert (books.groups, books.attempts, books.staleness) == ({"live": 1}, {"live": 1}, {})
+    again = [one for one in stepped if one["event"] == "ended"]
+    (tmp_path / "ledger.jsonl").write_text(entries(*before, *after, *again))
+    marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"ledger": 99}))
+    books = read_books(tmp_path, [])
+    assert books is not None
+    assert (books.groups, books.attempts, books.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
+
+
 def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
     from tidegate.trainer.audit import audit_run
 

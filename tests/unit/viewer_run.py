@@ -150,7 +150,9 @@ def write_evaluation(run_dir: Path, step: int, share: float, rng: random.Random,
 
 def write_ledger(run_dir: Path, steps: int, committed: int, rng: random.Random) -> None:
     """Groups of one attempt each: 16 stepped a step, and some that ended otherwise."""
-    entries: list[dict[str, Any]] = [{"kind": "run", "event": "started", "epoch": 1, "position": None}]
+    entries: list[dict[str, Any]] = [
+        {"kind": "run", "event": "started", "epoch": 1, "version": 0, "position": None}
+    ]
     position = 0
     for step in range(1, steps + 1):
         ends = ["stepped"] * 16 + rng.choices(

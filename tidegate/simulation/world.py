@@ -16,8 +16,9 @@ from tidegate.simulation.clock import Clock
 from tidegate.simulation.engines import Engine, Pool, Request
 from tidegate.simulation.outcome import Figures, Tally
 from tidegate.simulation.scenario import Scenario, Turn
-from tidegate.trainer.admission import Admission, Cut, Phase, Verdict
+from tidegate.trainer.admission import Admission, Verdict
 from tidegate.trainer.entries import Entry
+from tidegate.trainer.groups import Cut, Phase
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5

@@ -19,12 +19,13 @@ waste low; the bound never rests on it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.entries import Entry, State, entry
+from tidegate.trainer.groups import Cut, GroupState, Phase, Progress, Slot, Ticket
 from tidegate.types import Outcome
 
 
@@ -51,15 +52,6 @@ class Rules:
         return (ahead + 1) * self.groups_per_batch * self.publish_interval
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The right to start one group: a place in the training split, and what it replaces."""
-
-    index: int
-    replaces: str | None = None
-    stale_retries: int = 0
-
-
 class Verdict(StrEnum):
     """What the end of an attempt means."""
 
@@ -75,63 +67,6 @@ class Verdict(StrEnum):
     """The group has ended already; nothing changes."""
 
 
-class Phase(StrEnum):
-    RUNNING = "running"
-    READY = "ready"
-    LEASED = "leased"
-    CUT = "cut"
-    UNPUBLISHED = "unpublished"
-
-
-@dataclass(slots=True)
-class Slot:
-    """One of a group's places."""
-
-    failures: int = 0
-    issued: int = 0
-    running: str | None = None
-    done: str | None = None
-    outcome: Outcome | None = None
-    """Of the attempt that stands."""
-
-    def settled(self, max_attempts: int) -> bool:
-        return self.done is not None or self.failures >= max_attempts
-
-
-@dataclass(slots=True)
-class GroupState:
-    """A group that has not left the count yet."""
-
-    id: str
-    task: str
-    ticket: Ticket
-    slots: list[Slot]
-    phase: Phase = Phase.RUNNING
-    oldest: int | None = None
-
-    def standing(self) -> list[str]:
-        """The attempts that make up the group, in slot order."""
-        return [slot.done for slot in self.slots if slot.done is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A batch, cut: group ids in order of completion, and their staleness at this moment."""
-
-    version: int
-    groups: list[str]
-    staleness: list[int]
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a checkpoint holds of admission, so that a resumed run goes on with the same tasks."""
-
-    cursor: int = 0
-    tickets: list[Ticket] = field(default_factory=list)
-    quarantined: list[str] = field(default_factory=list)
-
-
 class Admission:
     """See the module. `book` receives every entry, in order; `epoch` keeps ids unique across restarts."""
 
@@ -142,7 +77,7 @@ class Admission:
         self.version = version
         self.step_done = step
         self.epoch = epoch
-        self.abandoned: list[range] = []
+        self.abandoned: set[int] = set()
         """Versions of lineages that a resume left behind; their tokens are not admissible."""
         self.groups: dict[str, GroupState] = {}
         self.quarantined: set[str] = set()
@@ -186,6 +121,9 @@ class Admission:
         """The next task's place: recycled ones first."""
         if self._recycled:
             return self._recycled.popleft()
+        return self._fresh_ticket()
+
+    def _fresh_ticket(self) -> Ticket:
         self._cursor += 1
         return Ticket(self._cursor - 1)
 
@@ -274,18 +212,21 @@ class Admission:
         return self.failed_in_a_row >= max(8, self.rules.capacity)
 
     def cancel_group(self, group_id: str) -> None:
-        """The run is stopping: the group ends `cancelled`."""
+        """The run is stopping: the group ends `cancelled`, and its task is issued again if it goes on."""
+        ticket = self.groups[group_id].ticket
         self._end_group(self.groups[group_id], State.CANCELLED)
+        self._recycled.append(Ticket(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
-    def lease(self, group_id: str, oldest: int | None) -> None:
-        """The trainer holds the group now; `oldest` is the oldest version among its tokens."""
+    def lease(self, group_id: str, oldest: int | None, newest: int | None = None) -> None:
+        """The trainer holds the group now; `oldest` and `newest` (None: the same) are among its tokens'
+        versions."""
         group = self.groups[group_id]
         if group.phase is not Phase.READY:
             raise LedgerError(f"group {group_id} is {group.phase}, not ready; it cannot be leased")
         group.phase = Phase.LEASED
-        group.oldest = oldest
+        group.oldest, group.newest = oldest, newest
         self._ready_order.append(group_id)
 
     def filter_group(self, group_id: str) -> None:
@@ -293,19 +234,22 @@ class Admission:
         self._end_group(self.groups[group_id], State.FILTERED)
 
     def staleness(self, oldest: int | None) -> int | None:
-        """Versions between the trainer and the oldest token; None where it is unknown or abandoned."""
-        if oldest is None or oldest > self.version or any(oldest in gone for gone in self.abandoned):
-            return None
-        return self.version - oldest
+        """Versions between the trainer and the oldest token; None where it is unknown."""
+        return None if oldest is None or oldest > self.version else self.version - oldest
 
-    def admissible(self, oldest: int | None) -> bool:
+    def admissible(self, oldest: int | None, newest: int | None = None) -> bool:
+        """Whether tokens of these versions, and of any between them, may be trained on now."""
         staleness = self.staleness(oldest)
         bound = self.rules.max_staleness
-        return staleness is not None and (bound is None or staleness <= bound)
+        if oldest is None or staleness is None or (bound is not None and staleness > bound):
+            return False
+        last = oldest if newest is None else newest
+        return not any(oldest <= version <= last for version in self.abandoned)
 
     def sweep(self) -> list[str]:
         """End every leased group that is too stale now; returns their ids."""
-        gone = [one for one in self._ready_order if not self.admissible(self.groups[one].oldest)]
+        held = [self.groups[group_id] for group_id in self._ready_order]
+        gone = [group.id for group in held if not self.admissible(group.oldest, group.newest)]
         for group_id in gone:
             self.end_stale(group_id)
         return gone
@@ -394,14 +338,28 @@ class Admission:
         open_tickets = [group.ticket for group in self.groups.values() if group.phase is not unpublished]
         return Progress(self._cursor, [*self._recycled, *open_tickets], sorted(self.quarantined))
 
-    def restore(self, progress: Progress, abandoned: Iterable[range]) -> None:
+    def restore(self, progress: Progress) -> None:
         """Go on where a checkpoint left off. Tickets lose `replaces`: it named groups of a past epoch."""
         self._cursor = progress.cursor
         self._recycled = deque(
             Ticket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
         self.quarantined = set(progress.quarantined)
-        self.abandoned = list(abandoned)
+
+    def go_on(self, group: GroupState) -> None:
+        """Take up a group of a past epoch, which is ready, or leased where the trainer has its tokens.
+
+        Its task is not issued again, unless the group turns out to be stale.
+        """
+        self.groups[group.id] = group
+        if group.phase is Phase.LEASED:
+            self._ready_order.append(group.id)
+        for number, slot in enumerate(group.slots):
+            if slot.done is not None:
+                self._of_attempt[slot.done] = (group.id, number)
+        while self._cursor <= group.ticket.index:
+            self._recycled.append(self._fresh_ticket())
+        self._recycled = deque(one for one in self._recycled if one.index != group.ticket.index)
 
     # ------------------------------------------------------------------ the book
 

@@ -54,6 +54,11 @@ class _Item:
     ended: Entry | None = None
     seq: int = -1
     abandoned: bool = False
+    """Stepped on behind the marker that a later start went on from, and not put back yet."""
+
+    @property
+    def stepped(self) -> bool:
+        return self.ended is not None and self.ended["state"] == State.STEPPED
 
 
 class _Book:
@@ -62,8 +67,11 @@ class _Book:
         self.audit = Audit()
         self.groups: dict[str, _Item] = {}
         self.attempts: dict[str, _Item] = {}
+        self.members: dict[str, list[_Item]] = defaultdict(list)
         self.replaced: dict[str, str] = {}
         self.last_version = -1
+        self.versions: list[tuple[int, int]] = []
+        self.abandoned: set[int] = set()
         self.expected_seq = 0
         self.finished = False
 
@@ -79,6 +87,8 @@ class _Book:
             self._run(one)
         elif event == "issued":
             self._issue(one, self.groups if kind == "group" else self.attempts)
+        elif event == "put_back":
+            self._put_back(one)
         else:
             self._end(one, self.groups if kind == "group" else self.attempts)
 
@@ -91,15 +101,28 @@ class _Book:
             if one["version"] <= self.last_version:
                 self.wrong(f"version {one['version']} was published after {self.last_version}")
             self.last_version = one["version"]
+            self.versions.append((one["seq"], one["version"]))
             self.audit.versions += 1
         elif event == "ended":
             self.finished = True
 
     def _resume(self, one: Entry) -> None:
-        """Steps behind the checkpoint that a run resumes from are an abandoned lineage."""
-        for group in self.groups.values():
-            if group.ended is not None and group.seq >= (one.get("position") or 0):
-                group.abandoned = True
+        """What was stepped on behind the checkpoint that a run resumes from is to be put back; versions
+        published behind it are an abandoned lineage."""
+        position = one.get("position") or 0
+        for item in [*self.groups.values(), *self.attempts.values()]:
+            item.abandoned |= item.stepped and item.seq >= position
+        self.abandoned |= {version for seq, version in self.versions if seq >= max(1, position)}
+        self.versions.append((one["seq"], one["version"]))
+
+    def _put_back(self, one: Entry) -> None:
+        group = self.groups.get(one["id"])
+        items = [*([group] if group is not None else []), *self.members[one["id"]]]
+        undone = [item for item in items if item.abandoned]
+        if not undone:
+            self.wrong(f"group {one['id']} was put back, and no step on it was lost")
+        for item in undone:
+            item.ended, item.abandoned = None, False
 
     def _issue(self, one: Entry, items: dict[str, _Item]) -> None:
         if one["id"] in items:
@@ -111,6 +134,7 @@ class _Book:
             self._replace(one["id"], old)
 
     def _issue_attempt(self, one: Entry) -> None:
+        self.members[one["group"]].append(self.attempts[one["id"]])
         group = self.groups.get(one["group"])
         if group is None or group.ended is not None:
             self.wrong(f"attempt {one['id']} was issued for group {one['group']}, which is not live")
@@ -142,6 +166,8 @@ class _Book:
             self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
         elif bound is not None and staleness > bound:
             self.wrong(f"group {one['id']} was trained at staleness {staleness}, over the bound {bound}")
+        if oldest in self.abandoned:
+            self.wrong(f"group {one['id']} was trained on tokens of version {oldest}, which is abandoned")
         if staleness is not None:
             self.audit.oldest_staleness = max(staleness, self.audit.oldest_staleness or 0)
 
@@ -157,20 +183,17 @@ class _Book:
     def close(self, committed: int) -> None:
         """`committed` is the ledger's position in the newest checkpoint's marker."""
         self.audit.groups = Counter(self.state_of(one, committed) for one in self.groups.values())
-        for attempt in self.attempts.values():
-            group = self.groups[attempt.issued["group"]]
-            attempt.abandoned = group.abandoned
-            self.audit.attempts[self.state_of(attempt, committed)] += 1
+        self.audit.attempts = Counter(self.state_of(one, committed) for one in self.attempts.values())
         if self.finished and (live := self.audit.groups["live"] + self.audit.attempts["live"]):
             self.wrong(f"the run ended with {live} groups or attempts still live")
+        if self.finished and (lost := [name for name, one in self.groups.items() if one.abandoned]):
+            self.wrong(f"the steps on {len(lost)} groups were lost and they never put back: {lost[0]} …")
         self._check_groups()
         self._check_attempts_a_slot()
 
     def _check_groups(self) -> None:
         trainer = self.settings.trainer
-        members: dict[str, list[_Item]] = defaultdict(list)
-        for attempt in self.attempts.values():
-            members[attempt.issued["group"]].append(attempt)
+        members = self.members
         sizes: Counter[int] = Counter()
         for name, group in self.groups.items():
             if group.ended is None:
@@ -230,7 +253,7 @@ def _check_metrics(run_dir: Path, book: _Book) -> None:
     stepped = {
         group.ended["step"]
         for group in book.groups.values()
-        if group.ended is not None and group.ended["state"] == State.STEPPED and not group.abandoned
+        if group.ended is not None and group.stepped and not group.abandoned
     }
     lines: Counter[int] = Counter(one["step"] for one in _json_lines(run_dir / "metrics.jsonl"))
     for step, number in lines.items():
@@ -243,22 +266,32 @@ def _check_metrics(run_dir: Path, book: _Book) -> None:
 def _check_trajectories(run_dir: Path, book: _Book) -> None:
     """The recorded tokens themselves bear out the ledger's versions."""
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
-        oldest: dict[str, int] = {}
+        versions: dict[str, set[int]] = defaultdict(set)
         for one in _json_lines(path):
             if one.get("state") != State.STEPPED:
                 continue
             turns = [turn for turn in one["turns"] if turn["delivered"]]
-            versions = [span[0] for turn in turns for span in turn["version_spans"]]
-            group = one["group_id"]
-            oldest[group] = min([*versions, oldest.get(group, versions[0])])
+            versions[one["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
             book.audit.trained_tokens += sum(len(turn["output_ids"]) for turn in turns)
-        for group, version in oldest.items():
-            item = book.groups.get(group)
-            said = item.ended.get("oldest") if item is not None and item.ended is not None else None
-            if said != version:
-                book.wrong(
-                    f"{path.name}: group {group} has tokens of version {version}, the ledger says {said}"
-                )
+        for group, found in versions.items():
+            _check_versions(f"{path.name}: group {group}", found, book, book.groups.get(group))
+
+
+def _check_versions(where: str, versions: set[int], book: _Book, item: _Item | None) -> None:
+    if item is not None and item.ended is None and not book.finished:
+        return  # the step's file is written before its entries are
+    said = item.ended.get("oldest") if item is not None and item.ended is not None else None
+    if said != min(versions):
+        book.wrong(f"{where} has tokens of version {min(versions)}, the ledger says {said}")
+    if gone := versions & book.abandoned:
+        book.wrong(f"{where} has tokens of version {min(gone)}, which is abandoned")
+
+
+def summary(audit: Audit) -> str:
+    """The audit in a line: the groups by state, and whether the book holds."""
+    parts = [f"{number} {state}" for state in [*FINAL, State.LIVE] if (number := audit.groups[state.value])]
+    verdict = "the book holds" if audit.holds else f"the book does not hold: {audit.findings[0]}"
+    return f"audit: {audit.groups.total()} groups = {' + '.join(parts) or '0'}; {verdict}"
 
 
 def table(audit: Audit) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.gateway.client import GatewayClient
-from tidegate.trainer.admission import Admission, Cut
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.batch import Row, rows_of
 from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
+from tidegate.trainer.groups import Cut
 from tidegate.trainer.tokens import Tokens
 from tidegate.types import Group
 
@@ -64,6 +65,11 @@ class Batches:
     _held: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
 
+    def hold(self, group: Group) -> None:
+        """Take a group that admission knows as leased. One that a resume put back has no lease."""
+        self._held[group.id] = group
+        self._leased_at[group.id] = time.monotonic()
+
     async def next(self) -> Batch:
         """Wait for enough groups and cut. It may wait for ever; the watchdog says when that is too long."""
         started = time.monotonic()
@@ -87,13 +93,13 @@ class Batches:
     async def _take(self, group: Group) -> tuple[Group, State] | None:
         """Hold a leased group, or filter it at once."""
         self.last_progress = time.monotonic()
-        known = self.admission.groups.get(group.id)
-        if known is None:  # ended while it was ready: too stale for the version that went live, and dropped
+        if (
+            group.id not in self.admission.groups
+        ):  # ended while it was ready: too stale for the version that went live, and dropped
             await self.gateway.ack(self.admission.epoch, group.lease_id, State.STALE)
             return group, State.STALE
-        self._held[group.id] = group
-        self._leased_at[group.id] = self.last_progress
-        self.admission.lease(group.id, group.oldest_version())
+        self.hold(group)
+        self.admission.lease(group.id, group.oldest_version(), group.newest_version())
         if not self.keeps(group):
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
@@ -104,8 +110,12 @@ class Batches:
         group = self._held.pop(group_id)
         self._leased_at.pop(group_id, None)
         self.tokens.waste(sum(one.sampled_tokens() for one in group.trajectories), state)
-        await self.gateway.ack(self.admission.epoch, group.lease_id, state)
+        await self._ack(group, state)
         return group, state
+
+    async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
+        if group.lease_id:
+            await self.gateway.ack(self.admission.epoch, group.lease_id, state, step)
 
     async def stepped(self, batch: Batch, step: int) -> None:
         """Enter the step in the ledger, then let the gateway forget the groups."""
@@ -114,7 +124,7 @@ class Batches:
             self.tokens.train(group.trajectories)
             del self._held[group.id]
         for group in batch.groups:
-            await self.gateway.ack(self.admission.epoch, group.lease_id, State.STEPPED, step)
+            await self._ack(group, State.STEPPED, step)
 
     async def skip(self, batch: Batch) -> None:
         """The step on this batch was skipped: its groups end `filtered`."""

@@ -7,10 +7,11 @@ from typing import Any, Literal, TypedDict, cast
 
 
 class State(StrEnum):
-    """Where a slot attempt or a group stands. All but `live` are final.
+    """Where a slot attempt or a group stands. All but `live` and `stepped` are final.
 
     `stepped` becomes `trained` when a checkpoint's marker is written behind it; nothing else is
-    entered then, because the marker alone is the commit point.
+    entered then, because the marker alone is the commit point. A resume from a marker before it puts it
+    back: it is live again, and ends once more.
     """
 
     LIVE = "live"
@@ -34,6 +35,7 @@ class Entry(TypedDict, total=False):
     * group ended: `state`, and for `stepped` also `step`, `version`, `oldest`, `staleness`
     * attempt issued: `group`, `slot`, `number` (1 for a slot's first)
     * attempt ended: `state`, `outcome`, `why`
+    * group put_back: a resume undid its step; it and the attempts that ended `stepped` with it are live again
     * run started / publishing / ended: `epoch`, `step`, `version`, `why`; `position` where a started run
       resumes: the ledger's position in the marker it goes on from
     """
@@ -41,7 +43,7 @@ class Entry(TypedDict, total=False):
     seq: int
     time: float
     kind: Kind
-    event: Literal["issued", "ended", "started", "publishing", "quarantined"]
+    event: Literal["issued", "ended", "put_back", "started", "publishing", "quarantined"]
     id: str
     state: str
     task: str

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidegate.observer import Observer
-from tidegate.trainer.admission import Cut
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.credit import Advantage
+from tidegate.trainer.groups import Cut
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Trajectory

@@ -1,14 +1,16 @@
 """Going on after a crash or a stop: what the ledger says, and what has to be put right in it.
 
-The checkpoint's marker is the only commit point. Groups stepped on behind it stay `stepped`; what was live
-when the processes died ends `cancelled`, and its tasks are issued again. Versions behind the marker are
-an abandoned lineage: the restored weights are published under a number never used before.
+The checkpoint's marker is the only commit point. Groups stepped on behind it are taken back: their step is
+lost, so they are live again, with the tokens that `trajectories/` keeps of them, and end once more. Versions
+behind the marker are an abandoned lineage: no token of theirs is trained on, and the restored weights are
+published under a number never used before. What ran when the processes died ends `cancelled`, and its tasks
+are issued again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,50 +20,104 @@ from tidegate.types import Outcome
 
 
 @dataclass(slots=True)
+class Known:
+    """A group or an attempt, as the entries so far tell it."""
+
+    issued: Entry
+    state: State = State.LIVE
+    ended_at: int = -1
+    """`seq` of its ending."""
+    outcome: str | None = None
+    taken_back: bool = False
+    """It ended `stepped` behind the marker that a later start went on from, and was not put back yet."""
+
+    @property
+    def final(self) -> State:
+        """Where it stands for a run that has left abandoned lineages behind and committed the rest."""
+        return State.TRAINED if self.state is State.STEPPED and not self.taken_back else self.state
+
+
+@dataclass(slots=True)
 class Past:
     """What an existing ledger tells. A run without one has an empty past."""
 
     epoch: int = 0
-    highest_version: int = -1
-    groups: dict[str, str] = field(default_factory=dict)
-    """Group id → the state that was entered, or `live`."""
-    attempts: dict[str, str] = field(default_factory=dict)
-    stepped_at: dict[str, int] = field(default_factory=dict)
-    """Stepped groups and attempts of the surviving lineage → `seq` of their ending."""
+    groups: dict[str, Known] = field(default_factory=dict)
+    attempts: dict[str, Known] = field(default_factory=dict)
+    abandoned: set[int] = field(default_factory=set)
+    """Versions of lineages that were left behind."""
+    _versions: list[tuple[int, int]] = field(default_factory=list)
+    """(`seq` of the entry, version) of everything published."""
+    _members: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def highest_version(self) -> int:
+        return max((version for _, version in self._versions), default=-1)
 
     def read(self, one: Entry) -> None:
         """Take in the next entry."""
         if one["kind"] == "run":
-            self.epoch = max(self.epoch, one.get("epoch") or 0)
-            self.highest_version = max(self.highest_version, one.get("version", -1))
-            if one["event"] == "started":
-                self.abandon(one.get("position") or 0)
+            self._read_run(one)
             return
         items = self.groups if one["kind"] == "group" else self.attempts
-        items[one["id"]] = State.LIVE.value if one["event"] == "issued" else one["state"]
-        if one.get("state") == State.STEPPED:
-            self.stepped_at[one["id"]] = one["seq"]
+        if one["event"] == "issued":
+            items[one["id"]] = Known(one)
+            if one["kind"] == "attempt":
+                self._members.setdefault(one["group"], []).append(one["id"])
+        elif one["event"] == "put_back":
+            for known in self._with_members(one["id"]):
+                if known.state is State.STEPPED:
+                    known.state, known.taken_back = State.LIVE, False
+        else:
+            known = items[one["id"]]
+            known.state, known.ended_at, known.outcome = State(one["state"]), one["seq"], one.get("outcome")
+
+    def _read_run(self, one: Entry) -> None:
+        self.epoch = max(self.epoch, one.get("epoch") or 0)
+        if one["event"] == "started":
+            self.abandon(one.get("position") or 0)
+        if one["event"] in ("started", "publishing"):
+            self._versions.append((one["seq"], one["version"]))
 
     def abandon(self, position: int) -> None:
-        """A run went on from the marker at `position`: what was stepped on behind it is lost."""
-        self.stepped_at = {name: seq for name, seq in self.stepped_at.items() if seq < position}
+        """A run goes on from the marker at `position`: what was stepped on or published behind it is lost.
 
-    def live(self) -> tuple[list[str], list[str]]:
-        """Attempts and groups that never ended."""
-        return (
-            [name for name, state in self.attempts.items() if state == State.LIVE],
-            [name for name, state in self.groups.items() if state == State.LIVE],
-        )
+        The version that a run begins with, entered first of all, stands even where there is no marker.
+        """
+        self.abandoned |= {version for seq, version in self._versions if seq >= max(1, position)}
+        for items in (self.groups, self.attempts):
+            for known in items.values():
+                known.taken_back |= known.state is State.STEPPED and known.ended_at >= position
 
-    def counts(self, items: dict[str, str], committed: int) -> Counter[State]:
-        """By state; what was stepped on before ledger position `committed` counts as trained."""
-        found: Counter[State] = Counter()
-        for name, said in items.items():
-            state = State(said)
-            if state is State.STEPPED and self.stepped_at.get(name, committed) < committed:
-                state = State.TRAINED
-            found[state] += 1
-        return found
+    def _with_members(self, group: str) -> list[Known]:
+        return [self.groups[group], *(self.attempts[name] for name in self._members.get(group, []))]
+
+    def taken_back(self) -> list[str]:
+        """The groups to put back, in the order in which they were stepped on. The entries of one whose
+        attempts alone were entered were cut short by the crash."""
+        found = {
+            name: max(known.ended_at for known in self._with_members(name))
+            for name in self.groups
+            if any(known.taken_back for known in self._with_members(name))
+        }
+        return sorted(found, key=found.__getitem__)
+
+    def live(self) -> list[str]:
+        """The groups that have not ended."""
+        return [name for name, known in self.groups.items() if known.state is State.LIVE]
+
+    def live_attempts(self, group: str) -> dict[int, str]:
+        """A group's attempts that have not ended, by slot. Once it was sealed they are what it is made of."""
+        members = self._members.get(group, [])
+        return {
+            self.attempts[name].issued["slot"]: name
+            for name in members
+            if self.attempts[name].state is State.LIVE
+        }
+
+    def counts(self, items: Mapping[str, Known]) -> Counter[State]:
+        """By state. What stands of what was stepped on is trained."""
+        return Counter(known.final for known in items.values())
 
 
 def read_past(ledger: Path) -> Past:
@@ -74,19 +130,23 @@ def read_past(ledger: Path) -> Past:
     return past
 
 
-def bury(past: Past, book: Callable[[Entry], None]) -> int:
-    """End what was live when the run died; returns how many groups that were."""
-    attempts, groups = past.live()
+def put_back(past: Past, group: str, book: Callable[[Entry], None]) -> None:
+    """What was stepped on with the group is live again."""
+    one = entry("group", "put_back", id=group)
+    book(one)
+    past.read(one)
+
+
+def bury(past: Past, group: str, book: Callable[[Entry], None]) -> None:
+    """End a group that was live when the run died, its attempts first."""
+    cancelled = State.CANCELLED
     why = "the processes that ran it ended"
-    for name in attempts:
-        past.attempts[name] = State.CANCELLED.value
+    for name in past.live_attempts(group).values():
+        past.attempts[name].state = cancelled
         book(
             entry(
-                "attempt", "ended", id=name, state=State.CANCELLED.value,
-                outcome=Outcome.CANCELLED.value, why=why,
+                "attempt", "ended", id=name, state=cancelled.value, outcome=Outcome.CANCELLED.value, why=why
             )
-        )  # fmt: skip
-    for name in groups:
-        past.groups[name] = State.CANCELLED.value
-        book(entry("group", "ended", id=name, state=State.CANCELLED.value, why=why))
-    return len(groups)
+        )
+    past.groups[group].state = cancelled
+    book(entry("group", "ended", id=group, state=cancelled.value, why=why))

@@ -16,8 +16,9 @@ from typing import Protocol
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError
 from tidegate.gateway.client import GatewayClient, Summary
-from tidegate.trainer.admission import Admission, GroupState, Phase, Ticket, Verdict
+from tidegate.trainer.admission import Admission, Verdict
 from tidegate.trainer.entries import State
+from tidegate.trainer.groups import GroupState, Phase, Ticket
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.workers import AgentWorker
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory

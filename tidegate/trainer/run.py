@@ -14,7 +14,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import HopelessError, StorageError
 from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.admission import Admission
+from tidegate.trainer.audit import audit_run, summary
 from tidegate.trainer.batches import Batches
 from tidegate.trainer.best import Best
 from tidegate.trainer.credit import Credit, GroupCredit
@@ -29,7 +29,7 @@ from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
-from tidegate.trainer.start import Start, rules_of, take_over
+from tidegate.trainer.start import Opened, Start, rules_of, take_over
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 
@@ -133,11 +133,12 @@ class Run:
         self.gateway = processes.gateway
         self.policy = await loading
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
-        self.admission = self._open_book()
-        epoch = self.admission.epoch
-        await take_over(self.gateway, epoch)
-        episodes = Episodes(self.gateway, processes.worker, settings.agent.deadline_s, epoch=epoch)
         files = TrajectoryFiles(self.dir)
+        opened = await self._open_book(files)
+        self.admission = opened.admission
+        episodes = Episodes(
+            self.gateway, processes.worker, settings.agent.deadline_s, epoch=self.admission.epoch
+        )
         self.tokens = Tokens()
         self.rollout = Rollout(
             settings, self.admission, episodes, self.environment, files.failure, self.tokens
@@ -149,6 +150,8 @@ class Run:
             GroupCredit(settings.trainer).keeps,
             self.tokens,
         )
+        for group in opened.held:
+            self.batches.hold(group)
         self.evaluator = Evaluator(
             settings,
             episodes,
@@ -183,14 +186,18 @@ class Run:
         """What engines should serve at this moment."""
         return self.publisher.live if hasattr(self, "publisher") else (self.start.weights, self.start.version)
 
-    def _open_book(self) -> Admission:
-        admission, lost = self.start.open_book(self.ledger, rules_of(self.settings))
-        if self.start.checkpoint is not None:
+    async def _open_book(self, files: TrajectoryFiles) -> Opened:
+        """Go on with the ledger; of a resumed run, put right what its death left, and say what it was."""
+        start = self.start
+        opened = await take_over(start, self.gateway, files, self.ledger.book, rules_of(self.settings))
+        if start.past.epoch:
             self.observer.note(
-                f"resumed at step {self.start.step} as version {self.start.version}; {lost} groups were in "
-                "flight and are cancelled, their tasks are issued again"
+                f"resumed at step {start.step} as version {start.version}. Of the groups behind it "
+                f"{opened.going} go on and {len(opened.stale)} are stale by now; {len(opened.cancelled)} in "
+                "flight are cancelled"
             )
-        return admission
+            self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
+        return opened
 
     # ------------------------------------------------------------------ what the parts ask for
 

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.admission import Admission, Progress, Rules, Ticket
-from tidegate.trainer.entries import entry
-from tidegate.trainer.ledger import Ledger
-from tidegate.trainer.resume import Past, bury, read_past
+from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.entries import Entry, entry
+from tidegate.trainer.groups import GroupState, Phase, Progress, Slot, Ticket
+from tidegate.trainer.resume import Past, bury, put_back, read_past
+from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The book of a run that goes on, and what became of the groups that it was about to train on."""
+
+    admission: Admission
+    held: list[Group] = field(default_factory=list)
+    """Whose tokens the trainer has: they may be trained on now."""
+    stale: list[str] = field(default_factory=list)
+    """Taken back, and too old by now, or of versions that are abandoned."""
+    cancelled: list[str] = field(default_factory=list)
+
+    @property
+    def going(self) -> int:
+        """How many groups go on."""
+        return len(self.admission.groups)
 
 
 @dataclass(slots=True)
@@ -43,42 +65,98 @@ class Start:
         found = checkpoints.latest(run_dir)
         version = past.highest_version + 1
         if found is None:
-            return cls(settings.model.path.absolute(), 0, version, past)
-        return cls(found.path, found.step, version, past, found)
+            start = cls(settings.model.path.absolute(), 0, version, past)
+        else:
+            start = cls(found.path, found.step, version, past, found)
+        past.abandon(start.position)
+        return start
 
     @property
     def position(self) -> int:
         """The ledger's position in the marker that is gone on from; nothing is committed without one."""
         return 0 if self.checkpoint is None else int(self.checkpoint.state["ledger"])
 
-    def open_book(self, ledger: Ledger, rules: Rules) -> tuple[Admission, int]:
-        """Admission as the ledger and the checkpoint left it, in a new epoch; and how many groups were
-        in flight when the run before it ended, which end `cancelled` now."""
-        epoch = self.past.epoch + 1
-        ledger.book(
-            entry(
-                "run", "started", epoch=epoch, step=self.step, version=self.version,
-                position=self.position if epoch > 1 else None,
-            )
-        )  # fmt: skip
-        self.past.abandon(self.position)
-        lost = bury(self.past, ledger.book)
-        admission = Admission(rules, ledger.book, epoch=epoch, version=self.version, step=self.step)
-        admission.group_counts += self.past.counts(self.past.groups, self.position)
-        admission.attempt_counts += self.past.counts(self.past.attempts, self.position)
+    def unended(self) -> set[str]:
+        """The groups that may go on, if their tokens are kept."""
+        return {*self.past.live(), *self.past.taken_back()}
+
+    def open_book(
+        self,
+        book: Callable[[Entry], None],
+        rules: Rules,
+        kept: Mapping[str, Group],
+        ready: Collection[str] = (),
+    ) -> Opened:
+        """Admission as the ledger and the checkpoint left it, in a new epoch.
+
+        `kept` are the groups whose tokens are in `trajectories/`, `ready` the ids of those that the gateway
+        holds. What was stepped on behind the marker is put back, and may be trained on again; where it is
+        too old by now, or not kept, it ends `stale`. Of the other groups that have not ended those in
+        `kept` or `ready` go on, and the rest is cancelled, as its agents are gone.
+        """
+        past, epoch = self.past, self.past.epoch + 1
+        position = self.position if epoch > 1 else None
+        book(entry("run", "started", epoch=epoch, step=self.step, version=self.version, position=position))
+        undone = past.taken_back()
+        for name in undone:
+            put_back(past, name, book)
+        found = {name: self._found(name, kept.get(name), name in ready) for name in past.live()}
+        cancelled = [name for name, group in found.items() if group is None and name not in undone]
+        for name in cancelled:
+            bury(past, name, book)
+        admission = Admission(rules, book, epoch=epoch, version=self.version, step=self.step)
+        admission.group_counts += past.counts(past.groups)
+        admission.attempt_counts += past.counts(past.attempts)
+        admission.abandoned = past.abandoned
         if self.checkpoint is not None:
-            state = self.checkpoint.state
-            tickets = [Ticket(**ticket) for ticket in state["tickets"]]
-            abandoned = range(state["version"] + 1, self.version)
-            admission.restore(Progress(state["cursor"], tickets, state["quarantined"]), [abandoned])
-        return admission, lost
+            admission.restore(_progress(self.checkpoint.state))
+        for name in [*undone, *(name for name in found if name not in undone and name not in cancelled)]:
+            admission.go_on(found[name] or self._state(name, Phase.LEASED))
+        stale = admission.sweep()
+        held = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
+        return Opened(admission, held, stale, cancelled)
+
+    def _found(self, name: str, tokens: Group | None, ready: bool) -> GroupState | None:
+        """A group that can go on: all of its attempts' tokens are there, or the gateway has them."""
+        slots = self.past.live_attempts(name).keys()
+        if tokens is not None and {one.slot for one in tokens.trajectories} == slots:
+            group = self._state(name, Phase.LEASED)
+            group.oldest, group.newest = tokens.oldest_version(), tokens.newest_version()
+            for one in tokens.trajectories:
+                group.slots[one.slot or 0].outcome = one.outcome
+            return group
+        return self._state(name, Phase.READY) if ready and slots else None
+
+    def _state(self, name: str, phase: Phase) -> GroupState:
+        issued, standing = self.past.groups[name].issued, self.past.live_attempts(name)
+        slots = [Slot(done=standing.get(slot)) for slot in range(1 + max(standing, default=-1))]
+        return GroupState(name, issued["task"], Ticket(issued["index"]), slots, phase)
 
 
-async def take_over(gateway: GatewayClient, epoch: int) -> None:
-    """Begin as the trainer of `epoch`: what the gateway kept of older ones ends, as in the ledger."""
+def _progress(state: Mapping[str, Any]) -> Progress:
+    """The tasks to go on with, as a checkpoint's marker has them."""
+    tickets = [Ticket(**ticket) for ticket in state["tickets"]]
+    return Progress(state["cursor"], tickets, state["quarantined"])
+
+
+async def take_over(
+    start: Start, gateway: GatewayClient, files: TrajectoryFiles, book: Callable[[Entry], None], rules: Rules
+) -> Opened:
+    """Begin as the trainer of a new epoch, with what the one before it left in files and at the gateway.
+
+    The gateway keeps the groups that go on from there, and ends all others.
+    """
+    epoch = start.past.epoch + 1
     await gateway.enter(epoch)
-    for group in await gateway.list_groups():
-        await gateway.drop_group(group.id)
+    there = await gateway.list_groups()
+    await asyncio.to_thread(files.take_back, start.step, epoch)
+    kept = await asyncio.to_thread(files.taken_back, start.unended())
+    opened = start.open_book(book, rules, kept, {one.id for one in there if one.state != "live"})
+    groups = opened.admission.groups
+    for one in there:
+        if one.id not in groups or groups[one.id].phase is not Phase.READY:
+            await gateway.drop_group(one.id)
+    return opened
 
 
 def rules_of(settings: Settings) -> Rules:

@@ -1,11 +1,14 @@
 """`trajectories/`: every episode that was trained on, dropped or failed, as people and tools read it.
 
-A line holds all of a trajectory, ids and logprobs exactly: `recorded` reads it back as it was.
+A line holds all of a trajectory, ids and logprobs exactly: `recorded` reads it back as it was. A step's file
+is there before the ledger says that the step was taken, so that a resume finds the tokens of every group
+that it puts back. It moves the files of steps that are lost to `taken_back/`, out of the way of the steps
+that take their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tidegate.errors import TidegateError
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
-from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
 
 class TrajectoryFiles:
@@ -25,6 +28,7 @@ class TrajectoryFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / "trajectories"
+        self._aside = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def batch(self, batch: Batch, advantages: list[list[Advantage]], step: int) -> None:
@@ -47,6 +51,25 @@ class TrajectoryFiles:
             for eval_set, mode, trajectory in episodes
         ]
         self._write(f"eval_{step:06d}.jsonl", lines)
+
+    def take_back(self, after: int, epoch: int) -> None:
+        """Set the files of all steps after `after` aside, as the run's start `epoch` undoes those steps."""
+        for path in self.directory.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > after:
+                self._aside.mkdir(exist_ok=True)
+                path.replace(self._aside / f"{epoch}_{path.name}")
+
+    def taken_back(self, names: Collection[str]) -> dict[str, Group]:
+        """The groups of these names that were members of batches of steps that are lost."""
+        members: dict[str, dict[str, Trajectory]] = {}
+        for path in sorted(self._aside.glob("*.jsonl")) if names else ():
+            for line in read_lines(path):
+                if line["state"] == State.STEPPED.value and line["group_id"] in names:
+                    members.setdefault(line["group_id"], {})[line["session_id"]] = recorded(line)
+        return {
+            name: Group(name, next(iter(found.values())).task_id, list(found.values()))
+            for name, found in members.items()
+        }
 
     def failure(self, trajectory: Trajectory, attempt: str) -> None:
         with open(self.directory / "failed.jsonl", "ab") as file:

@@ -46,6 +46,8 @@ class BookKeeper:
 
     def __init__(self) -> None:
         self._items: dict[tuple[str, str], _Item] = {}
+        self._members: dict[str, list[_Item]] = {}
+        """Of a group: itself and its attempts."""
         self._abandoned: set[str] = set()
         self._so_far = Books()
 
@@ -56,9 +58,12 @@ class BookKeeper:
         elif kind in ("group", "attempt"):
             key = (str(kind), str(entry.get("id")))
             if event == "issued":
-                self._items[key] = _Item(str(entry.get("group", key[1])))
+                item = self._items[key] = _Item(str(entry.get("group", key[1])))
+                self._members.setdefault(item.group, []).append(item)
             elif event == "ended" and key in self._items:
                 self._end(self._items[key], str(kind), entry)
+            elif event == "put_back":
+                self._put_back(key[1])
 
     def books(self, committed: int) -> Books:
         """The counts so far, where the newest checkpoint's marker holds the position `committed`.
@@ -100,6 +105,13 @@ class BookKeeper:
             self._so_far.starts.append(float(entry.get("time", 0.0)))
             position = entry.get("position") or 0
             self._abandoned.update(item.group for item in self._items.values() if item.seq >= position)
+
+    def _put_back(self, group: str) -> None:
+        """The step on the group was undone: it is live again, as are the attempts that stood for it."""
+        self._abandoned.discard(group)
+        for item in self._members.get(group, []):
+            if item.state == "stepped":
+                item.state, item.seq, item.staleness = "live", -1, None
 
     def _end(self, item: _Item, kind: str, entry: Mapping[str, Any]) -> None:
         item.state, item.seq = str(entry.get("state")), int(entry.get("seq", 0))

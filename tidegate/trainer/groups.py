@@ -1,0 +1,75 @@
+"""What admission knows of a group: its task's place, its slots, its phase; and what a batch is cut of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidegate.types import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to start one group: a place in the training split, and what it replaces."""
+
+    index: int
+    replaces: str | None = None
+    stale_retries: int = 0
+
+
+class Phase(StrEnum):
+    RUNNING = "running"
+    READY = "ready"
+    LEASED = "leased"
+    CUT = "cut"
+    UNPUBLISHED = "unpublished"
+
+
+@dataclass(slots=True)
+class Slot:
+    """One of a group's places."""
+
+    failures: int = 0
+    issued: int = 0
+    running: str | None = None
+    done: str | None = None
+    outcome: Outcome | None = None
+    """Of the attempt that stands."""
+
+    def settled(self, max_attempts: int) -> bool:
+        return self.done is not None or self.failures >= max_attempts
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A group that has not left the count yet."""
+
+    id: str
+    task: str
+    ticket: Ticket
+    slots: list[Slot]
+    phase: Phase = Phase.RUNNING
+    oldest: int | None = None
+    newest: int | None = None
+
+    def standing(self) -> list[str]:
+        """The attempts that make up the group, in slot order."""
+        return [slot.done for slot in self.slots if slot.done is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A batch, cut: group ids in order of completion, and their staleness at this moment."""
+
+    version: int
+    groups: list[str]
+    staleness: list[int]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint holds of admission, so that a resumed run goes on with the same tasks."""
+
+    cursor: int = 0
+    tickets: list[Ticket] = field(default_factory=list)
+    quarantined: list[str] = field(default_factory=list)
