@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo lint format test test-slow fuzz bench clean help
+.PHONY: install demo lint format test test-slow test-clients fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -37,6 +37,23 @@ test: install    ## the quick suite (under six minutes on two cores)
 test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500
 
+# Environments of the clients' own: what their users have, which need not go together with what is ours.
+CLIENTS := openai2 openai3 frameworks schemathesis
+test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  ## SDKs, frameworks and command-line agents, unchanged
+	$(BIN)/python -m pytest -m clients tests/clients
+
+.venvs/%/.installed: requirements/clients-%.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.venvs/node/.installed: requirements/clients-node/package.json
+	@echo "Installing into $(@D) (needs Node.js 20 and npm) ..."
+	@mkdir -p $(@D) && cp $< $(@D)/
+	@npm install --prefix $(@D) --no-audit --no-fund --loglevel=error
+	@touch $@
+
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000
 
@@ -44,4 +61,4 @@ bench: install   ## every benchmark, one table each
 	@for b in engine step controls async_vs_sync gateway; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 clean:           ## remove what make made (not your runs)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -196,7 +196,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2}, "temperature"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": []}, "mcp_servers"),
-    ({"output_config": {"effort": "high"}}, r"output_config\.effort"),
+    ({"output_config": {"effort": "max"}}, r"output_config\.effort"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, r"management\.edits\[0\]"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, r"management\.edits\[0\]"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format: .*train"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].*web_search"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -226,6 +229,37 @@ async def test_what_cannot_be_honoured_is_refused_by_name(stage: Stage) -> None:
         told: Any = raised.value.body
         assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert stage.engine.requests == []
+
+
+async def test_settings_that_change_nothing_are_accepted(stage: Stage) -> None:
+    """As Claude Code sends them with every request."""
+    access, llm = await opened(stage)
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    stage.say("Well.")
+    await whole(llm, extra_body={"context_management": keep, "output_config": {"effort": "high"}})
+    stage.say("Again.")
+    await whole(llm)
+    asked, plainly = (request["input_ids"] for request in stage.engine.requests)
+    assert asked == plainly
+
+
+async def test_the_sdk_s_tool_loop_is_told_to_send_whole_histories(stage: Stage) -> None:
+    """Its runner asks for a history that is kept by the server first, and goes on without."""
+    access, llm = await opened(stage)
+
+    @anthropic.beta_async_tool
+    async def calculator(expression: str) -> str:
+        """Computes."""
+        return "3"
+
+    stage.say(CALL)
+    stage.say("It is 3.")
+    runner = llm.beta.messages.tool_runner(model="m", max_tokens=99, messages=ASK, tools=[calculator])
+    message = await runner.until_done()
+    assert [block.text for block in message.content if block.type == "text"] == ["It is 3."]
+    await stage.client.finish(access.session_id, reward=1)
+    trajectory = await stage.client.trajectory(access.session_id)
+    assert [(turn.parent, turn.branch) for turn in trajectory.turns] == [(None, None), (0, None)]
 
 
 async def test_keys_in_either_header_open_the_session_and_no_other(stage: Stage) -> None:

@@ -225,6 +225,29 @@ async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_refused_in_train
         await llm.responses.parse(model="m", input="1+2?", text_format=Answer)
 
 
+@BOTH
+async def test_functions_of_a_namespace(stage: Stage, create: Any) -> None:
+    """The model knows them under both names; the client sees and sends the two apart."""
+    access, llm = await opened(stage)
+    space: Any = {"type": "namespace", "name": "maths", "description": "Sums.", "tools": TOOLS}
+    items: list[Any] = [{"role": "user", "content": "1+2?"}]
+    stage.say(CALL.replace("calculator", "maths.calculator"))
+    extra = {"client_metadata": {"turn": "1"}}
+    response = await create(llm, input=items, tools=[space, *TOOLS], extra_body=extra)
+    [call] = response.output
+    assert (call.namespace, call.name, call.arguments) == ("maths", "calculator", '{"expression":"1+2"}')
+    items += [call.model_dump(exclude_none=True, exclude={"parsed_arguments"})]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+    stage.say(CALL)
+    response = await create(llm, input=items, tools=[space, *TOOLS])
+    assert (response.output[0].namespace, response.output[0].name) == (None, "calculator")
+    prompt = stage.gateway.renderer.decode(stage.engine.requests[-1]["input_ids"])
+    assert '"name": "maths.calculator"' in prompt
+    await stage.client.finish(access.session_id, reward=1)
+    trajectory = await stage.client.trajectory(access.session_id)
+    assert [(turn.parent, turn.branch) for turn in trajectory.turns] == [(None, None), (0, None)]
+
+
 async def test_tool_choices(stage: Stage) -> None:
     _, llm = await opened(stage)
     start = '<tool_call>\n{"name":'
@@ -258,6 +281,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, r"text\.format"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].*web_search"),
     ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].*custom"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, r"tools\[0\]\.tools\[0\]"),
+    ({"tools": [{"type": "namespace", "tools": []}]}, r"tools\[0\].*namespace"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
     ({"input": [{"type": "computer_call"}]}, r"input\[0\].*computer_call"),

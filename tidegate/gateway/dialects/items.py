@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tidegate.gateway.refusal import Refusal, unsupported
@@ -52,7 +52,10 @@ class _Items:
                     reply = self._assistant()
                     reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
             case "function_call" if isinstance(item.get("name"), str):
-                call = call_wire(str(item.get("call_id")), item["name"], item.get("arguments") or "")
+                name = item["name"]
+                if isinstance(item.get("namespace"), str):
+                    name = in_namespace(item["namespace"], name)
+                call = call_wire(str(item.get("call_id")), name, item.get("arguments") or "")
                 self._assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = _text(item.get("output"), f"{where}.output")
@@ -82,6 +85,17 @@ class _Items:
             self.messages.append(reply)
 
 
+def in_namespace(namespace: str, name: str) -> str:
+    """The name under which the model knows a namespace's function; no function's own name has a dot."""
+    return f"{namespace}.{name}"
+
+
+def named(name: str, namespaces: Collection[str]) -> dict[str, str]:
+    """The other way: a called function's name, and its namespace where it has one."""
+    namespace, _, inner = name.partition(".")
+    return {"name": inner, "namespace": namespace} if namespace in namespaces and inner else {"name": name}
+
+
 def _reasoning(item: dict[str, Any]) -> str:
     """Its text where it is there; what is encrypted or summarised is the same history without it."""
     parts = item.get("content")
@@ -108,13 +122,15 @@ def _part(part: Any, where: str) -> str:
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def item_of(part: Part, key: str, call_id: str, status: str) -> dict[str, Any]:
+def item_of(
+    part: Part, key: str, call_id: str, status: str, namespaces: Collection[str] = ()
+) -> dict[str, Any]:
     """An output item; one that is in progress has nothing in it yet."""
     begun = status == "in_progress"
     if isinstance(part, ToolCall):
         arguments = "" if begun else part.arguments
-        named = {"call_id": call_id, "name": part.name, "arguments": arguments}
-        return {"id": f"fc_{key}", "type": "function_call", "status": status, **named}
+        told = {"call_id": call_id, **named(part.name, namespaces), "arguments": arguments}
+        return {"id": f"fc_{key}", "type": "function_call", "status": status, **told}
     content = [] if begun else [content_of(part)]
     if isinstance(part, Reasoning):
         return {"id": f"rs_{key}", "type": "reasoning", "status": status, "summary": [], "content": content}

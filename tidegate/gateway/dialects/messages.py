@@ -27,10 +27,12 @@ _HARMLESS = frozenset(
 )
 _READ = frozenset(
     {"messages", "system", "tools", "tool_choice", "stream", "max_tokens", "temperature", "top_p", "top_k"}
-    | {"stop_sequences", "thinking", "output_config"}
+    | {"stop_sequences", "thinking", "output_config", "context_management", "thread"}
 )
 # The only values, besides null, that can be honoured.
 _ONLY: dict[str, tuple[Any, ...]] = {"speed": ("standard",)}
+_KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+"""The one edit of a history that changes nothing."""
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -71,6 +73,7 @@ def read(payload: dict[str, Any], session: Session) -> MessagesRequest:
 def read_prompt(payload: dict[str, Any]) -> Ask:
     """What `count_tokens` needs of a body, and any other parameter that is there."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
+    _check_history(payload)
     said: list[Any] = get(payload, "messages", list) or []
     if not said:
         raise Refusal("messages: a list with at least one message is required", param="messages")
@@ -104,7 +107,8 @@ def _wishes(payload: dict[str, Any]) -> Wishes:
 
 def _schema(payload: dict[str, Any]) -> Schema | None:
     config = get(payload, "output_config", dict) or {}
-    fields.refuse_others(config, {"format"}, {}, "output_config.")
+    # An effort that is left out is a high one.
+    fields.refuse_others(config, {"format"}, {"effort": ("high",)}, "output_config.")
     form = get(config, "format", dict, "output_config.") or {"type": "text"}
     return fields.schema(form, form, "output_config.format")
 
@@ -146,6 +150,24 @@ def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
 
 
 # -- histories ---------------------------------------------------------------------------------------
+
+
+def _check_history(payload: dict[str, Any]) -> None:
+    """Raises Refusal unless the history is what the body says, all of it and nothing else."""
+    if payload.get("thread") is not None:
+        # By this code SDKs know that they have to send whole histories, and do.
+        raise Refusal(
+            "thread: histories are not kept under a message's id; send all of the messages",
+            code="thread_unsupported_request",
+            param="thread",
+        )
+    management = get(payload, "context_management", dict) or {}
+    fields.refuse_others(management, {"edits"}, {}, "context_management.")
+    for index, edit in enumerate(get(management, "edits", list, "context_management.") or []):
+        if edit != _KEEP_THOUGHTS:
+            raise unsupported(
+                f"context_management.edits[{index}]", "nothing is ever cut from a history; keep all of it"
+            )
 
 
 def _system(payload: dict[str, Any]) -> list[Message]:
@@ -346,7 +368,12 @@ def error(refusal: Refusal) -> bytes:
     message = str(refusal)
     if refusal.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # the words that clients look for
-    told = {"type": _ERRORS.get(refusal.status, "invalid_request_error"), "message": message}
+    told: dict[str, Any] = {
+        "type": _ERRORS.get(refusal.status, "invalid_request_error"),
+        "message": message,
+    }
+    if refusal.code is not None:
+        told["details"] = {"error_code": refusal.code}
     return orjson.dumps({"type": "error", "error": told})
 
 

@@ -12,7 +12,7 @@ from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.dialects.items import content_of, item_of, read_items
+from tidegate.gateway.dialects.items import content_of, in_namespace, item_of, named, read_items
 from tidegate.gateway.refusal import Refusal, unsupported
 from tidegate.gateway.sampling import Schema, Wishes
 from tidegate.gateway.sessions import Session
@@ -25,6 +25,7 @@ error = fields.openai_error
 # Accepted, and without any effect on what is sampled. What is not stored elsewhere is recorded here too.
 _HARMLESS = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"}
+    | {"client_metadata"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 )
 _READ = frozenset(
@@ -49,6 +50,8 @@ class ResponsesRequest:
     ask: Ask
     instructed: bool
     echo: Mapping[str, Any] = field(default_factory=dict)
+    namespaces: frozenset[str] = frozenset()
+    """Of the tools, so that calls name them as they were named."""
 
     @property
     def asks(self) -> Sequence[Ask]:
@@ -69,6 +72,7 @@ class ResponsesRequest:
                 f"{call.id}_{index}",
                 next(keys) if isinstance(part, ToolCall) else "",
                 "completed" if isinstance(part, ToolCall) or index < len(parts) - 1 else status,
+                self.namespaces,
             )
             for index, part in enumerate(parts)
         ]
@@ -121,7 +125,8 @@ def read(payload: dict[str, Any], session: Session) -> ResponsesRequest:
         stream=get(payload, "stream", bool) or False,
         parent=None if before is None else before[0].turn.index,
     )
-    return ResponsesRequest(ask, bool(instructions), _echo(payload, ask))
+    namespaces = frozenset(tool["name"] for tool in payload.get("tools") or [] if _is_namespace(tool))
+    return ResponsesRequest(ask, bool(instructions), _echo(payload, ask), namespaces)
 
 
 def _messages(
@@ -192,17 +197,28 @@ def _check_include(payload: dict[str, Any]) -> None:
 
 
 def _tools(payload: dict[str, Any]) -> list[Any] | None:
-    tools = []
+    """Functions as chat templates know them; those of a namespace under its name and theirs."""
+    functions = []
     for index, tool in enumerate(get(payload, "tools", list) or []):
-        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-        if kind != "function" or not isinstance(tool.get("name"), str):
-            raise unsupported(
-                f"tools[{index}]", f"{kind!r} is not supported, only functions with a name"[:300]
-            )
-        keys = ("name", "description", "parameters")
-        function = {key: tool[key] for key in keys if tool.get(key) is not None}
-        tools.append({"type": "function", "function": function})
-    return tools or None
+        where = f"tools[{index}]"
+        if not _is_namespace(tool):
+            functions.append(_function(tool, where))
+            continue
+        for inner, one in enumerate(get(tool, "tools", list, f"{where}.") or []):
+            function = _function(one, f"{where}.tools[{inner}]")
+            functions.append({**function, "name": in_namespace(tool["name"], function["name"])})
+    return [{"type": "function", "function": function} for function in functions] or None
+
+
+def _is_namespace(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "namespace" and isinstance(tool.get("name"), str)
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+    if kind != "function" or not isinstance(tool.get("name"), str):
+        raise unsupported(where, f"{kind!r} is not supported, only functions with a name"[:300])
+    return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
 
 
 def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
@@ -302,7 +318,8 @@ class ResponseEvents:
         told = {"output_index": len(self._items), "item_id": self._item_id}
         kind = "response.function_call_arguments"
         data += self._event(f"{kind}.delta", **told, delta=call.arguments)
-        data += self._event(f"{kind}.done", **told, name=call.name, arguments=call.arguments)
+        name = named(call.name, self._request.namespaces)["name"]
+        data += self._event(f"{kind}.done", **told, name=name, arguments=call.arguments)
         return data + self._done(call, call_id, "completed")
 
     def _begin(self, part: str | Reasoning) -> bytes:
@@ -333,7 +350,8 @@ class ResponseEvents:
         return data
 
     def _item(self, part: Part, call_id: str, status: str) -> dict[str, Any]:
-        return item_of(part, f"{self._call.id}_{len(self._items)}", call_id, status)
+        key = f"{self._call.id}_{len(self._items)}"
+        return item_of(part, key, call_id, status, self._request.namespaces)
 
     def _in_part(self, kind: str, **what: Any) -> bytes:
         place = {"output_index": len(self._items), "item_id": self._item_id, "content_index": 0}
