@@ -89,6 +89,10 @@ class CorpusError(TidegateError):
     """A row of a corpus cannot be read, or an index does not fit its manifest, its encoder or its files."""
 
 
+class InfrastructureError(TidegateError):
+    """A service that an agent works with failed, not the agent: a run that this ends is `infra_error`."""
+
+
 class RetrievalError(TidegateError):
     """A search that has no answer, and why: one of the two below, never to be taken for each other.
 
@@ -101,7 +105,7 @@ class RetrievalError(TidegateError):
         self.code = code
 
 
-class RetrievalUnavailable(RetrievalError):
+class RetrievalUnavailable(RetrievalError, InfrastructureError):
     """No retrieval server answered in time: an infrastructure failure, not an empty result.
 
     It ends a session as `infra_error`; another try may succeed.

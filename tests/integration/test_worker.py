@@ -24,6 +24,7 @@ AGENTS = '''
 import asyncio, json, os, subprocess, sys, threading, time
 from pathlib import Path
 from tidegate.agents.base import Agent, Result, agent
+from tidegate.errors import RetrievalUnavailable
 
 @agent
 async def many(task, session):
@@ -38,6 +39,8 @@ async def many(task, session):
             return None
         case "raise":
             raise LookupError("lost in " + told["where"])
+        case "unreachable":
+            raise RetrievalUnavailable("no retrieval server answered")
         case "exit":
             sys.exit(4)
         case "die":
@@ -180,6 +183,12 @@ async def test_what_goes_wrong_ends_that_run_alone(worker: AgentWorker, do: str,
 
 async def test_an_error_says_where(worker: AgentWorker) -> None:
     assert "worst_agents.py" in (await run(worker, told("raise", where="x"))).error
+
+
+async def test_a_service_that_is_away_is_not_the_agents_error(worker: AgentWorker) -> None:
+    ended = await run(worker, told("unreachable"))
+    assert ended.outcome is Outcome.INFRA_ERROR
+    assert "no retrieval server answered" in ended.error
 
 
 async def test_runs_do_not_wait_for_each_other(worker: AgentWorker, fifo: Path) -> None:

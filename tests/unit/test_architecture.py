@@ -27,7 +27,7 @@ CORE = {
 ALLOWED = {
     "gateway": set(),
     "engine": set(),
-    "agents": set(),
+    "agents": {"rag.client"},
     "rag": set(),
     "viewer": set(),
     "plan": {"engine.options", "trainer.processes"},

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 RETRIES = 6
 """Of one call, with the SDK's back-off some 20 s in all: longer than a gateway's restart takes."""
 BUILT_IN = {
+    "search": "tidegate.agents.search:SearchAgent",
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
 }
@@ -81,7 +82,8 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, task: TaskView, session: Session) -> str | Result | None:
-        """Work on the task until there is an output. What it raises ends the run as `agent_error`."""
+        """Work on the task until there is an output. What it raises ends the run as `agent_error`,
+        an InfrastructureError as `infra_error`."""
 
 
 AgentFunction = Callable[..., "Awaitable[str | Result | None] | str | Result | None"]

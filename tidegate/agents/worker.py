@@ -6,8 +6,8 @@ It is told what to run in JSON lines on stdin and answers in JSON lines on stdou
         "session": {"base_url", "api_key", "model", "seed", "deadline_s"}}
     <- {"op": "cancel", "job": ID}
     -> {"event": "ready"}, or {"event": "failed", "error": TEXT} where the agent cannot be loaded
-    -> {"event": "done", "job": ID, "outcome": null | "agent_error" | "timeout" | "cancelled",
-        "output": TEXT | null, "reward": NUMBER | null, "metrics": {}, "error": TEXT | null}
+    -> {"event": "done", "job": ID, "outcome": null | "agent_error" | "infra_error" | "timeout" |
+        "cancelled", "output": TEXT | null, "reward": NUMBER | null, "metrics": {}, "error": TEXT | null}
 
 Whatever the agents print goes to stderr, so it cannot get between the events. The end of stdin ends
 every run and the process.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.agents.base import Agent, Result, Session, load_agent
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.types import TaskView
 
 MAX_OUTPUT = 1_000_000
@@ -138,7 +138,8 @@ def _ending(job: Job, *, late: bool) -> dict[str, Any]:
     if job.task.cancelled():
         return {**ended, "outcome": "agent_error", "error": "the agent cancelled itself"}
     if error is not None:
-        return {**ended, "outcome": "agent_error", "error": describe(error)}
+        outcome = "infra_error" if isinstance(error, InfrastructureError) else "agent_error"
+        return {**ended, "outcome": outcome, "error": describe(error)}
     result = job.task.result()
     return {**ended, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
 
