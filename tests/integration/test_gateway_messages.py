@@ -233,7 +233,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(stage: Stage) -> None:
 
 async def test_settings_that_change_nothing_are_accepted(stage: Stage) -> None:
     """As Claude Code sends them with every request."""
-    access, llm = await opened(stage)
+    _, llm = await opened(stage)
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     stage.say("Well.")
     await whole(llm, extra_body={"context_management": keep, "output_config": {"effort": "high"}})

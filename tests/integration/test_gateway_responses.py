@@ -281,7 +281,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, r"text\.format"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].*web_search"),
     ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].*custom"),
-    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, r"tools\[0\]\.tools\[0\]"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        r"tools\[0\]\.tools\[0\]",
+    ),
     ({"tools": [{"type": "namespace", "tools": []}]}, r"tools\[0\].*namespace"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),

@@ -1,0 +1,171 @@
+"""The real SDKs, the gateway and the embedded engine with a model that really calls its tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from tests.clients.house import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, process
+from tests.fakes import served
+from tidegate.agents.calculator import calculate
+from tidegate.agents.solver import TOOLS
+from tidegate.gateway.app import create_app
+from tidegate.gateway.client import GatewayClient, SessionAccess
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+
+FUNCTION = TOOLS[0]["function"]
+ANSWER = "#### 140"
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    announce = tmp_path_factory.mktemp("engine") / "engine.json"
+    with process(announce, "engine", "--model", str(BASE_MODEL)) as url:
+        yield url
+
+
+@dataclass(slots=True)
+class Room:
+    """One session before the engine, and its clients."""
+
+    gateway: Gateway
+    client: GatewayClient
+    access: SessionAccess
+    openai: AsyncOpenAI
+    anthropic: anthropic.AsyncAnthropic
+    results: list[str] = field(default_factory=list)
+    """What the tool answered."""
+
+    def use(self, name: str, arguments: dict[str, Any]) -> str:
+        assert name == "calculator"
+        self.results.append(calculate(arguments["expression"]))
+        return self.results[-1]
+
+    async def episode(self, output: str) -> Episode:
+        await self.client.finish(self.access.session_id, output=output, reward=1.0)
+        return Episode(output, await self.client.trajectory(self.access.session_id))
+
+
+@pytest_asyncio.fixture
+async def room(engine: str) -> AsyncIterator[Room]:
+    gateway = Gateway(GatewayOptions(model=BASE_MODEL, engine_urls=[engine]))
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        access = await client.open_session(task=TASK, seed=3, deadline_s=60, sampling=NEARLY_GREEDY)
+        key, root = access.api_key, access.base_url.removesuffix("/v1")
+        async with (
+            AsyncOpenAI(base_url=access.base_url, api_key=key, max_retries=0) as openai,
+            anthropic.AsyncAnthropic(base_url=root, api_key=key, max_retries=0) as claude,
+        ):
+            yield Room(gateway, client, access, openai, claude)
+
+
+def check(episode: Episode, room: Room) -> None:
+    """One call of the tool, then the answer; all of it recorded as one line."""
+    assert room.results == ["140"]
+    assert episode.output == ANSWER
+    episode.assert_one_line(2)
+    first, second = episode.trajectory.turns
+    assert (first.parse, second.parse) == ("ok", None)
+    assert room.gateway.renderer.decode(second.output_ids.tolist()) == ANSWER
+    assert room.gateway.metrics.drifted_turns == 0
+
+
+@STREAMED
+async def test_chat(room: Room, streamed: bool) -> None:
+    messages: list[Any] = list(TASK.messages)
+    while True:
+        body: Any = {"model": "m", "messages": messages, "tools": TOOLS}
+        if streamed:
+            async with room.openai.chat.completions.stream(**body) as stream:
+                message: Any = (await stream.get_final_completion()).choices[0].message
+        else:
+            message = (await room.openai.chat.completions.create(**body)).choices[0].message
+        messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            result = room.use(call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    check(await room.episode(message.content), room)
+
+
+@STREAMED
+@pytest.mark.parametrize("kept", ["by the client", "by the gateway"])
+async def test_responses(room: Room, streamed: bool, kept: str) -> None:
+    items: list[Any] = list(TASK.messages)
+    earlier: str | None = None
+    while True:
+        body: Any = {"model": "m", "input": items, "tools": [{"type": "function", **FUNCTION}]}
+        if kept == "by the gateway" and earlier is not None:
+            body["previous_response_id"] = earlier
+        if streamed:
+            async with room.openai.responses.stream(**body) as stream:
+                response: Any = await stream.get_final_response()
+        else:
+            response = await room.openai.responses.create(**body)
+        earlier = response.id
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            break
+        said = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+        items = [] if kept == "by the gateway" else [*items, *said]
+        for call in calls:
+            result = room.use(call.name, json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+    check(await room.episode(response.output_text), room)
+
+
+@STREAMED
+async def test_messages(room: Room, streamed: bool) -> None:
+    tool = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
+    messages: list[Any] = list(TASK.messages)
+    counted = []
+    while True:
+        body: Any = {"model": "m", "messages": messages, "tools": [tool]}
+        counted.append((await room.anthropic.messages.count_tokens(**body)).input_tokens)
+        if streamed:
+            async with room.anthropic.messages.stream(**body, max_tokens=64) as stream:
+                message = await stream.get_final_message()
+        else:
+            message = await room.anthropic.messages.create(**body, max_tokens=64)
+        messages.append({"role": "assistant", "content": message.content})
+        calls = [block for block in message.content if block.type == "tool_use"]
+        if not calls:
+            break
+        results = [(call.id, room.use(call.name, dict(call.input))) for call in calls]
+        content = [{"type": "tool_result", "tool_use_id": key, "content": text} for key, text in results]
+        messages.append({"role": "user", "content": content})
+    episode = await room.episode("".join(block.text for block in message.content if block.type == "text"))
+    check(episode, room)
+    prompts = [episode.trajectory.prompt_ids(turn) for turn in episode.trajectory.turns]
+    assert counted == [len(prompt) for prompt in prompts]
+
+
+@STREAMED
+async def test_completions(room: Room, streamed: bool) -> None:
+    """A prompt as ids extends the recorded sequence by what comes after it."""
+    encode = room.gateway.renderer.encode
+    prompt = encode(f"<|im_start|>user\n{TASK.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n")
+    texts = []
+    for _ in range(2):
+        body: Any = {"model": "m", "prompt": prompt, "max_tokens": 8}
+        if streamed:
+            events = await room.openai.completions.create(**body, stream=True)
+            texts.append("".join([event.choices[0].text async for event in events]))
+        else:
+            texts.append((await room.openai.completions.create(**body)).choices[0].text)
+        turn = room.gateway.session(room.access.session_id).tree.nodes[-1].turn
+        prompt = [*prompt, *turn.output_ids.tolist()]
+    episode = await room.episode("".join(texts))
+    episode.assert_one_line(2)
+    assert [
+        room.gateway.renderer.decode(turn.output_ids.tolist()) for turn in episode.trajectory.turns
+    ] == texts
