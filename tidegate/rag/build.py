@@ -26,7 +26,7 @@ from tidegate.rag.encode import Dtype, Encoder, load_encoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index import build_index, require_faiss
 from tidegate.rag.ingest import ingest
-from tidegate.rag.kinds import IndexKind, choose
+from tidegate.rag.kinds import IndexKind, check_kind, choose
 from tidegate.rag.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
 from tidegate.rag.news import News
 from tidegate.rag.prefixes import Prefixes
@@ -156,6 +156,7 @@ class _Build:
     def _index(self, read: Corpus, encoder: Encoder) -> IndexEntry:
         plan = self.plan
         kind = self._kind(len(read), encoder.dimension, say=True)
+        check_kind(kind, len(read))
         vectors = Vectors(self.directory / _VECTORS, len(read), encoder.dimension, plan.shard)
         vectors.encode(read, encoder, self.news.stage("encoded"))
         build_index(kind, vectors, self.directory, plan.threads, self.news)

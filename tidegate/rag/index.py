@@ -34,14 +34,15 @@ class VectorIndex:
         self._threads = threads
 
     @classmethod
-    def open(cls, directory: Path, threads: int, nprobe: int | None) -> Self:
+    def open(cls, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> Self:
         """Map the index; `nprobe` cells are looked at, where it has cells.
 
         Raises CorpusError where the file is no index.
         """
         faiss = require_faiss()
+        mapped = faiss.IO_FLAG_MMAP if kind.startswith("ivf") else faiss.IO_FLAG_MMAP_IFC
         try:
-            index = faiss.read_index(str(directory / FILE), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_MMAP_IFC)
+            index = faiss.read_index(str(directory / FILE), mapped)
         except RuntimeError as error:
             raise CorpusError(f"{directory / FILE} cannot be read; build the index again: {error}") from None
         if nprobe is not None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tidegate.errors import ConfigError
 from tidegate.rag.news import size
 
 IndexKind = Literal["flat", "sq8", "ivf-sq8", "ivf-pq"]
@@ -18,6 +19,8 @@ SQ8_UP_TO = 8e9
 IVF_SQ8_UP_TO = 100e9
 PQ_DIMENSIONS = 8
 """Numbers of a vector that one byte of its product-quantised code stands for."""
+PQ_FROM = 39 * 256
+"""Documents that product quantisation is trained on at least, as FAISS asks for."""
 _PER_CELL = 39
 """Vectors a cell is trained with at least, as FAISS asks for."""
 _TRAINED_ON = 64
@@ -44,6 +47,14 @@ def choose(count: int, dimension: int) -> Choice:
     return Choice(
         "ivf-pq", f"{size(whole)} as float32 are too much to hold: cells, and a byte for eight numbers"
     )
+
+
+def check_kind(kind: IndexKind, count: int) -> None:
+    """Raises ConfigError where there are too few documents for the kind."""
+    if kind == "ivf-pq" and count < PQ_FROM:
+        raise ConfigError(
+            f"ivf-pq has to be trained on {PQ_FROM:,} documents, and there are {count:,}: use --index flat"
+        )
 
 
 def code_bytes(kind: IndexKind, dimension: int) -> int:

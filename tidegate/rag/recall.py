@@ -33,13 +33,19 @@ def measure(
     """
     queries = encoder.queries(sample_queries(corpus))
     exact = nearest(vectors, queries, min(K, vectors.count), threads)
+
+    def recall_at(nprobe: int | None) -> float:
+        _, rows = VectorIndex.open(directory, kind, nprobe, threads).search(queries, exact.shape[1])
+        pairs = zip(rows.tolist(), exact.tolist(), strict=True)
+        return sum(len(set(found) & set(truth)) for found, truth in pairs) / exact.size
+
     if not kind.startswith("ivf"):
-        return None, _recall(directory, queries, exact, threads, None)
+        return None, recall_at(None)
     limit = cells(vectors.count)
     nprobe = min(_FIRST_NPROBE, limit)
-    recall = _recall(directory, queries, exact, threads, nprobe)
+    recall = recall_at(nprobe)
     while nprobe < limit:
-        more = _recall(directory, queries, exact, threads, 2 * nprobe)
+        more = recall_at(2 * nprobe)
         news.say(f"recall@{K}: {recall:.3f} looking at {nprobe} of {limit} cells, {more:.3f} at {2 * nprobe}")
         if more - recall < _WORTH:
             break
@@ -74,14 +80,3 @@ def nearest(
         start += len(shard)
     best.finalize()
     return np.asarray(best.I)
-
-
-def _recall(
-    directory: Path, queries: npt.NDArray[np.float32], exact: npt.NDArray[np.int64], threads: int,
-    nprobe: int | None,
-) -> float:  # fmt: skip
-    _, rows = VectorIndex.open(directory, threads, nprobe).search(queries, exact.shape[1])
-    found = sum(
-        len(set(mine) & set(truth)) for mine, truth in zip(rows.tolist(), exact.tolist(), strict=True)
-    )
-    return found / exact.size

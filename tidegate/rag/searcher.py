@@ -143,7 +143,7 @@ def _dense(
         prefixes = Prefixes(recorded.query_prefix, recorded.passage_prefix)
         encoder = load_encoder(encoder or recorded.name, threads=threads, device=device, prefixes=prefixes)
     check_encoder(recorded, encoder, inside)
-    index = VectorIndex.open(inside, threads, manifest.index.nprobe)
+    index = VectorIndex.open(inside, manifest.index.kind, manifest.index.nprobe, threads)
     if index.dimension != recorded.dimension:
         raise CorpusError(f"{inside}: the index has {index.dimension} numbers a vector; build it again")
     return Dense(encoder, index)

@@ -1,0 +1,286 @@
+"""The kinds of index: which is chosen, what it costs, what it finds, and how damage is noticed."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.rag_corpus import build_quietly, passages, write_jsonl
+from tidegate.errors import ConfigError, CorpusError, StorageError
+from tidegate.rag import estimate as estimates
+from tidegate.rag.build import Plan
+from tidegate.rag.estimate import check_disk, estimate, memory_warning
+from tidegate.rag.hashing import HashEncoder
+from tidegate.rag.index import VectorIndex, build_index
+from tidegate.rag.kinds import KINDS, IndexKind, cells, choose, code_bytes, index_bytes, subquantizers
+from tidegate.rag.manifest import NAME, Manifest
+from tidegate.rag.news import News
+from tidegate.rag.searcher import Searcher
+from tidegate.rag.source import Extent
+from tidegate.rag.vectors import Vectors
+
+WIKI = (21_015_324, 768)
+"""Passages of Wikipedia's 2018 dump, encoded by a model of BERT's size."""
+
+
+@pytest.mark.parametrize(
+    ("count", "dimension", "kind"),
+    [
+        (200, 1024, "flat"),
+        (500_000, 768, "flat"),
+        (2_000_000, 768, "sq8"),
+        (*WIKI, "ivf-sq8"),
+        (10**9, 768, "ivf-pq"),
+    ],
+)
+def test_the_kind_follows_the_size(count: int, dimension: int, kind: IndexKind) -> None:
+    choice = choose(count, dimension)
+    assert choice.kind == kind
+    assert choice.reason
+
+
+def test_what_a_wikipedia_takes() -> None:
+    sizes = {kind: index_bytes(kind, *WIKI) / 1e9 for kind in KINDS}
+    assert sizes["flat"] == pytest.approx(64.6, rel=0.01)
+    assert sizes["sq8"] == pytest.approx(16.1, rel=0.01)
+    assert sizes["ivf-sq8"] == pytest.approx(16.4, rel=0.01)
+    assert sizes["ivf-pq"] == pytest.approx(2.2, rel=0.03)
+
+
+@pytest.mark.parametrize(("dimension", "bytes"), [(768, 96), (384, 48), (1024, 128), (100, 10), (7, 1)])
+def test_a_code_of_a_byte_for_about_eight_numbers(dimension: int, bytes: int) -> None:
+    assert subquantizers(dimension) == bytes
+    assert dimension % bytes == 0
+
+
+@pytest.mark.parametrize("count", [1, 39, 40, 1000, 100_000, 21_015_324])
+def test_every_cell_has_vectors_to_be_trained_with(count: int) -> None:
+    assert 1 <= cells(count) <= max(1, count / 39)
+
+
+class _Clustered(Vectors):
+    """Seeded vectors around 50 centres, as vectors of a corpus are: not written to disk."""
+
+    def __init__(self, count: int = 6000, dimension: int = 32) -> None:
+        super().__init__(Path(), count, dimension, 1000)
+        chance = np.random.default_rng(0)
+        centres = chance.standard_normal((50, dimension))
+        all = centres[chance.integers(50, size=count)] + 0.6 * chance.standard_normal((count, dimension))
+        self.all = (all / np.linalg.norm(all, axis=1, keepdims=True)).astype(np.float32)
+
+    def shards(self):  # type: ignore[no-untyped-def]
+        yield from np.split(self.all, range(1000, self.count, 1000))
+
+    def _rows(self, rows):  # type: ignore[no-untyped-def]
+        return self.all[rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [("flat", 1.0), ("sq8", 0.97), ("ivf-sq8", 0.95), ("ivf-pq", 0.3)]
+)
+def test_each_kind_finds_what_it_should_and_takes_what_was_said(
+    tmp_path: Path, kind: IndexKind, least: float
+) -> None:
+    vectors = _Clustered()
+    build_index(kind, vectors, tmp_path, 1, News(io.StringIO()))
+    index = VectorIndex.open(tmp_path, kind, cells(6000) // 2 if kind.startswith("ivf") else None, 1)
+    queries = vectors.all[::60] + 0.05
+    scores, rows = index.search(queries, 10)
+    exact = np.argsort(-(queries @ vectors.all.T), axis=1)[:, :10]
+    found = [len(set(a) & set(b)) / 10 for a, b in zip(rows.tolist(), exact.tolist(), strict=True)]
+    assert np.mean(found) >= least
+    assert (np.diff(scores, axis=1) <= 0).all()
+    size = (tmp_path / "vectors.faiss").stat().st_size
+    assert size == pytest.approx(index_bytes(kind, 6000, 32), rel=0.1)
+    assert code_bytes(kind, 32) <= 32 * 4
+
+
+def test_cells_without_vectors_leave_no_hit(tmp_path: Path) -> None:
+    """FAISS fills what it did not find with row −1: one cell holds fewer than were asked for."""
+    source = write_jsonl(tmp_path / "c.jsonl", passages(400))
+    build_quietly(Plan([source], tmp_path / "index", "hash", kind="ivf-sq8"))
+    searcher = Searcher.open(tmp_path / "index", threads=1)
+    index = searcher._dense.index  # type: ignore[union-attr]
+    import faiss
+
+    faiss.extract_index_ivf(index._index).nprobe = 1
+    queries = [f"Who is Person{number}?" for number in range(20)]
+    rows = index.search(HashEncoder().queries(queries), 400)[1]
+    assert (rows == -1).any()
+    for hits in searcher.search(queries, [400] * 20):
+        assert 0 < len(hits) < 400
+        assert len({hit.row for hit in hits}) == len(hits)
+        assert all(0 <= hit.row < 400 and hit.id == f"p{hit.row}" for hit in hits)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    source = write_jsonl(directory / "c.jsonl", passages(100))
+    build_quietly(Plan([source], directory / "index", "hash", bm25=True))
+    return directory / "index"
+
+
+def copied(whole: Path, tmp_path: Path) -> tuple[Path, Manifest]:
+    shutil.copytree(whole, tmp_path / "copy")
+    return tmp_path / "copy", Manifest.read(tmp_path / "copy")
+
+
+def test_damage_to_any_file_is_noticed_by_name(whole: Path, tmp_path: Path) -> None:
+    directory, manifest = copied(whole, tmp_path)
+    assert len(manifest.files) == 10
+    for entry in manifest.files:
+        path = directory / manifest.generation / entry.name
+        good = path.read_bytes()
+        flipped = bytearray(good)
+        flipped[len(good) // 2] ^= 1
+        for bad in (bytes(flipped), good[:-1], None):
+            path.unlink()
+            if bad is not None:
+                path.write_bytes(bad)
+            with pytest.raises(CorpusError, match=rf"{entry.name} is .*build the index again"):
+                Searcher.open(directory, threads=1)
+            path.write_bytes(good)
+    assert Searcher.open(directory, threads=1).search(["Person7"], [1])[0][0].id == "p7"
+
+
+def test_of_large_files_parts_are_compared(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.rag.manifest.WHOLE_UP_TO", 10)
+    directory, manifest = copied(whole, tmp_path)
+    manifest.check_files(directory)
+    path = directory / manifest.generation / "vectors.faiss"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CorpusError, match=r"vectors\.faiss is damaged"):
+        manifest.check_files(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dimension": 512}, "dimension 512"),
+        ({"metric": "dot"}, "metric 'dot'"),
+        ({"query_prefix": "query: "}, "query prefix 'query: '"),
+    ],
+)
+def test_an_encoder_that_does_not_fit_is_refused(
+    whole: Path, tmp_path: Path, change: dict[str, object], why: str
+) -> None:
+    directory, manifest = copied(whole, tmp_path)
+    assert manifest.encoder is not None
+    other = manifest.encoder.model_copy(update=change)
+    manifest.model_copy(update={"encoder": other}).write(directory)
+    with pytest.raises(CorpusError, match=f"{why}.*use the encoder that built it"):
+        Searcher.open(directory, threads=1)
+
+
+class _Other(HashEncoder):
+    """Of the same name and shape, but other numbers."""
+
+    def queries(self, texts):  # type: ignore[no-untyped-def]
+        return np.roll(super().queries(texts), 1, axis=1)
+
+
+def test_another_model_under_the_same_name_is_refused(whole: Path) -> None:
+    with pytest.raises(CorpusError, match="does not encode as hash did"):
+        Searcher.open(whole, threads=1, encoder=_Other())
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "format 1"),
+        ("not json", "format 1"),
+        ('{"format": 2, "generation": "g"}', "format: Input should be 1"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(whole: Path, tmp_path: Path, text: str, why: str) -> None:
+    directory, _ = copied(whole, tmp_path)
+    (directory / NAME).write_text(text)
+    with pytest.raises(CorpusError, match=rf"{why}.*build the index again"):
+        Searcher.open(directory, threads=1)
+    (directory / NAME).unlink()
+    with pytest.raises(CorpusError, match=r"holds no index.*tidegate rag build"):
+        Searcher.open(directory, threads=1)
+
+
+def test_counts_that_differ_are_refused(whole: Path, tmp_path: Path) -> None:
+    directory, manifest = copied(whole, tmp_path)
+    manifest.model_copy(update={"documents": 99}).write(directory)
+    with pytest.raises(CorpusError, match="is of 99 documents, but holds 100 documents"):
+        Searcher.open(directory, threads=1)
+
+
+def test_threads_get_the_answers_that_one_gets(whole: Path) -> None:
+    searcher = Searcher.open(whole, threads=1)
+    queries = [f"Who is Person{number} of Town{number // 5}?" for number in range(100)]
+    alone = {mode: searcher.search(queries, [5] * 100, mode) for mode in searcher.modes}
+    wrong: list[str] = []
+
+    def ask(mode: str) -> None:
+        for _ in range(5):
+            if searcher.search(queries, [5] * 100, mode) != alone[mode]:
+                wrong.append(mode)
+
+    threads = [threading.Thread(target=ask, args=(mode,)) for mode in searcher.modes for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_hybrid_prefers_what_both_find(whole: Path) -> None:
+    searcher = Searcher.open(whole, threads=1)
+    assert searcher.modes == ("dense", "bm25", "hybrid")
+    for mode in searcher.modes:
+        [hits] = searcher.search(["Person42"], [3], mode)
+        assert hits[0].id == "p42"
+        assert len(hits) == (1 if mode == "bm25" else 3)
+    [hits] = searcher.search(["Person42 judge"], [100], "hybrid")
+    assert hits[0].score == pytest.approx(2 / 61)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+def test_a_query_of_unknown_words_has_no_document_by_bm25(whole: Path) -> None:
+    searcher = Searcher.open(whole, threads=1)
+    assert searcher.search(["xylophone", "the", ""], [5, 5, 5], "bm25") == [[], [], []]
+    assert len(searcher.search(["", "judge"], [1000, 1000], "bm25")[1]) == 14
+
+
+def test_the_estimate_counts_vectors_and_words() -> None:
+    found = Extent(WIKI[0], 14_000_000_000)
+    flat, pq = estimate(found, "flat", 768, False), estimate(found, "ivf-pq", 768, False)
+    assert flat.disk_peak - flat.disk == WIKI[0] * WIKI[1] * 4
+    assert flat.ram_peak > 64e9 > 8e9 > pq.ram_peak
+    assert "21,015,324 documents" in flat.sentence()
+    words = estimate(found, None, 0, True)
+    assert words.disk > found.bytes
+    assert memory_warning(estimate(Extent(10**12, 10**15), "flat", 768, False)) is not None
+    assert memory_warning(estimate(Extent(10, 10), "flat", 768, True)) is None
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    needed = estimate(Extent(100, 10_000), "flat", 1024, False)
+    with pytest.raises(StorageError, match=r"has 1.0 kB left, and the build takes 831.*smaller --index"):
+        check_disk(tmp_path, needed)
+
+
+def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "c.jsonl", passages(3))
+    with pytest.raises(ConfigError, match="an encoder, BM25 or both"):
+        build_quietly(Plan([source], tmp_path / "index"))
+    with pytest.raises(ConfigError, match=r"ivf-pq has .* 9,984 documents, and there are 3"):
+        build_quietly(Plan([source], tmp_path / "index", "hash", kind="ivf-pq"))
+    wordless = write_jsonl(tmp_path / "w.jsonl", [{"id": "1", "text": "?!"}])
+    with pytest.raises(CorpusError, match="no document holds a word"):
+        build_quietly(Plan([wordless], tmp_path / "index", bm25=True))
