@@ -112,15 +112,18 @@ class SearchClient:
         deadline = time.monotonic() + self._timeout_s
         tries, last = 0, "nobody was asked"
         while True:
-            server, wait_s = self._servers.next(time.monotonic())
-            if time.monotonic() + wait_s >= deadline:
+            now = time.monotonic()
+            server, rest_s = self._servers.next(now)
+            if now + rest_s >= deadline:
                 raise RetrievalUnavailable(
                     f"no retrieval server answered within {self._timeout_s:g} s ({tries} tries), "
                     f"the last one: {last}"
                 )
-            await asyncio.sleep(wait_s)
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+                continue
             # A server that is silent must leave time for another try, there or elsewhere.
-            left = deadline - time.monotonic()
+            left = deadline - now
             limit = max(left / 2, min(left, _LEAST_TRY_S))
             tries += 1
             try:

@@ -98,6 +98,11 @@ class Retrieval:
         return self._current is not None
 
     @property
+    def waiting(self) -> int:
+        """Queries that somebody waits for."""
+        return 0 if self._current is None else self._current.batcher.waiting
+
+    @property
     def method(self) -> str:
         """How is searched where a request does not say."""
         return _mode(self._generation().index, self.options.mode)
@@ -128,12 +133,16 @@ class Retrieval:
         self.metrics.queries += len(queries)
         questions = [Question(query, k, mode) for query in queries]
         answers: dict[Question, list[Found]] = {}
-        for question in questions:
-            held = [] if not question.query.strip() else generation.cache.get(question)
-            if held is not None:
+        missing = []
+        for question in dict.fromkeys(questions):
+            held = generation.cache.get(question)
+            if not question.query.strip():
+                answers[question] = []
+            elif held is not None:
                 answers[question] = held
-                self.metrics.cache_hits += bool(held)
-        missing = [question for question in dict.fromkeys(questions) if question not in answers]
+                self.metrics.cache_hits += 1
+            else:
+                missing.append(question)
         if missing:
             found = await generation.batcher.ask(missing)
             for question, answer in zip(missing, found, strict=True):
@@ -204,13 +213,15 @@ class Retrieval:
         """Everything that is counted."""
         families = list(self.metrics.families())
         if self._current is not None:
-            generation = self._current
             families += [
-                ("documents", "gauge", len(generation.index), ""),
-                ("waiting_queries", "gauge", generation.batcher.waiting, ""),
-                ("cache_bytes", "gauge", generation.cache.bytes, ""),
+                ("documents", "gauge", len(self._current.index), ""),
+                ("cache_bytes", "gauge", self._current.cache.bytes, ""),
             ]
-        return prometheus("tidegate_rag", [*families, ("ready", "gauge", int(self.ready), "")])
+        families += [
+            ("ready", "gauge", int(self.ready), ""),
+            ("waiting_queries", "gauge", self.waiting, ""),
+        ]
+        return prometheus("tidegate_rag", families)
 
 
 def _mode(index: Index, mode: str | None) -> str:

@@ -1,0 +1,187 @@
+"""Batches: what is computed together, what only once, and what not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.fakes import eventually
+from tests.rag_stand import FakeIndex
+from tidegate.errors import RetrievalUnavailable
+from tidegate.rag.batcher import Batcher, BatchOptions
+from tidegate.rag.metrics import Metrics
+from tidegate.rag.questions import Question, answer_all
+
+
+@contextlib.asynccontextmanager
+async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[Batcher]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="search")
+    settings = BatchOptions(**{"window_s": 0.0, **options})  # type: ignore[arg-type]
+    made = Batcher(lambda questions: answer_all(index, questions), executor, settings, Metrics())
+    try:
+        yield made
+    finally:
+        index.gate.set()
+        await made.close()
+        executor.shutdown()
+
+
+async def ask(made: Batcher, *queries: str, k: int = 1, mode: str = "dense") -> list[str]:
+    """The best document of each query."""
+    found = await made.ask([Question(query, k, mode) for query in queries])
+    return [rows[0].id for rows in found]
+
+
+async def busy(made: Batcher, index: FakeIndex) -> asyncio.Task[list[str]]:
+    """A batch of the query "0" that is computed until the index' gate opens."""
+    index.gate.clear()
+    task = asyncio.create_task(ask(made, "0"))
+    await eventually(lambda: made.running_since is not None)
+    return task
+
+
+async def test_a_batch_is_gathered_from_its_first_question_on() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=0.2) as made:
+        assert await asyncio.gather(*(ask(made, str(n)) for n in range(8))) == [[f"d/{n}"] for n in range(8)]
+    assert index.batches == [tuple("01234567")]
+    assert all(name.startswith("search") for name in index.searched_in)
+
+
+async def test_a_full_batch_does_not_wait() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=60, max_batch=2) as made, asyncio.timeout(10):
+        await asyncio.gather(ask(made, "1"), ask(made, "2"))
+    assert index.batches == [("1", "2")]
+
+
+async def test_what_came_while_a_batch_was_computed_does_not_wait_again() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=1.0, max_batch=2) as made:
+        index.gate.clear()
+        first = asyncio.create_task(ask(made, "0", "1"))
+        await eventually(lambda: made.running_since is not None)
+        later = asyncio.create_task(ask(made, "2"))
+        await asyncio.sleep(1.05)  # its window passes behind the batch before it
+        index.gate.set()
+        opened = time.monotonic()
+        assert await later == ["d/2"]
+        assert time.monotonic() - opened < 0.7
+        await first
+    assert index.batches == [("0", "1"), ("2",)]
+
+
+async def test_a_batch_has_a_size_and_a_request_may_be_larger() -> None:
+    index = FakeIndex()
+    async with batcher(index, max_batch=3) as made:
+        assert await ask(made, *map(str, range(8))) == [f"d/{n}" for n in range(8)]
+    assert list(map(len, index.batches)) == [3, 3, 2]
+
+
+async def test_equal_questions_under_way_are_computed_once() -> None:
+    index = FakeIndex()
+    async with batcher(index) as made:
+        running = await busy(made, index)
+        others = [asyncio.create_task(ask(made, query)) for query in ("0", "7", "7")]
+        await eventually(lambda: made.waiting == 4)
+        index.gate.set()
+        assert await asyncio.gather(running, *others) == [["d/0"], ["d/0"], ["d/7"], ["d/7"]]
+    assert index.batches == [("0",), ("7",)]
+
+
+async def test_questions_that_differ_in_k_or_mode_are_not_equal() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=0.2) as made:
+        one, two, other = await asyncio.gather(
+            made.ask([Question("7", 1, "dense")]),
+            made.ask([Question("7", 2, "dense")]),
+            made.ask([Question("7", 3, "bm25")]),
+        )
+    assert [len(rows) for [rows] in (one, two, other)] == [1, 2, 3]
+    assert sorted(index.batches) == [("7",), ("7", "7")]
+
+
+async def test_more_than_may_wait_is_refused_and_nothing_of_it_is_computed() -> None:
+    index = FakeIndex()
+    async with batcher(index, queue=3) as made:
+        running = await busy(made, index)
+        waiting = asyncio.create_task(ask(made, "1", "2"))
+        await eventually(lambda: made.waiting == 3)
+        with pytest.raises(RetrievalUnavailable) as refused:
+            await ask(made, "3")
+        assert refused.value.code == "overloaded"
+        index.gate.set()
+        assert (await running, await waiting) == (["d/0"], ["d/1", "d/2"])
+        assert await ask(made, "3") == ["d/3"]
+        assert made.waiting == 0
+    assert index.batches == [("0",), ("1", "2"), ("3",)]
+
+
+async def test_a_deadline_ends_the_wait_and_drops_the_question() -> None:
+    index = FakeIndex()
+    async with batcher(index, deadline_s=0.05) as made:
+        index.gate.clear()
+        for query in ("0", "1"):
+            with pytest.raises(RetrievalUnavailable) as late:
+                await ask(made, query)
+            assert late.value.code == "deadline"
+        index.gate.set()
+        await eventually(lambda: made.running_since is None)
+        assert await ask(made, "2") == ["d/2"]
+    assert index.batches == [("0",), ("2",)]
+
+
+async def test_what_nobody_waits_for_is_not_computed() -> None:
+    index = FakeIndex()
+    async with batcher(index) as made:
+        running = await busy(made, index)
+        gone, shared, stays = (asyncio.create_task(ask(made, query)) for query in ("1", "2", "2"))
+        await eventually(lambda: made.waiting == 4)
+        for task in (gone, shared):
+            task.cancel()
+        await asyncio.wait((gone, shared))
+        index.gate.set()
+        assert (await running, await stays) == (["d/0"], ["d/2"])
+    assert index.batches == [("0",), ("2",)]
+
+
+async def test_a_question_that_makes_the_search_fail_fails_alone() -> None:
+    index = FakeIndex(poison="3")
+    async with batcher(index, window_s=0.2) as made:
+        answers = await asyncio.gather(*(ask(made, str(n)) for n in range(8)), return_exceptions=True)
+        assert [answer for n, answer in enumerate(answers) if n != 3] == [
+            [f"d/{n}"] for n in range(8) if n != 3
+        ]
+        assert isinstance(answers[3], RetrievalUnavailable)
+        assert answers[3].code == "search_failed"
+        assert await ask(made, "4") == ["d/4"]
+
+
+async def test_who_waits_when_it_ends_is_told() -> None:
+    index = FakeIndex()
+    async with batcher(index) as made:
+        running = await busy(made, index)
+        waiting = asyncio.create_task(ask(made, "1"))
+        await eventually(lambda: made.waiting == 2)
+        await made.close()
+        for task in (running, waiting):
+            with pytest.raises(RetrievalUnavailable) as ended:
+                await task
+            assert ended.value.code == "stopping"
+
+
+async def test_draining_answers_everything_first() -> None:
+    index = FakeIndex()
+    async with batcher(index, max_batch=1) as made:
+        running = await busy(made, index)
+        waiting = asyncio.create_task(ask(made, "1", "2"))
+        await eventually(lambda: made.waiting == 3)
+        drained = asyncio.create_task(made.drain())
+        index.gate.set()
+        assert (await running, await waiting) == (["d/0"], ["d/1", "d/2"])
+        await drained
