@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo lint format test test-slow test-clients fuzz bench clean help
+.PHONY: install demo demo-search lint format test test-slow test-clients fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -21,6 +21,9 @@ $(VENV)/.installed: pyproject.toml
 
 demo: install    ## watch a small model learn to use a calculator, in minutes
 	@$(BIN)/tidegate train examples/demo/config.toml --fresh
+
+demo-search: install  ## watch a small model learn to search, against a real retrieval server, in minutes
+	@$(BIN)/python examples/demo_search/demo.py
 
 lint: install    ## ruff and mypy
 	$(BIN)/ruff check .

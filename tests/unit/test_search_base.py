@@ -1,0 +1,141 @@
+"""The search demo's base model: made by its recipe, small, and ignorant of the held-out world."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tidegate.agents.search_tools import offered
+from tidegate.envs.search_qa import SearchQA
+from tidegate.envs.search_world import FACTS, KINDS, held_out_name, make_world
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "search_base"
+MODEL = EXAMPLE / "model"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Any:
+    spec = importlib.util.spec_from_file_location("search_base_make", EXAMPLE / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def test_it_is_small_enough_for_a_repository() -> None:
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4_000_000
+
+
+def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
+    recipe.make_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), f"{name}: run make.py again"
+
+
+def test_it_loads_as_any_other_model(recipe: Any, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters() < 1_000_000
+
+
+def test_a_name_has_the_same_two_tokens_wherever_it_stands(tokenizer: Any) -> None:
+    for name in sorted(make_world(0, "held_out").entities()):
+        ids = tokenizer.encode(name)
+        assert len(ids) == 2, name
+        for text in (
+            f"{name} works at Kelmor.",
+            f"Kelmor is based in {name}.",
+            f'{{"query": "{name} based"}}',
+        ):
+            found = tokenizer.encode(text)
+            assert any(found[at : at + 2] == ids for at in range(len(found))), text
+    for text in ("Grüße, 你好 🙂\r\n\t", "<answer>Kelmor</answer>", " Kelmor", "Kelmora Hampton"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_recipe_and_the_agent_offer_the_same_tool(recipe: Any, tokenizer: Any) -> None:
+    def prompt(tools: Any) -> str:
+        return tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=tools, tokenize=False)
+
+    assert prompt(recipe.TOOLS) == prompt(offered(False))
+
+
+def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
+    """Tokens are the cost of the demo."""
+    endless = recipe.demonstrations(random.Random(0))
+    for _ in range(100):
+        ids, mask = recipe.encode(tokenizer, next(endless))
+        assert len(ids) <= 200
+        assert sum(mask) <= 60
+
+
+def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, tokenizer: Any) -> None:
+    facts = recipe.draw_facts(random.Random(1))[1:2]
+    messages = recipe.demonstration("?", facts, random.Random(1))
+    ids, mask = recipe.encode(tokenizer, messages)
+    said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
+    call = json.dumps({"name": "search", "arguments": {"query": f"{facts[0].subject} based"}})
+    answer = f"<answer>{facts[0].object}</answer><|im_end|>"
+    assert said == f"<tool_call>\n{call}\n</tool_call><|im_end|>{answer}"
+    _, last = recipe.encode(tokenizer, messages, last_only=True)
+    assert sum(last) == len(tokenizer.encode(answer))
+
+
+def test_demonstrations_know_nothing_of_held_out_worlds(recipe: Any) -> None:
+    endless = recipe.demonstrations(random.Random(5))
+    text = " ".join(str(message) for _ in range(500) for message in next(endless))
+    closed = make_world(0, "held_out").entities()
+    assert all(map(held_out_name, closed))
+    assert not [name for name in closed if name in text]
+    questions = {task.messages[0]["content"] for task in SearchQA().eval_sets()[""]}
+    assert not [question for question in questions if question in text]
+
+
+def test_demonstrations_often_go_too_far_or_stop_early(recipe: Any) -> None:
+    rng = random.Random(6)
+    depths = {
+        kind.name: Counter(
+            len(recipe.demonstrated(kind, recipe.draw_facts(rng), rng)) - len(kind.path) for _ in range(500)
+        )
+        for kind in KINDS
+    }
+    for name, wrong in (("city_of_person", 1), ("mayor_of_company", -1), ("mayor_of_person", -1)):
+        assert set(depths[name]) == {0, wrong}
+        assert 0.35 < depths[name][0] / 500 < 0.5
+    assert depths["mayor_of_city"] == {0: 500}
+
+
+def test_a_search_finds_its_passage_and_another(recipe: Any) -> None:
+    rng = random.Random(7)
+    for _ in range(100):
+        fact = rng.choice(recipe.draw_facts(rng))
+        lines = recipe.passages(fact, rng).split("\n")
+        assert len(lines) == 2
+        assert fact.text in lines
+    assert list(FACTS) == ["employer", "seat", "mayor"]
+
+
+@pytest.mark.slow
+def test_some_steps_of_the_recipe_bring_the_loss_down(
+    recipe: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.train(recipe.make_model(tokenizer), tokenizer, 0.1)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0] / 3
