@@ -68,6 +68,11 @@ _LLAMA = (
     "<|python_tag|>",
 )  # fmt: skip
 _GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+_KIMI = (
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+)  # fmt: skip
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>")
 
 FAMILIES = {
@@ -92,6 +97,8 @@ FAMILIES = {
                ("<|end_of_text|>",)),
         Family("command_r", _COHERE, ("<|END_OF_TURN_TOKEN|>",)),
         Family("gpt_oss", _HARMONY, ("<|return|>", "<|call|>"), calls=1, ends=("<|return|>", "<|end|>")),
+        Family("kimi_k2", _KIMI, ("<|im_end|>",)),
+        Family("qwen3_coder", _IM, ("<|im_end|>",), _HERMES),
         Family("smollm", _IM, ("<|im_end|>",), calls=0),
     )
 }  # fmt: skip

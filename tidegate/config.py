@@ -43,6 +43,20 @@ class ModelSettings(Section):
     """A directory in Hugging Face format: weights, config, tokenizer with a chat template."""
 
 
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v3",
+    "kimi_k2",
+    "llama3_json",
+    "mistral",
+    "granite",
+    "none",
+]
+
+
 class EngineSettings(Section):
     urls: list[str] = []
     """Engines that already run. Empty: `count` embedded engines are started and owned by the run."""
@@ -77,8 +91,8 @@ class GatewaySettings(Section):
     """0 takes a free one."""
     admin_key: str | None = None
     """Needed to listen on anything but loopback."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
-    """How the model writes tool calls: `<tool_call>{json}</tool_call>`, or not at all."""
+    tool_parser: ToolParser = "auto"
+    """The form of the model's tool calls. auto: what its chat template writes; none: they stay text."""
 
 
 class EnvSettings(Section):

@@ -47,7 +47,7 @@ ALLOWED = {
         "gateway.protocol",
         "gateway.refusal",
         "gateway.render",
-        "gateway.toolcalls",
+        "gateway.formats",
         "trainer.processes",
         "trainer.workers",
     },

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.formats import hermes
 from tidegate.gateway.reasoning import ReasoningParser
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.reply import ReplyReader
-from tidegate.gateway.toolcalls import HermesParser, Part, PlainParser, Reasoning, ToolCall
+from tidegate.gateway.toolcalls import Part, PlainParser, Reasoning, ToolCall
 
 RENDERER = Renderer(make_tokenizer("qwen2"))
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -20,7 +21,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def read(*pieces: str, begun: bool = False) -> tuple[str, str, int]:
     """Reasoning, content and how many calls."""
-    parser = ReasoningParser(HermesParser(), begun)
+    parser = ReasoningParser(hermes.FORM.parser(()), begun)
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part for part in parts if isinstance(part, str))

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.formats import hermes
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.reply import Detokenizer, ReplyReader, StopCutter
-from tidegate.gateway.toolcalls import HermesParser, PlainParser
+from tidegate.gateway.toolcalls import PlainParser
 
 TOKENIZER = make_tokenizer("qwen2")
 RENDERER = Renderer(TOKENIZER)
@@ -72,7 +73,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cut
 
 def test_a_reply_as_a_message() -> None:
     text = 'So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    reader = ReplyReader(RENDERER.decode, (), HermesParser())
+    reader = ReplyReader(RENDERER.decode, (), hermes.FORM.parser(()))
     for one in RENDERER.encode(text):
         reader.push([one])
     reader.finish()

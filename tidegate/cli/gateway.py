@@ -24,7 +24,7 @@ def add(verbs: Verbs) -> None:
     verb.add_argument("--engine", action="append", default=[], metavar="URL", help="may be repeated")
     verb.add_argument("--env", help="the environment whose rewards are given")
     verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
-    verb.add_argument("--tool-parser", choices=["hermes", "none"], default="hermes")
+    verb.add_argument("--tool-parser", default="auto", help="the form of the model's tool calls")
     verb.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
         help="what each session may use, unless it is opened with its own: turns, tokens (sampled), "

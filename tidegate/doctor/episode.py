@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
 from tidegate.gateway.client import GatewayClient, Summary
+from tidegate.gateway.formats.registry import MARKERS
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.toolcalls import OPEN
 from tidegate.trainer.workers import AgentResult, AgentWorker
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
 
@@ -182,9 +182,8 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
             f"tool calls could not be parsed in {len(bad)} of {len(turns)} replies: {text!r}",
             "a weak model has to learn it; a strong one writes another form: see gateway.tool_parser",
         )
-    unread = [
-        turn for turn in turns if turn.parse is None and OPEN in renderer.decode(turn.output_ids.tolist())
-    ]
+    texts = [renderer.decode(turn.output_ids.tolist()) for turn in turns if turn.parse is None]
+    unread = [text for text in texts if any(marker in text for marker in MARKERS)]
     if unread:
         why = (
             "gateway.tool_parser is 'none'"

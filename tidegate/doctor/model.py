@@ -33,7 +33,7 @@ def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
     except StartError as failure:
         return [error("model", "tokenizer_unreadable", str(failure))], None
     found = _tokenizer(renderer, model) or [ok("model", f"{model}: weights, tokenizer and chat template")]
-    return [*found, *check_template(renderer)], renderer
+    return [*found, *check_template(renderer, settings.gateway.tool_parser)], renderer
 
 
 def _files(model: Path) -> list[Finding]:

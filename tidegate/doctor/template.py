@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.gateway.certify import Judgement, certify
+from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.render import Renderer
 from tidegate.types import Message
@@ -19,7 +20,7 @@ TOOL = {
 }
 
 
-def check_template(renderer: Renderer) -> list[Finding]:
+def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Finding]:
     """The prefix property: what follows a reply is put after the ids that were sampled.
 
     Where a template can't do that, the gateway renders every turn whole: correct, but a sequence of its
@@ -30,7 +31,8 @@ def check_template(renderer: Renderer) -> list[Finding]:
     except Refusal as failure:
         return [error("template", "template_fails", f"it fails on a plain question: {failure}")]
     certificate = certify(renderer)
-    found = []
+    form, why = choose(tool_parser, renderer.write)
+    found = [ok("template", f"tool calls are read as {form.name}: {why}")]
     if exact := certificate.of("exact"):
         found.append(ok("template", f"exact: {_kinds(exact)}"))
     if branches := certificate.of("branch"):

@@ -14,6 +14,7 @@ import msgpack
 from tidegate.errors import GatewayError
 from tidegate.gateway.certify import certify
 from tidegate.gateway.exposition import exposition
+from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
@@ -32,7 +33,6 @@ from tidegate.gateway.sessions import (
     new_key,
     trajectory_of,
 )
-from tidegate.gateway.toolcalls import ToolParser
 from tidegate.gateway.turns import Turns, model_context
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
@@ -50,7 +50,9 @@ class GatewayOptions:
     """What `/v1/models` lists; None: the directory's name."""
     engine_urls: list[str] = field(default_factory=list)
     admin_key: str | None = None
-    tool_parser: ToolParser = "hermes"
+    tool_parser: str = "auto"
+    """The form of the model's tool calls, by its name in `tidegate.gateway.formats`; `auto`: the one that its
+    chat template writes; `none`: calls stay text."""
     rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
     """By environment name."""
     reward_timeout_s: float = 30.0
@@ -80,6 +82,7 @@ class Gateway:
         self.options = options
         self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
+        self.form, self.form_why = choose(options.tool_parser, self.renderer.write)
         self.model_name = options.name
         """What replies call the model; asked of the file system once, not with every reply."""
         self.instance = new_id()
@@ -97,6 +100,7 @@ class Gateway:
         """Begin where the journal ends. Raises StartError where it cannot be used."""
         certificate = await asyncio.to_thread(certify, self.renderer)
         log.info("chat template: %s", certificate.line())
+        log.info("tool calls: %s, %s", self.form.name, self.form_why)
         recovered = self.journal.start()
         self.groups = GroupStore(
             self.journal, self.sessions.of_group, recovered, self.options.mark, self._cancel_older
@@ -108,7 +112,7 @@ class Gateway:
             self.pool,
             self.metrics,
             self.journal,
-            self.options.tool_parser,
+            self.form,
             model_context(self.options.model),
         )
         await self.pool.start()

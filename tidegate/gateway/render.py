@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from tidegate.errors import StartError
+from tidegate.gateway.formats.registry import MARKERS
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.refusal import Refusal
@@ -26,7 +27,6 @@ from tidegate.gateway.render_book import BARE, FrameBook
 from tidegate.gateway.render_calls import wants_short_ids, with_short_ids
 from tidegate.gateway.render_codec import Codec, load_tokenizer
 from tidegate.gateway.render_template import ChatTemplate, Suffixes, Unrenderable
-from tidegate.gateway.toolcalls import CLOSE, OPEN
 from tidegate.types import Ids, Message
 
 __all__ = ["Renderer", "Unrenderable", "load_tokenizer"]
@@ -38,7 +38,7 @@ class Renderer:
     """Renders with one model's tokenizer and template. Not thread-safe, and never blocks on I/O."""
 
     def __init__(self, tokenizer: Any, extra_stop_ids: Sequence[int] = ()) -> None:
-        self.codec = Codec(tokenizer, shown=(OPEN, CLOSE, THOUGHT_START, THOUGHT_END))
+        self.codec = Codec(tokenizer, shown=(*MARKERS, THOUGHT_START, THOUGHT_END))
         self.encode, self.decode = self.codec.encode, self.codec.decode
         self.token_text = self.codec.token_text
         self.template = ChatTemplate(tokenizer)

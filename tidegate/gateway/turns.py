@@ -19,6 +19,7 @@ from tidegate.gateway.accesslog import log_turn
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
 from tidegate.gateway.drift import drifts
+from tidegate.gateway.formats.base import Form, forced_start, single_call_stop
 from tidegate.gateway.journal import Journal
 from tidegate.gateway.limits import check_limits
 from tidegate.gateway.messages import template_form
@@ -40,15 +41,7 @@ from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, stop_after
 from tidegate.gateway.sampling import SamplingRules, Wishes, token_budget
 from tidegate.gateway.sessions import Session
-from tidegate.gateway.toolcalls import (
-    PARSERS,
-    Parser,
-    PlainParser,
-    ToolParser,
-    ToolUse,
-    forced_start,
-    single_call_stop,
-)
+from tidegate.gateway.toolcalls import Parser, PlainParser, ToolUse
 from tidegate.gateway.tree import Node, Place
 from tidegate.types import Ids, Message
 
@@ -89,14 +82,14 @@ class Turns:
         pool: EnginePool,
         metrics: Metrics,
         journal: Journal,
-        tool_parser: ToolParser,
+        form: Form,
         model_context: int | None,
     ) -> None:
         self._renderer = renderer
         self._pool = pool
         self._metrics = metrics
         self._journal = journal
-        self._tool_parser = tool_parser
+        self._form = form
         self._model_context = model_context
         self._sampling = SamplingRules(renderer.stop_ids)
         # Where the marker is a token of the model's own, the model was made to reason with it.
@@ -163,7 +156,7 @@ class Turns:
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
         )
-        if ask.tools and (end := single_call_stop(self._tool_parser, ask.tool_use)):
+        if ask.tools and (end := single_call_stop(self._form, ask.tool_use)):
             params["stop"] = [*ask.wishes.stop, end]
         order = Order(prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split))
         if stops := params.get("stop"):
@@ -211,8 +204,8 @@ class Turns:
         if ask.prompt is not None:
             return ReplyReader(self._renderer.decode, ask.wishes.stop, PlainParser())
         calls = bool(ask.tools) and ask.tool_use.mode != "none"
-        parser: Parser = PARSERS[self._tool_parser]() if calls else PlainParser()
-        forced = forced_start(self._tool_parser, ask.tool_use)
+        parser: Parser = self._form.parser(ask.tools or ()) if calls else PlainParser()
+        forced = forced_start(self._form, ask.tool_use)
         if self.thought_end is not None:
             begun = self._renderer.decode(delta[-4:].tolist()).rstrip().endswith(THOUGHT_START)
             if begun and forced:

@@ -1,0 +1,21 @@
+"""Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`, to the end of the reply."""
+
+from __future__ import annotations
+
+from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.jsoncalls import all_or_none, call_of, load
+from tidegate.gateway.toolcalls import ToolCall
+
+_OPEN = "<|tool_call|>"
+
+
+def _read(text: str, _: Tools) -> list[ToolCall] | None:
+    values = load(text)
+    return all_or_none([call_of(one) for one in values]) if isinstance(values, list) else None
+
+
+def _parser(tools: Tools) -> BlockParser:
+    return BlockParser(_read, tools, _OPEN)
+
+
+FORM = Form("granite", (_OPEN,), _parser)
