@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search lint format test test-slow test-clients fuzz bench clean help
+.PHONY: install demo demo-search lint format test test-slow test-clients test-sglang fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -56,6 +56,19 @@ test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  #
 	@mkdir -p $(@D) && cp $< $(@D)/
 	@npm install --prefix $(@D) --no-audit --no-fund --loglevel=error
 	@touch $@
+
+SGLANG := .venvs/sglang
+$(SGLANG)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-alone.txt $(wildcard tests/sglang/standins/*)
+	@test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
+	@echo "Installing SGLang into $(SGLANG) (3 GB, a few minutes the first time) ..."
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/sglang-cpu.txt
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu-alone.txt
+	@cp -r tests/sglang/standins/* $$($(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	@touch $@
+
+test-sglang: install $(SGLANG)/.installed  ## a real SGLang server on the CPU: contract, learning, faults (minutes)
+	SGLANG_USE_CPU_ENGINE=1 TIDEGATE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \
+		$(BIN)/python -m pytest -m sglang tests/sglang --timeout 1200
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000

@@ -60,10 +60,16 @@ ToolParser = Literal[
 class EngineSettings(Section):
     urls: list[str] = []
     """Engines that already run. Empty: `count` embedded engines are started and owned by the run."""
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """What is started where no urls are given: Tidegate's own engine, or SGLang from `python`."""
     count: Annotated[int, Field(ge=1)] = 1
-    """Embedded engines, each a process of its own with the settings below."""
+    """Engines that are started, each a process of its own with the settings below."""
+    python: Path | None = None
+    """The interpreter of the environment that SGLang is installed in."""
+    arguments: list[str] = []
+    """Passed to SGLang's server as they are; {index} becomes the engine's number, from 0."""
     device: str = "cpu"
-    """Of the embedded engines: cpu, cuda, cuda:1; all of them share it."""
+    """Of the embedded engines: cpu, cuda, cuda:1; all of them share it. So with the rest below."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of an embedded engine's weights and cache."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -79,7 +85,14 @@ class EngineSettings(Section):
     def _consistent(self) -> EngineSettings:
         if self.urls and self.count != 1:
             raise ValueError(
-                f"engine.count = {self.count} is of embedded engines, but engine.urls names running ones"
+                f"engine.count = {self.count} is of engines to start, but engine.urls names running ones"
+            )
+        if self.kind == "embedded" and (self.python or self.arguments):
+            raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang"')
+        if self.kind == "sglang" and not self.urls and self.python is None:
+            raise ValueError(
+                'engine.kind = "sglang" needs engine.python: the interpreter of the environment that SGLang '
+                "is in, which pins other versions of torch and openai than this one; or engine.urls"
             )
         return self
 

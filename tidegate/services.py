@@ -22,6 +22,7 @@ from tidegate.serve import Listen, bind
 
 READY_S = 120.0
 STOP_S = 8.0
+POLL_S = 0.05
 
 
 class Service:
@@ -31,8 +32,11 @@ class Service:
     at the current weights. `secrets` are passed in the environment, as a command line can be read by all.
     `name` tells several of one verb apart. Its log is a file in `directory`, or (`shares_log`) its owner's.
     With a `host` it is the owner that listens there: calls that come while the process is started again
-    wait for it, and are not refused.
+    wait for it, and are not refused. Other kinds of servers override `command` and `where`.
     """
+
+    ready_s = READY_S
+    poll_s = POLL_S
 
     def __init__(
         self,
@@ -63,18 +67,13 @@ class Service:
     async def start(self) -> str:
         """Start the process and wait until it serves; returns its URL.
 
-        Raises StartError with the end of its log where it dies or takes longer than READY_S.
+        Raises StartError with the end of its log where it dies or takes longer than `ready_s`.
         """
-        self._announce.parent.mkdir(parents=True, exist_ok=True)
-        self._announce.unlink(missing_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         if self._host is not None and self._socket is None:
             self._socket = bind(Listen(self._host, self._port))
         held = [self._socket.fileno()] if self._socket is not None else []
-        command = [
-            sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
-            "--port", str(self._port), "--announce", str(self._announce), "--owned",
-            *(part for fd in held for part in ("--fd", str(fd))),
-        ]  # fmt: skip
+        command = [*self.command(), *(part for fd in held for part in ("--fd", str(fd)))]
         with contextlib.ExitStack() as stack:
             log = (
                 None
@@ -87,24 +86,41 @@ class Service:
                 stdout=log,
                 stderr=log,
                 pass_fds=held,
-                env={**os.environ, **self._secrets},
+                env=self.environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
             )
         self.url = await self._ready()
         self._port = int(self.url.rpartition(":")[2])  # a restart comes up at the same address
         return self.url
 
+    def command(self) -> list[str]:
+        """What is run at this start."""
+        self._announce.unlink(missing_ok=True)
+        return [
+            sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
+            "--port", str(self._port), "--announce", str(self._announce), "--owned",
+        ]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self._secrets}
+
+    async def where(self) -> str | None:
+        """Its URL, once it serves."""
+        if not self._announce.exists():
+            return None
+        url: str = json.loads(self._announce.read_text())["url"]
+        return url
+
     async def _ready(self) -> str:
         assert self._process is not None
-        deadline = time.monotonic() + READY_S
-        while not self._announce.exists():
+        deadline = time.monotonic() + self.ready_s
+        while (url := await self.where()) is None:
             if self._process.returncode is not None:
                 raise StartError(f"the {self.name} did not start: {self.last_words()}")
             if time.monotonic() > deadline:
                 await self.stop()
-                raise StartError(f"the {self.name} was not ready after {READY_S:.0f} s; see {self.log}")
-            await asyncio.sleep(0.05)
-        url: str = json.loads(self._announce.read_text())["url"]
+                raise StartError(f"the {self.name} was not ready after {self.ready_s:.0f} s; see {self.log}")
+            await asyncio.sleep(self.poll_s)
         return url
 
     async def died(self) -> str:

@@ -106,5 +106,5 @@ def test_a_settings_file_is_found_wherever_it_stands() -> None:
 
 
 def test_a_number_of_engines_beside_engines_that_run_already_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.count = 2 is of embedded engines"):
+    with pytest.raises(ConfigError, match=r"engine\.count = 2 is of engines to start"):
         load_settings(None, ["--model.path=x", "--engine.count=2", '--engine.urls=["http://e:1"]'])

@@ -21,8 +21,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.render import Renderer
-from tidegate.services import Service
-from tidegate.trainer.processes import engine_arguments, gateway_service
+from tidegate.trainer.processes import engine_services, gateway_service
 from tidegate.trainer.workers import AgentWorker
 
 
@@ -94,7 +93,7 @@ class Examination:
         if settings.engine.urls:
             return [url.rstrip("/") for url in settings.engine.urls]
         weights = settings.model.path.absolute()
-        engine = Service("engine", lambda: engine_arguments(settings, lambda: (weights, 0)), self.folder)
+        engine = engine_services(settings, self.folder, lambda: (weights, 0))[0]
         stack.push_async_callback(engine.stop)
         try:
             return [await engine.start()]

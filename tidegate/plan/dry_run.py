@@ -40,14 +40,21 @@ def processes(settings: Settings) -> Iterator[str]:
     if settings.engine.urls:
         yield f"engine    runs already: {', '.join(settings.engine.urls)}"
     else:
-        engine = engine_arguments(settings, lambda: (settings.model.path, 0))
         several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
-        yield f"engine    tidegate engine {shlex.join(engine)}{several}"
+        yield f"engine    {shlex.join(_engine(settings))}{several}"
     gateway = [*gateway_arguments(settings), "--port", str(settings.gateway.port)]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]
     yield f"agents    python -m tidegate.agents.worker {shlex.join(agent)}"
     yield f"trainer   this process, on {settings.trainer.device}, {settings.trainer.steps} steps"
+
+
+def _engine(settings: Settings) -> list[str]:
+    model, engine = settings.model.path, settings.engine
+    if engine.kind == "sglang":
+        server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
+        return [*server, "--weight-version", "0", *engine.arguments]
+    return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]
 
 
 def _memory(settings: Settings) -> Iterator[str]:

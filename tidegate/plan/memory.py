@@ -178,7 +178,7 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     number, tokens = shape.parameters, trainer.microbatch_tokens
     held = f"{number:,} parameters"
     items = []
-    if not engine.urls:
+    if not engine.urls and engine.kind == "embedded":
         size = BYTES[engine.dtype]
         each = [
             Item(engine.device, "engine", "weights", f"{held} × {size} B", number * size),

@@ -18,6 +18,7 @@ from tidegate.errors import StartError, TidegateError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
 from tidegate.trainer.guard import Guard
+from tidegate.trainer.sglang import SGLangServer
 from tidegate.trainer.workers import AgentWorker
 
 MAX_ENGINE_RESTARTS = 5
@@ -81,18 +82,19 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
 
 
 def engine_services(settings: Settings, run_dir: Path, live: Live) -> list[Service]:
-    """The embedded engines' processes, not started: `engine`, or `engine-1`, `engine-2` … where there are
-    several."""
+    """The engines' processes, not started: `engine`, or `engine-1`, `engine-2` … where there are several."""
     count = settings.engine.count
     names = ["engine"] if count == 1 else [f"engine-{number}" for number in range(1, count + 1)]
 
-    def service(name: str) -> Service:
-        def arguments() -> list[str]:
-            return engine_arguments(settings, lambda: pinned(live, run_dir / "weights", name))
+    def service(index: int, name: str) -> Service:
+        def own() -> tuple[Path, int]:
+            return pinned(live, run_dir / "weights", name)
 
-        return Service("engine", arguments, run_dir, name=name)
+        if settings.engine.kind == "sglang":
+            return SGLangServer(settings.engine, own, run_dir, name, index)
+        return Service("engine", lambda: engine_arguments(settings, own), run_dir, name=name)
 
-    return [service(name) for name in names]
+    return [service(index, name) for index, name in enumerate(names)]
 
 
 def pinned(live: Live, published: Path, name: str) -> tuple[Path, int]:

@@ -1,0 +1,108 @@
+"""A foreign server that a run starts: its command, its readiness, its end. The real one: tests/sglang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import gone
+from tidegate.config import EngineSettings, load_settings
+from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.sglang import SGLangServer
+
+SERVER = """#!{python}
+import http.server, json, os, pathlib, sys
+pathlib.Path({said!r}).write_text(json.dumps({{"argv": sys.argv, "environment": dict(os.environ)}}))
+class Well(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Well.asked += 1
+        self.send_response(503 if Well.asked < 3 else 200)  # it warms up first
+        self.end_headers()
+    def log_message(self, *_): pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Well).serve_forever()
+"""
+
+
+def stand_in(tmp_path: Path, text: str = SERVER) -> Path:
+    """An interpreter that serves, whatever it is told to run."""
+    python = tmp_path / "python"
+    python.write_text(text.format(python=sys.executable, said=str(tmp_path / "said.json")))
+    python.chmod(0o755)
+    return python
+
+
+async def test_it_is_started_with_what_is_live_and_ready_when_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/this/interpreter")
+    monkeypatch.setattr(SGLangServer, "poll_s", 0.02)
+    arguments = ["--base-gpu-id", "{index}"]
+    settings = EngineSettings(kind="sglang", python=stand_in(tmp_path), arguments=arguments)
+    server = SGLangServer(settings, lambda: (tmp_path / "v7", 7), tmp_path, "engine-2", 1)
+    url = await server.start()
+    said = json.loads((tmp_path / "said.json").read_text())
+    words = said["argv"][1:]
+    assert words[:2] == ["-m", "sglang.launch_server"]
+    assert words[words.index("--model-path") + 1] == str(tmp_path / "v7")
+    assert words[words.index("--weight-version") + 1] == "7"
+    assert words[-2:] == ["--base-gpu-id", "1"]
+    assert "PYTHONPATH" not in said["environment"]
+    assert json.loads((tmp_path / "logs" / "engine-2.address").read_text()) == {"url": url, "pid": server.pid}
+    pid = server.pid
+    assert pid is not None
+    await server.stop()
+    assert gone(pid)
+
+
+async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
+    python = stand_in(tmp_path, "#!{python}\nraise SystemExit('no GPU here')\n")
+    settings = EngineSettings(kind="sglang", python=python)
+    server = SGLangServer(settings, lambda: (tmp_path, 0), tmp_path, "engine", 0)
+    with pytest.raises(StartError, match=r"the engine did not start: no GPU here \(log: .*engine\.log\)"):
+        await server.start()
+
+
+def test_a_tethered_program_ends_with_a_killed_parent() -> None:
+    child = "import sys, time; print('up', flush=True); time.sleep(60)"
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'tidegate.tether', str(os.getpid())]\n"
+        f"command += [sys.executable, '-c', {child!r}]\n"
+        "process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)\n"
+        "process.stdout.readline()\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, 0)
+        process.send_signal(signal.SIGKILL)
+        assert gone(pid)
+
+
+def test_a_program_whose_parent_died_already_is_not_started() -> None:
+    command = [sys.executable, "-m", "tidegate.tether", "1", sys.executable, "-c", "print('up')"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine.kind=sglang"], "needs engine.python"),
+        (["--engine.python=/x/python"], 'are for engine.kind = "sglang"'),
+        (["--engine.arguments=['-x']"], 'are for engine.kind = "sglang"'),
+        (["--engine.kind=sgl"], "embedded"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(Path("examples/demo/config.toml"), words)
