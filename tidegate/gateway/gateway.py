@@ -309,25 +309,27 @@ class Gateway:
             self.sessions.forget(session)
 
     async def _sweep(self) -> None:
-        """Expire what nobody finishes; groups that are sealed never expire."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            now = asyncio.get_running_loop().time()
-            expired = []
-            for session in self.sessions.all():
-                if session.trajectory is None and now >= session.deadline:
-                    session.close("its deadline passed")
-                sealed = session.group_id is not None and self.groups.get(session.group_id) is not None
-                end = session.forget_at
-                if end is None:
-                    end = session.deadline + self.options.grace_s
-                if now >= end and not sealed:
-                    log.info("session %s expired (%s)", session.id, session.state)
-                    expired.append(session)
-            try:
-                await self._forget(expired)
-            except GatewayError as error:
-                log.error("%d expired sessions are kept: %s", len(expired), error)
+            await self.expire(asyncio.get_running_loop().time())
+
+    async def expire(self, now: float) -> None:
+        """Forget what nobody finishes, and what was kept for long enough; a sealed group never expires."""
+        expired = []
+        for session in self.sessions.all():
+            if session.trajectory is None and now >= session.deadline:
+                session.close("its deadline passed")
+            sealed = session.group_id is not None and self.groups.get(session.group_id) is not None
+            end = session.forget_at
+            if end is None:
+                end = session.deadline + self.options.grace_s
+            if now >= end and not sealed:
+                log.info("session %s expired (%s)", session.id, session.state)
+                expired.append(session)
+        try:
+            await self._forget(expired)
+        except GatewayError as error:
+            log.error("%d expired sessions are kept: %s", len(expired), error)
 
     def _sweeper_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway import journal_layout as layout
 from tidegate.gateway.groups import REMEMBERED, Entry
@@ -184,7 +185,11 @@ def _opened(path: Path) -> sqlite3.Connection:
     connection.executescript(_SETTINGS)
     [(version,)] = connection.execute("PRAGMA user_version")
     if version == 0:
-        connection.executescript(f"BEGIN; {layout.TABLES} PRAGMA user_version = {layout.VERSION}; COMMIT;")
+        failpoints.reach("made.before")
+        connection.executescript(f"BEGIN; {layout.TABLES} PRAGMA user_version = {layout.VERSION};")
+        failpoints.reach("made.within")
+        connection.execute("COMMIT")
+        failpoints.reach("made.after")
     elif version != layout.VERSION:
         connection.close()
         raise StartError(f"{path} is a journal of layout {version}, this gateway reads {layout.VERSION}")

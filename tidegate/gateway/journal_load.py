@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from tidegate import failpoints
 from tidegate.gateway import journal_layout as layout
 from tidegate.gateway.groups import Entry
 from tidegate.gateway.journal import Recovered
@@ -21,7 +22,9 @@ INTERRUPTED = "the gateway was restarted while this session ran"
 
 def load(connection: sqlite3.Connection) -> Recovered:
     """Everything that a journal holds; called on a running event loop, whose clock the times become."""
+    failpoints.reach("orphans.before")
     _drop_orphans(connection)
+    failpoints.reach("orphans.after")
     turns = _turns(connection)
     rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):

@@ -146,11 +146,14 @@ class Writer:
     def _tend(self) -> None:
         """Drop what was deleted from the write-ahead log too, and give unused space back."""
         self._tended, self._deleted = time.monotonic(), False
+        failpoints.reach("tended.before")
         try:
             [(spare,)] = self._connection.execute("PRAGMA freelist_count")
             if spare > _SPARE_PAGES:
                 self._connection.execute(f"PRAGMA incremental_vacuum({spare - _SPARE_PAGES})").fetchall()
+            failpoints.reach("tended.within")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            failpoints.reach("tended.after")
         except sqlite3.Error as error:
             self._deleted = True
             self._failed(error)

@@ -1,0 +1,242 @@
+"""A gateway without its HTTP, whose journal is copied at every write, and which may be killed at each."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences, told
+from tidegate import failpoints
+from tidegate.gateway import gateway as gateway_module
+from tidegate.gateway import journal_disk
+from tidegate.gateway.calls import Call
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.journal_load import load
+from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.render import Renderer
+from tidegate.gateway.sessions import Session
+from tidegate.gateway.turns import Ask, digest_of
+from tidegate.types import VersionSpan
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The journal's files at a place, as a kill there would leave them."""
+
+    place: str
+    files: Files
+
+
+@dataclass
+class Wish:
+    """A request that the client got no reply to."""
+
+    session: str
+    ask: Ask
+    index: int | None
+    """Of its turn, where there is one."""
+    parent: int | None
+
+
+class World:
+    """Drives one gateway after another; `state` is what they should hold."""
+
+    def __init__(self, model: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.state = State()
+        self.unheard: list[Wish] = []
+        self.crashes = 0
+        self._model = model
+        self._folder = folder
+        self._renderer = Renderer.load(model)
+        self._moments: list[Moment] | None = None
+        self._wires: dict[str, Any] = {}
+        self._looked_at: tuple[Files, State] = ({}, self.state)
+        self._words = 0
+        self._sampled = 0
+        patch.setattr(journal_disk, "LAZY_S", 3600.0)
+        patch.setattr(gateway_module, "SWEEP_S", 3600.0)
+        patch.setattr(gateway_module, "certify", functools.cache(gateway_module.certify))
+        patch.setattr(failpoints, "reach", self._reach)
+        self.run(self._start({}))
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self.run(self.gateway.close())
+        self.loop.close()
+
+    # -- crashes ---------------------------------------------------------------------------------
+
+    def _reach(self, place: str) -> None:
+        if self._moments is not None:
+            self._moments.append(Moment(place, self._files()))
+
+    def _files(self) -> Files:
+        return {path.name: path.read_bytes() for path in self._home.iterdir()}
+
+    async def _start(self, files: Files) -> None:
+        self._home = self._laid(f"{self.crashes}", files)
+        options = GatewayOptions(model=self._model, journal=self._home)
+        self.gateway = Gateway(options, self._renderer)
+        await self.gateway.start()
+        self.gateway.pool.sample = self._sample  # type: ignore[method-assign, assignment]
+
+    def _laid(self, name: str, files: Files) -> Path:
+        home = self._folder / name
+        home.mkdir(exist_ok=True)
+        for one in home.iterdir():
+            one.unlink()
+        for file, content in files.items():
+            (home / file).write_bytes(content)
+        return home
+
+    def do(
+        self, work: Callable[[], Awaitable[Any]], then: Callable[[Any], list[State]], crash: float | None
+    ) -> bool:
+        """Do something that ought to lead from the state through all that `then` tells of its result.
+
+        Whatever moment it were killed at, one of these is what is left, and never an earlier one than at a
+        moment before. With `crash` it is killed at one of the moments, and nobody hears of the result.
+        Returns whether it was done.
+        """
+        self._moments = []
+        result = self.run(work())
+        moments, self._moments = self._moments, None
+        states = [self.state, *then(result)]
+        answered = Moment("answered", self._files())
+        at = 0
+        for moment in [*moments, *self._torn(moments, crash)]:
+            at = max(at if not moment.place.startswith("torn") else 0, self._match(moment, states))
+        assert self._match(answered, states) == len(states) - 1, "what was answered is there"
+        if crash is None:
+            self.state = states[-1]
+            return True
+        places = [*moments, *self._torn(moments, crash)] or [answered]
+        moment = places[min(int(crash * len(places)), len(places) - 1)]
+        self._crash(moment, states[self._match(moment, states)])
+        return False
+
+    def _torn(self, moments: list[Moment], crash: float | None) -> list[Moment]:
+        """Killed in the middle of a write: the log has a part of what was added to it."""
+        torn = []
+        for before, after in pairwise(moments):
+            old, new = before.files, after.files
+            log = f"{journal_disk.FILE}-wal"
+            if old.keys() == new.keys() and old[journal_disk.FILE] == new[journal_disk.FILE]:
+                size = int(len(new.get(log, b"")) * (0.5 if crash is None else crash))
+                mixed = new.get(log, b"")[:size] + old.get(log, b"")[size:]
+                torn.append(Moment(f"torn at {size}, {after.place}", {**new, log: mixed}))
+        return torn
+
+    def _match(self, moment: Moment, states: list[State]) -> int:
+        """Which of the states is what a restart would find."""
+        if self._looked_at[0] != moment.files:
+            self._looked_at = moment.files, told(self.run(self._loaded(moment.files)))
+        found = self._looked_at[1]
+        wanted = [state.kept() for state in states]
+        matching = [index for index, state in enumerate(wanted) if state == found]
+        assert matching, "\n\n".join(
+            f"{moment.place}, state {index}:\n{differences(found, state)}"
+            for index, state in enumerate(wanted)
+        )
+        return matching[-1]
+
+    async def _loaded(self, files: Files) -> Any:
+        moments, self._moments = self._moments, None
+        connection = journal_disk._opened(self._laid("look", files) / journal_disk.FILE)
+        try:
+            recovered = load(connection)
+        finally:
+            connection.close()
+            self._moments = moments
+        for session in recovered.sessions:
+            if session.trajectory is not None and session.id in self._wires:
+                assert session.trajectory.to_wire() == self._wires[session.id], "a trajectory is for good"
+        return recovered
+
+    def _crash(self, moment: Moment, state: State) -> None:
+        """Go on where the journal ends. What was being finished is finished then."""
+        self.run(self.gateway.close())
+        self.crashes += 1
+        self.run(self._start(moment.files))
+        self.run(self.finishing())
+        self.state = state.kept()
+        for name, part in self.state.sessions.items():
+            if part.state == CLOSING:
+                part.state, part.reward = FINISHED, state.sessions[name].reward
+            elif part.epoch is not None and part.epoch < self.state.epoch and part.state != FINISHED:
+                part.cancel()
+                part.state = FINISHED
+        assert self._match(Moment("started again", self._files()), [self.state]) == 0
+        known = self.state.sessions
+        self.unheard = [wish for wish in self.unheard if wish.session in known]
+        for wish in self.unheard:
+            if wish.index is not None and wish.index >= len(known[wish.session].turns):
+                wish.index = None
+
+    async def finishing(self) -> None:
+        """Until every session that is being finished is."""
+        for session in self.gateway.sessions.all():
+            if session.finishing is not None:
+                await session.finishing
+
+    def answered_finish(self, name: str) -> None:
+        """Somebody knows its trajectory: it must never be another one."""
+        trajectory = self.session(name).trajectory
+        assert trajectory is not None
+        self._wires[name] = trajectory.to_wire()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def session(self, name: str) -> Session:
+        return self.gateway.session(name)
+
+    def ask(self, name: str, parent: int | None, key: str | None) -> Ask:
+        """A request that goes on from a turn, or begins anew."""
+        self._words += 1
+        before = [] if parent is None else self.session(name).tree.history(parent)
+        messages = [*before, {"role": "user", "content": f"w{self._words}"}]
+        return Ask(messages, digest=digest_of(json.dumps(messages).encode()), idempotency_key=key)
+
+    async def replies(self, name: str, *asks: Ask, answered: bool) -> list[str]:
+        """Send requests at once; their replies go out, or their client has left."""
+        session, turns = self.session(name), self.gateway.turns
+        calls = [turns.call(session, ask) for ask in asks]
+        texts = [await self._reply(call) for call in calls]
+        for call in calls if answered else ():
+            turns.deliver(session, call)
+            turns.sent(session, call)
+        return texts
+
+    async def _reply(self, call: Call) -> str:
+        if call.task is not None:
+            await call.task
+        assert call.refusal is None, call.refusal
+        return str(call.reader.message()["content"])
+
+    async def _sample(self, order: Order, *_: Any) -> Sampled:
+        await asyncio.sleep(0)
+        self._sampled += 1
+        ids = self._renderer.encode(f"r{self._sampled}")
+        logprobs = (-np.arange(len(ids)) / 8 - self._sampled).tolist()
+        return Sampled(ids, logprobs, [VersionSpan(self._sampled, 0, len(ids))], "stop", 0, None)
+
+    @property
+    def sampled(self) -> int:
+        return self._sampled
+
+    def part(self, text: str, ask: Ask, parent: int | None, *, answered: bool) -> TurnPart:
+        return TurnPart(text, parent, ask.idempotency_key, delivered=answered)
