@@ -15,7 +15,6 @@ from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed,
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
 from tidegate.trainer.processes import use_engines
-from tidegate.trainer.start import take_over
 from tidegate.types import Outcome
 
 __all__ = ["model"]
@@ -139,15 +138,10 @@ async def test_a_gateway_that_is_killed_before_it_ended_them_ends_them_when_it_i
         assert await outcomes(later, [access]) == [Outcome.CANCELLED]
 
 
-async def test_a_run_takes_over_with_its_own_engines_and_nothing_of_an_older_one(
+async def test_a_run_that_is_resumed_uses_its_own_engines_alone(
     stage: Stage, model: Path, tmp_path: Path
 ) -> None:
-    sealed = await finished(stage, "g1-1", 1)
-    await stage.client.seal_group("g1-1", "t1", [sealed.session_id])
-    await stage.client.open_session(task=TASK, group_id="g1-2", slot=0, epoch=1)
     async with staged(model, journal=killed(tmp_path)) as later:
+        assert len(await later.client.list_engines()) == 2
         await use_engines(later.client, [later.engine.url + "/"])
         assert [row["url"] for row in await later.client.list_engines()] == [later.engine.url]
-        await take_over(later.client, 2)
-        assert await later.client.list_groups() == []
-        assert len(later.gateway.sessions) == 0
