@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tidegate.rag.prefixes import Prefixes
 from tidegate.rag.words import COMMON, words
 
-DIMENSION = 1024
+DIMENSION = 2048
 _PAIR, _PART = 0.5, 0.2
 """What a pair of neighbouring words and a word's part of three characters count, beside a word's 1."""
 _COMMON_WEIGHT = 0.1
