@@ -44,6 +44,20 @@ def test_replay_is_the_run_again_and_sees_what_was_changed(
     assert "can start from 0, 2, 4" in capsys.readouterr().err
 
 
+def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=2") as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    with training(run_dir, "--trainer.steps=4", "--resume") as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    assert main(["replay", str(run_dir), "--from", "2", "--json"]) == 0
+    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["step"], one["same_weights"]) for one in steps] == [(3, None), (4, True)]
+    assert steps[0]["before"]["mismatch_kl"] is not None, "it has tokens of the version that it went on as"
+
+
 def nudge(path: Path) -> None:
     """Change one recorded logprob of a trained episode."""
     lines = list(read_lines(path))

@@ -60,7 +60,7 @@ def scenario_of(run_dir: Path) -> Scenario:
             max_concurrency=settings.agent.max_concurrency,
         ),
         trainer=_trainer(rows),
-        rules=_rules(settings),
+        rules=rules_of(settings),
     )
 
 
@@ -164,7 +164,8 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
     )
 
 
-def _rules(settings: Settings) -> RuleModel:
+def rules_of(settings: Settings) -> RuleModel:
+    """The rules that a run of these settings has."""
     trainer = settings.trainer
     return RuleModel(
         groups_per_batch=trainer.groups_per_batch,

@@ -19,6 +19,7 @@ from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.batches import rows_to_train
 from tidegate.trainer.credit import GroupCredit
 from tidegate.trainer.entries import State
+from tidegate.trainer.ledger import read_ledger
 from tidegate.trainer.loop import CHANGED
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.policy import Policy
@@ -59,13 +60,14 @@ class Replay:
         rows = {row["step"]: row for row in read_metrics(self.run_dir)}
         files = step_files(self.run_dir)
         kept = checkpoints.committed(self.run_dir)
+        versions = _versions(self.run_dir)
         credit = GroupCredit(self.settings.trainer)
         for step in range(self.first + 1, min(self.last or max(files), max(files)) + 1):
-            if step not in files or step not in rows:
+            if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
             groups = _groups(files[step])
             fresh = (step - 1) % self.settings.trainer.publish_interval == 0
-            version = int(rows[step - 1]["version"]) if fresh else CHANGED
+            version = versions[step] if fresh else CHANGED
             now = policy.update(rows_to_train(groups, credit(groups)), version)
             weights = kept.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
@@ -87,6 +89,12 @@ class Replay:
         policy = Policy.load(kept[self.first], settings.trainer, settings.run.seed)
         checkpoints.load(checkpoints.read(kept[self.first]), policy)
         return policy
+
+
+def _versions(run_dir: Path) -> dict[int, int]:
+    """Step → the trainer's version when its batch was cut; of a step that was taken twice, the last time."""
+    stepped = (one for one in read_ledger(run_dir / "ledger.jsonl") if one.get("state") == State.STEPPED)
+    return {one["step"]: one["version"] for one in stepped if one["kind"] == "group"}
 
 
 def _groups(path: Path) -> list[Group]:
