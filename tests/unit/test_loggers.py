@@ -74,9 +74,11 @@ def test_tensorboard_has_every_number_and_drops_what_a_resume_takes_back(tmp_pat
     assert found == [(step, pytest.approx(step / 10), 1000.0 + step) for step in range(7)]
 
 
+@pytest.mark.slow  # wandb starts a process of its own
 def test_weights_and_biases_has_every_number_and_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(aside, "CLOSE_S", 90)
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = settings_of(tmp_path, "wandb")
     settings.run_dir.mkdir()
