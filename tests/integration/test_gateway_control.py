@@ -350,6 +350,36 @@ async def test_bad_sessions_are_refused_by_name(stage: Stage, body: dict[str, An
     assert raised.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "ftp://h", "http://\U000ec911@h", "http://h?q=1", "http://h:99999", f"http://{'h' * 64}"],
+)
+async def test_an_engine_that_cannot_be_called_is_refused(stage: Stage, url: str) -> None:
+    """Probing it would fail in ways that no engine does."""
+    with pytest.raises(GatewayError, match=r"body\.url"):
+        await stage.client.add_engine(url)
+    assert (await stage.client.health())["status"] == "ok"
+    assert [row["url"] for row in await stage.client.list_engines()] == [stage.engine.url]
+
+
+async def test_a_method_that_is_not_there_is_answered_with_those_that_are(stage: Stage) -> None:
+    headers = {"Authorization": "Bearer admin"}
+    async with aiohttp.ClientSession(stage.url, headers=headers) as http, http.put("/groups/ack") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert (await response.json())["error"]["code"] == 405
+
+
+async def test_the_openapi_tells_of_every_route(stage: Stage) -> None:
+    async with aiohttp.ClientSession(stage.url) as http, http.get("/openapi.json") as response:
+        document: Any = await response.json()
+    paths = document["paths"]
+    for path in ("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"):
+        assert {"200", "4XX", "5XX"} <= paths[f"/v1{path}"]["post"]["responses"].keys()
+    assert {"/v1/models", "/groups/lease", "/sessions/{session_id}/finish"} <= paths.keys()
+    open_to_all = {path for path, ways in paths.items() for way in ways.values() if not way["security"]}
+    assert open_to_all == {"/health", "/ready"}
+
+
 async def test_evaluation_may_be_greedy(stage: Stage) -> None:
     access = await stage.client.open_session(task=TASK, split="eval", sampling=Sampling(temperature=0.0))
     await ask(access)

@@ -18,8 +18,9 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
+from tidegate import __version__
 from tidegate.errors import GatewayError
-from tidegate.gateway import bodies
+from tidegate.gateway import bodies, openapi
 from tidegate.gateway.dataplane import (
     MAX_BODY,
     ClientGone,
@@ -90,7 +91,11 @@ def _control_plane(gateway: Gateway) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = FastAPI(title="Tidegate gateway", lifespan=lifespan)
+    app = ControlPlane(
+        title="Tidegate gateway",
+        version=__version__,
+        lifespan=lifespan,
+    )
     app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
     _add_errors(app)
     admin = [Depends(_Admin(gateway))]
@@ -99,6 +104,15 @@ def _control_plane(gateway: Gateway) -> FastAPI:
     _add_engines(app, gateway, admin)
     _add_health(app, gateway, admin)
     return app
+
+
+class ControlPlane(FastAPI):
+    """FastAPI with a document that tells of the data plane too."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = openapi.describe(self)
+        return self.openapi_schema
 
 
 class _Admin:
@@ -134,7 +148,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        return answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        refusal = answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        refusal.headers.update(error.headers or {})
+        return refusal
 
 
 def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
@@ -163,12 +179,12 @@ def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         trajectory = await gateway.finish(session_id, **body.arguments())
         return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
 
-    @app.get("/sessions/{session_id}/trajectory", dependencies=admin)
+    @app.get("/sessions/{session_id}/trajectory", dependencies=admin, response_class=openapi.Msgpack)
     async def trajectory(session_id: str) -> Response:
         found = gateway.session(session_id).trajectory
         if found is None:
             raise GatewayError(f"session {session_id} is not finished", status=400)
-        return Response(msgpack.packb(found.to_wire()), media_type="application/msgpack")
+        return openapi.Msgpack(msgpack.packb(found.to_wire()))
 
 
 def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
@@ -231,9 +247,9 @@ def _add_health(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
             response.status_code = 503
         return {"ready": able}
 
-    @app.get("/metrics", dependencies=admin)
+    @app.get("/metrics", dependencies=admin, response_class=openapi.Exposition)
     async def metrics() -> Response:
-        return Response(gateway.prometheus(), media_type="text/plain; version=0.0.4")
+        return openapi.Exposition(gateway.prometheus())
 
 
 class LeaseEndpoint:

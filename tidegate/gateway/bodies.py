@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from yarl import URL
 
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.limits import Limits
@@ -125,7 +126,21 @@ class Ack(Body):
     step: int | None = None
 
 
-Url = Annotated[str, Field(pattern="^https?://")]
+def engine_address(text: str) -> str:
+    """An engine's URL; one that no call can be sent to is found out here, and not by a probe."""
+    try:
+        url = URL(text)
+        able = (
+            url.scheme in ("http", "https") and bool((url.raw_host or "").encode("idna")) and bool(url.port)
+        )
+    except ValueError as error:
+        raise ValueError(f"no URL: {error}") from None
+    if not able or url.raw_user is not None or url.raw_query_string or url.raw_fragment:
+        raise ValueError("an engine's URL is http(s)://host:port, without a user, a query or a fragment")
+    return text
+
+
+Url = Annotated[str, AfterValidator(engine_address)]
 
 
 class EngineUrl(Body):

@@ -84,7 +84,7 @@ class EngineWire:
                 data = await response.read()
         except TimeoutError:
             raise Silence from None
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError, UnicodeError):  # the last: a host's name that is no name
             return None
         if response.status != 200:
             return None
