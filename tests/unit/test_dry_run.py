@@ -152,6 +152,8 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
         (["custom_agent/launch.sh"], "874,240 parameters"),
         (["gsm8k/launch.sh", "tiny", "data"], "874,240 parameters"),
         (["gsm8k/launch.sh", "qwen3-0.6b", "data"], "596,049,920 parameters"),
+        (["search/launch.sh", "data", "index"], "596,049,920 parameters"),
+        (["deepresearch/launch.sh", "data", "index"], "596,049,920 parameters"),
     ],
 )
 def test_launch_scripts_pass_settings_on_from_any_directory(
@@ -169,7 +171,7 @@ def test_launch_scripts_pass_settings_on_from_any_directory(
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
     assert ", 7 steps" in done.stdout
-    assert ("data" not in words) or f'path = "{tmp_path / "data"}"' in done.stdout
+    assert ("data" not in words) or f'path = "{tmp_path / "data"}' in done.stdout
 
 
 def test_a_launch_script_says_how_it_is_used(tmp_path: Path) -> None:

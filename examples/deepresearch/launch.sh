@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# launch.sh DATA INDEX [settings]: DATA is what prepare.py wrote, INDEX what `tidegate rag build` made of its
+# corpus. More settings may follow, --dry-run too.
+#   SGLANG          the Python of an environment with SGLang (default: python)
+#   MODEL           the policy, a Hugging Face directory (default: models/Qwen3-0.6B)
+#   HELPER          the model that condenses results and judges answers (default: models/Qwen3-4B)
+#   ENGINE_GPU, HELPER_GPU, TRAINER_GPU   where each of them runs (default: 0, 1, 2)
+#   RAG_URLS, ENGINE_URLS, HELPER_URLS    servers that run already, on this machine or on others
+set -euo pipefail
+if [ $# -lt 2 ]; then
+  echo "usage: launch.sh DATA INDEX [settings]" >&2
+  exit 2
+fi
+data=$(realpath -m "$1") index=$(realpath -m "$2")
+shift 2
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PATH="$PWD/.venv/bin:$PATH"
+source examples/services.sh
+model=${MODEL:-models/Qwen3-0.6B} helper=${HELPER:-models/Qwen3-4B}
+read -ra rag_urls <<<"${RAG_URLS:-http://127.0.0.1:8100}"
+read -ra engine_urls <<<"${ENGINE_URLS:-http://127.0.0.1:30000}"
+read -ra helper_urls <<<"${HELPER_URLS:-http://127.0.0.1:30001/v1}"
+
+# sglang NAME GPU PORT MODEL: one server of SGLang's.
+sglang() {
+  CUDA_VISIBLE_DEVICES=$2 start "$1" "http://127.0.0.1:$3/health" \
+    "${SGLANG:-python}" -m sglang.launch_server --model-path "$4" --served-model-name helper --port "$3" \
+    --context-length 16384
+}
+
+if ! is_dry "$@"; then
+  [ -n "${RAG_URLS:-}" ] ||
+    start rag http://127.0.0.1:8100/ready tidegate rag serve "$index" --port 8100 --threads 8
+  [ -n "${HELPER_URLS:-}" ] || sglang helper "${HELPER_GPU:-1}" 30001 "$helper"
+  [ -n "${ENGINE_URLS:-}" ] || sglang engine "${ENGINE_GPU:-0}" 30000 "$model"
+fi
+CUDA_VISIBLE_DEVICES=${TRAINER_GPU:-2} tidegate train examples/deepresearch/config.toml \
+  --model.path "$model" --engine.urls "$(as_list "${engine_urls[@]}")" \
+  --env.options.path "$data/train.jsonl" --env.options.eval_path "$data/test.jsonl" \
+  --env.options.judge.url "${helper_urls[0]}" \
+  --agent.options.urls "$(as_list "${rag_urls[@]}")" \
+  --agent.options.refine.urls "$(as_list "${helper_urls[@]}")" "$@"

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# launch.sh DATA INDEX [settings]: DATA is a directory with train.jsonl and test.jsonl (questions), INDEX what
+# `tidegate rag build` wrote. More settings may follow, --dry-run too. RAG_URLS="http://a:8100 http://b:8100"
+# names retrieval servers that run already; without it one is started here.
+set -euo pipefail
+if [ $# -lt 2 ]; then
+  echo "usage: launch.sh DATA INDEX [settings]" >&2
+  exit 2
+fi
+data=$(realpath -m "$1") index=$(realpath -m "$2")
+shift 2
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PATH="$PWD/.venv/bin:$PATH"
+source examples/services.sh
+read -ra urls <<<"${RAG_URLS:-http://127.0.0.1:8100}"
+if [ -z "${RAG_URLS:-}" ] && ! is_dry "$@"; then
+  start rag http://127.0.0.1:8100/ready tidegate rag serve "$index" --port 8100 --threads 8
+fi
+tidegate train examples/search/config-qwen3-0.6b.toml \
+  --env.options.path "$data/train.jsonl" --env.options.eval_path "$data/test.jsonl" \
+  --agent.options.urls "$(as_list "${urls[@]}")" "$@"

@@ -1,0 +1,44 @@
+# Sourced by launch scripts: servers that run until the script ends.
+
+services=()
+stop_services() {
+  if [ ${#services[@]} -gt 0 ]; then
+    kill "${services[@]}" 2>/dev/null || true
+    wait "${services[@]}" 2>/dev/null || true
+  fi
+}
+trap stop_services EXIT
+
+# start NAME READY_URL COMMAND...: runs it with its log in runs/logs, and returns when READY_URL answers.
+start() {
+  local name=$1 ready=$2
+  shift 2
+  mkdir -p runs/logs
+  "$@" >"runs/logs/$name.log" 2>&1 &
+  services+=($!)
+  echo "$name: starting (log: runs/logs/$name.log)"
+  until python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$ready" 2>/dev/null; do
+    if ! kill -0 "${services[-1]}" 2>/dev/null; then
+      echo "$name did not start; the end of its log:" >&2
+      tail -5 "runs/logs/$name.log" >&2
+      exit 3
+    fi
+    sleep 1
+  done
+}
+
+# as_list URL...: a list of texts as settings have it.
+as_list() {
+  printf '["%s"' "$1"
+  printf ', "%s"' "${@:2}" | sed 's/^, ""$//'
+  printf ']'
+}
+
+# is_dry WORDS...: whether --dry-run is among them.
+is_dry() {
+  local word
+  for word in "$@"; do
+    if [ "$word" = --dry-run ]; then return 0; fi
+  done
+  return 1
+}
