@@ -1,4 +1,8 @@
-"""A sharded gateway as it runs: a front, two shard processes, and clients that notice nothing of it."""
+"""A sharded gateway: a front, two shards, and clients that notice nothing of it.
+
+In the quick suite the front's shards are in this process; in the slow one they are processes of their own,
+as the command line starts them.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,18 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from tests.fakes import FakeEngine, Fault, eventually
+from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import shards as shards_module
+from tidegate.gateway.app import create_app
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
+from tidegate.gateway.front import Front
+from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.limits import Limits
+from tidegate.gateway.pool import PoolOptions
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.shards import Shard, home, journal_of, owner
+from tidegate.gateway.shards import Shard, home, journal_of, mark_of, owner
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])
@@ -76,21 +85,81 @@ class Site:
         await self.client.seal_group(group_id, "t1", [access.session_id])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+PROCESSES = pytest.param("processes", marks=pytest.mark.slow)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["inside", PROCESSES])
+async def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    async with sharded(folder, "--journal", str(folder / "journal")) as made:
-        yield made
+    made = inside(folder) if request.param == "inside" else sharded(folder)
+    async with made as site:
+        yield site
+
+
+class Inside(Shard):
+    """A shard in this process, which never dies."""
+
+    def __init__(self, index: int, model: Path, stack: contextlib.AsyncExitStack) -> None:
+        super().__init__(index, [], model, "admin")
+        options = GatewayOptions(
+            model,
+            admin_key="admin",
+            mark=mark_of(index),
+            limits=Limits(turns=9),
+            pool=PoolOptions(shards=SHARDS),
+        )
+        self._app = create_app(Gateway(options))
+        self._stack = stack
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self) -> None:
+        self._url = await self._stack.enter_async_context(served(self._app))
+        self.up.set()
+
+    async def stop(self) -> None: ...
+
+    async def keep(self, _: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def inside(folder: Path) -> AsyncIterator[Site]:
+    """The same without processes."""
+    model = make_model_dir(folder / "tiny")
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await fake_engine(model, stack)
+        shards = contextlib.AsyncExitStack()
+        await stack.enter_async_context(shards)
+        front = Front([Inside(index, model, shards) for index in range(SHARDS)], "admin", pytest.fail)
+        url = await stack.enter_async_context(served(front.create_app()))
+        client = await stack.enter_async_context(GatewayClient(url, "admin"))
+        await client.add_engine(engine.url)
+        yield Site(url, client, engine)
+
+
+async def fake_engine(model: Path, stack: contextlib.AsyncExitStack) -> FakeEngine:
+    renderer = Renderer.load(model)
+    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    return engine
 
 
 @contextlib.asynccontextmanager
 async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
     """A front and its shards, as the command line starts them."""
-    model = make_model_dir(folder / "tiny")
-    renderer = Renderer.load(model)
-    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
-    await engine.start()
-    announce = folder / "front.json"
+    model, announce, stack = (
+        make_model_dir(folder / "tiny"),
+        folder / "front.json",
+        contextlib.AsyncExitStack(),
+    )
+    engine = await fake_engine(model, stack)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
         "--port", "0", "--announce", str(announce), "--owned", "--limit", "turns=9", *options,
@@ -109,7 +178,7 @@ async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        await engine.stop()
+        await stack.aclose()
 
 
 async def test_a_group_is_on_one_shard_and_agents_call_it_directly(site: Site) -> None:
@@ -245,20 +314,21 @@ async def test_what_the_front_says_of_all(site: Site) -> None:
             assert response.status in (400, 401, 422)
 
 
-async def test_a_shard_that_is_killed_comes_back_at_its_address_with_its_sessions(site: Site) -> None:
-    access = await site.client.open_session(task=TASK, group_id="killed", slot=0, deadline_s=60)
-    async with site.llm(access) as llm:
-        await llm.chat.completions.create(model="m", messages=ASK)
-        os.kill(pid_of(access.base_url), signal.SIGKILL)
-        # The trainer's calls wait for it, and so do the agent's.
-        assert (await site.client.list_engines())[0]["url"] == site.engine.url
-        reply = await llm.chat.completions.create(model="m", messages=ASK)
-        assert reply.choices[0].message.content
-    summary = await site.client.finish(access.session_id, reward=1.0)
-    assert (summary.outcome, summary.turns) == (Outcome.COMPLETED, 2)
-    restarts = re.findall(r'shard_restarts_total{shard="(\d)"} (\d)', await site.client.metrics())
-    assert dict(restarts)[str(owner(access.session_id, SHARDS))] == "1"
-    await site.client.drop_group("killed")
+@pytest.mark.slow
+async def test_a_shard_that_is_killed_comes_back_at_its_address_with_its_sessions(tmp_path: Path) -> None:
+    async with sharded(tmp_path, "--journal", str(tmp_path / "journal")) as site:
+        access = await site.client.open_session(task=TASK, group_id="killed", slot=0, deadline_s=60)
+        async with site.llm(access) as llm:
+            await llm.chat.completions.create(model="m", messages=ASK)
+            os.kill(pid_of(access.base_url), signal.SIGKILL)
+            # The trainer's calls wait for it, and so do the agent's.
+            assert (await site.client.list_engines())[0]["url"] == site.engine.url
+            reply = await llm.chat.completions.create(model="m", messages=ASK)
+            assert reply.choices[0].message.content
+        summary = await site.client.finish(access.session_id, reward=1.0)
+        assert (summary.outcome, summary.turns) == (Outcome.COMPLETED, 2)
+        restarts = re.findall(r'shard_restarts_total{shard="(\d)"} (\d)', await site.client.metrics())
+        assert dict(restarts)[str(owner(access.session_id, SHARDS))] == "1"
 
 
 @pytest.mark.slow
