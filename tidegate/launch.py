@@ -100,6 +100,7 @@ def _finish(settings: Settings, observer: Observer, result: Result) -> None:
     except (OSError, TidegateError) as error:
         observer.note(f"report.html could not be written: {error}")
         report = None
+    begun = (run_dir / "ledger.jsonl").exists()
     newest = sorted((run_dir / "checkpoints").glob("step_*/COMMITTED"), key=lambda path: path.stat().st_mtime)
     observer.finished(
         {
@@ -109,6 +110,7 @@ def _finish(settings: Settings, observer: Observer, result: Result) -> None:
             "after": result.after or None,
             "checkpoint": str(newest[-1].parent) if newest else None,
             "report": report,
-            "resume": f"tidegate train {run_dir}/config.toml --resume",
+            # A run that failed before it began has no book: there is nothing to resume, it is started again.
+            "resume": f"tidegate train {run_dir}/config.toml{' --resume' if begun else ''}",
         }
     )

@@ -94,7 +94,8 @@ def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[st
     if result.get("report"):
         ways.append(("read the report", str(result["report"])))
     if result.get("resume"):
-        ways.append(("train on from the checkpoint", str(result["resume"])))
+        where = "on from the checkpoint" if result.get("checkpoint") else "from the start"
+        ways.append((f"train {where}", str(result["resume"])))
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
         ways.append(("serve the checkpoint", f"tidegate engine --model {model}"))
@@ -104,5 +105,6 @@ def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[st
         config = shlex.quote(str(run_dir / "config.toml"))
         mine = f"tidegate train {config} --agent.use my_agent.py:my_agent --run.name mine"
         ways.append(("train your own agent", mine))
-        ways.append(("check the books", f"tidegate audit {shlex.quote(str(run_dir))}"))
+        if (run_dir / "ledger.jsonl").exists():
+            ways.append(("check the books", f"tidegate audit {shlex.quote(str(run_dir))}"))
     return ways
