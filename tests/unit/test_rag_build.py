@@ -64,6 +64,7 @@ def contents(directory: Path) -> dict[str, str]:
         "rag.documents:3",
         pytest.param("rag.offsets:4", marks=pytest.mark.slow),
         "rag.vectors:5",
+        pytest.param("rag.bm25", marks=pytest.mark.slow),
         pytest.param("rag.index", marks=pytest.mark.slow),
     ],
 )

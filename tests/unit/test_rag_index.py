@@ -16,6 +16,7 @@ from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.rag import estimate as estimates
 from tidegate.rag.build import Plan
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
+from tidegate.rag.gpu import on_gpus
 from tidegate.rag.hashing import HashEncoder
 from tidegate.rag.index import VectorIndex, build_index
 from tidegate.rag.kinds import KINDS, IndexKind, cells, choose, code_bytes, index_bytes, subquantizers
@@ -135,6 +136,28 @@ def test_cells_without_vectors_leave_no_hit(tmp_path: Path) -> None:
         assert 0 < len(hits) < 400
         assert len({hit.row for hit in hits}) == len(hits)
         assert all(0 <= hit.row < 400 and hit.id == f"p{hit.row}" for hit in hits)
+
+
+class _TwoGpus:
+    """What `faiss-gpu` has and `faiss-cpu` has not, as far as it is asked for."""
+
+    class GpuMultipleClonerOptions:
+        shard = useFloat16 = False
+
+    @staticmethod
+    def get_num_gpus() -> int:
+        return 2
+
+    @staticmethod
+    def index_cpu_to_all_gpus(index, co):  # type: ignore[no-untyped-def]
+        return (index, co.shard, co.useFloat16)
+
+
+def test_with_gpus_the_index_is_shared_out_but_sq8(caplog: pytest.LogCaptureFixture) -> None:
+    assert on_gpus(_TwoGpus, "index", "flat") == ("index", True, True)  # type: ignore[arg-type]
+    assert on_gpus(_TwoGpus, "index", "ivf-pq") == ("index", True, True)  # type: ignore[arg-type]
+    assert on_gpus(_TwoGpus, "index", "sq8") is None  # type: ignore[arg-type]
+    assert "stays on the CPU" in caplog.text
 
 
 @pytest.fixture(scope="module")

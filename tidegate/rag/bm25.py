@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.failpoints import reach
 from tidegate.rag.corpus import Corpus
+from tidegate.rag.files import sync
 from tidegate.rag.news import OnProgress
 from tidegate.rag.words import COMMON, words
 
@@ -75,15 +77,21 @@ class Bm25:
 
 
 def build_bm25(corpus: Corpus, directory: Path, progress: OnProgress) -> None:
-    """Write the index of these documents. Raises CorpusError where none of them holds a word."""
+    """Write the index of these documents, unless it is there. Raises CorpusError where none holds a word."""
     bm25s = require_bm25s()
     scratch = directory / _SCRATCH
+    # The scratch file is made first and removed last: without it the others are whole.
+    if all((directory / name).is_file() for name in FILES) and not scratch.exists():
+        return
     tokens = _tokenise(corpus, scratch, progress)
     if not tokens.vocab:
         raise CorpusError("no document holds a word that BM25 counts; build without --bm25")
     index = bm25s.BM25(k1=1.5, b=0.75, method="lucene", auto_compile=False)
     index.index(tokens, create_empty_token=False, show_progress=False)
     index.save(directory, show_progress=False, **_NAMES)
+    for name in FILES:
+        sync(directory / name)
+    reach("rag.bm25")
     scratch.unlink()
 
 

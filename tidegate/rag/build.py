@@ -159,7 +159,8 @@ class _Build:
         check_kind(kind, len(read))
         vectors = Vectors(self.directory / _VECTORS, len(read), encoder.dimension, plan.shard)
         vectors.encode(read, encoder, self.news.stage("encoded"))
-        build_index(kind, vectors, self.directory, plan.threads, self.news)
+        if not (self.directory / index.FILE).is_file():
+            build_index(kind, vectors, self.directory, plan.threads, self.news)
         write_probe(encoder, self.directory)
         nprobe, recall = measure(kind, read, vectors, encoder, self.directory, plan.threads, self.news)
         self.news.say(f"recall@{K} against Flat: {recall:.3f}" + (f" (nprobe {nprobe})" if nprobe else ""))

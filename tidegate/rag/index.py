@@ -1,12 +1,14 @@
 """The vector index: FAISS, searched by inner product.
 
-Nothing is read when an index is opened: its codes are mapped from the file, and only the pages that searches
-touch take memory.
+On the CPU nothing is read when an index is opened: its codes are mapped from the file, and only the pages
+that searches touch take memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
@@ -16,6 +18,7 @@ import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.files import replace_file
+from tidegate.rag.gpu import MAX_K, on_gpus
 from tidegate.rag.kinds import IndexKind, factory, training_rows
 from tidegate.rag.news import News
 from tidegate.rag.vectors import Vectors
@@ -36,13 +39,16 @@ machine: 1 query 29 and 125, 2: 93 and 115, 3: 134 and 134, 4: 155 and 105, 8: 3
 class VectorIndex:
     """Finds the rows whose vectors are nearest. May be shared by threads."""
 
-    def __init__(self, index: faiss.Index, threads: int) -> None:
+    def __init__(self, index: faiss.Index, threads: int, *, gpu: bool = False) -> None:
         self._index = index
         self._threads = threads
+        # What lies on GPUs must not be searched by two threads at once.
+        self._turn = threading.Lock() if gpu else contextlib.nullcontext()
+        self._max_k = min(self.count, MAX_K) if gpu else self.count
 
     @classmethod
     def open(cls, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> Self:
-        """Map the index; `nprobe` cells are looked at, where it has cells.
+        """Map the index, or share it out to the GPUs; `nprobe` cells are looked at, where it has cells.
 
         Raises CorpusError where the file is no index.
         """
@@ -55,7 +61,8 @@ class VectorIndex:
         if nprobe is not None:
             faiss.extract_index_ivf(index).nprobe = nprobe
         _use_blas(faiss, int(index.d))
-        return cls(index, threads)
+        shared = on_gpus(faiss, index, kind)
+        return cls(index, threads) if shared is None else cls(shared, threads, gpu=True)
 
     @property
     def count(self) -> int:
@@ -75,7 +82,8 @@ class VectorIndex:
         # Left alone, FAISS 1.15 compares up to hundreds of queries with the vectors one by one. From three
         # queries on a matrix product is faster, for 32 six times; for one it takes twice as long.
         faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) > 2 else 2**31 - 1
-        scores, rows = self._index.search(np.ascontiguousarray(queries), min(k, self.count))
+        with self._turn:
+            scores, rows = self._index.search(np.ascontiguousarray(queries), min(k, self._max_k))
         return scores, rows
 
 
