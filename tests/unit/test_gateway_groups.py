@@ -229,3 +229,42 @@ async def test_to_wait_is_not_to_lease() -> None:
     assert await store.lease(1, 0, 10, "key") == [], "nothing was leased under this key"
     with pytest.raises(GatewayError, match="epoch 0 is over"):
         await store.wait(0, 10)
+
+
+class Failing(Journal):
+    """One thing cannot be written."""
+
+    def __init__(self, what: str) -> None:
+        async def fails(*_: object) -> None:
+            raise GatewayError("the disk is full", status=503)
+
+        setattr(self, what, fails)
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        ("sealed", {}),
+        ("leased", {"g": "ready"}),
+        ("returned", {"g": "leased"}),
+        ("ended", {"g": "leased"}),
+        ("entered", {"g": "leased"}),
+    ],
+)
+async def test_what_could_not_be_written_did_not_happen(what: str, left: dict[str, str]) -> None:
+    store = GroupStore(Failing(what), lambda _: [], Recovered(epoch=1))
+
+    async def through() -> None:
+        await store.seal(group("g"))
+        [one] = await store.lease(1, 1, 0)
+        if what == "returned":
+            await store.give_back([one.lease_id])
+        elif what == "entered":
+            await store.enter(2)
+        else:
+            await store.ack(1, one.lease_id, "trained")
+
+    with pytest.raises(GatewayError, match="disk is full"):
+        await through()
+    assert {entry.group.id: entry.state for entry in store.entries()} == left
+    assert (store.epoch, store.done("g"), store.sealed) == (1, None, len(left))
