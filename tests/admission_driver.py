@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tidegate.config import TrainerSettings
 from tidegate.trainer.admission import Rules, Verdict
 from tidegate.trainer.checkpoint import Checkpoint
 from tidegate.trainer.entries import Entry, State
@@ -71,6 +72,8 @@ class World:
     """The newest group of each task, by its index."""
     files: set[str] = field(default_factory=set)
     """Groups whose tokens were written down, before the step on them was entered."""
+    parts: list[Cut] = field(default_factory=list)
+    """Minibatches of the next step that were cut already."""
     trained: set[str] = field(default_factory=set)
     """Groups that a marker committed."""
     stepped: dict[str, int] = field(default_factory=dict)
@@ -85,6 +88,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.marker: Marker | None = None
+        parts = self.rng.randint(1, self.rules.groups_per_batch)
+        settings = TrainerSettings(
+            groups_per_batch=self.rules.groups_per_batch, minibatches=parts, streaming=parts > 1
+        )
+        self.cuts = settings.cuts
         self.core = Start(Path()).open_book(self.enter, self.rules, {}).admission
 
     # -------------------------------------------------------------- the outside book
@@ -225,9 +233,15 @@ class World:
             self.core.filter_group(group)
 
     def train(self) -> None:
-        cut = self.core.cut()
-        if cut is None:
+        size = self.cuts[len(self.parts)]
+        part = self.core.cut(size)
+        if part is None:
             return
+        assert len(part.groups) == size
+        self.parts.append(part)
+        if len(self.parts) < len(self.cuts):
+            return  # it streams: the other minibatches are cut when their groups are there
+        cut, self.parts = Cut.of(self.parts), []
         assert len(cut.groups) == self.rules.groups_per_batch
         self.step += 1
         self.files.update(cut.groups)
@@ -287,6 +301,7 @@ class World:
             if self.rng.random() < 0.02:
                 del kept[name]
         self.step = start.step
+        self.parts.clear()
         # Entries of its making are checked against its version before there is an `Opened`.
         self.core.version = start.version
         self.core = start.open_book(self.enter, self.rules, kept, sealed).admission

@@ -6,6 +6,7 @@ settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,7 +197,11 @@ class TrainerSettings(Section):
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """The constant that dr_grpo divides by, in tokens a trajectory."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimiser steps of one batch, a part of its groups each; more than one needs decoupled_ppo."""
+    """Parts of a batch, of as many groups each: an optimiser step each, which needs decoupled_ppo, unless
+    `streaming`."""
+    streaming: bool = False
+    """Each minibatch is cut and learned from as soon as its groups are ready, while the others are still
+    sampled; their gradients are summed into the batch's one optimiser step."""
     reference: Path | None = None
     """A frozen model in Hugging Face format, whose distance is measured, and penalised if one wants."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
@@ -241,6 +246,13 @@ class TrainerSettings(Section):
         return self.dynamic_sampling or self.truncated_episodes == "mask"
 
     @property
+    def cuts(self) -> list[int]:
+        """How many groups are cut at a time for one batch: all of them, or a minibatch when streaming."""
+        parts = self.minibatches if self.streaming else 1
+        bounds = [self.groups_per_batch * part // parts for part in range(parts + 1)]
+        return [end - start for start, end in itertools.pairwise(bounds)]
+
+    @property
     def smallest_group(self) -> int:
         return self.min_group_size or self.group_size
 
@@ -262,13 +274,14 @@ class TrainerSettings(Section):
 
     def _loss_is_consistent(self) -> None:
         """Raises ValueError where the loss's settings do not go together."""
-        if self.minibatches > 1 and self.loss not in DECOUPLED:
+        self._streaming_is_consistent()
+        if self.minibatches > 1 and self.loss not in DECOUPLED and not self.streaming:
             raise ValueError(
                 f"minibatches = {self.minibatches} with loss = {self.loss!r}: after the first optimiser step "
                 f"π/μ is age and update in one. Several steps need loss = {DECOUPLED[0]!r}, which recomputes "
                 "π_old at the cut"
             )
-        if self.minibatches > 1 and self.on_policy:
+        if self.minibatches > 1 and self.on_policy and not self.streaming:
             raise ValueError("on_policy is one optimiser step a batch; minibatches must be 1")
         if self.minibatches > self.groups_per_batch:
             raise ValueError(
@@ -277,6 +290,23 @@ class TrainerSettings(Section):
             )
         if self.kl_coefficient and self.reference is None:
             raise ValueError("kl_coefficient needs trainer.reference, the frozen model to stay close to")
+
+    def _streaming_is_consistent(self) -> None:
+        """Raises ValueError where streaming would be something else, or nothing."""
+        if not self.streaming:
+            return
+        if self.minibatches == 1:
+            raise ValueError("streaming is by minibatches: set trainer.minibatches to 2 or more")
+        if self.loss in DECOUPLED:
+            raise ValueError(
+                f"streaming sums the minibatches' gradients into one optimiser step, {self.loss} is for "
+                f"several. A step a minibatch is a smaller batch: groups_per_batch = "
+                f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
+            )
+        if self.scale == "batch":
+            raise ValueError(
+                "advantage_scale = 'batch' needs all rewards of a batch, of which streaming does not wait"
+            )
 
 
 class EvalSettings(Section):

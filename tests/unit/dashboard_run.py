@@ -181,7 +181,8 @@ def write_step(run: Writer, step: int, **metrics: Any) -> None:
     alike = Group(names["alike"], "t", [run.simple(names["alike"], slot, 1.0) for slot in range(2)])
     old = Group(names["old"], "t", [run.simple(names["old"], slot, float(slot)) for slot in range(2)])
     batch = Batch(Cut(step, [good.id], [1]), [good], [(alike, State.FILTERED), (old, State.STALE)], 0.5, 0.1)
-    run.files.batch(batch, [[-0.7071, 0.7071]], step)
+    batch.advantages = [[-0.7071, 0.7071]]
+    run.files.batch(batch, step)
     book = run.ledger.book
     for index, group in enumerate((good, alike, old)):
         replaces = f"g{step - 1}-old" if group is good and step > 1 else None

@@ -79,9 +79,9 @@ async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advanta
     batch = await batches.next()
     assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
     assert (batch.dropped, gateway.acked) == ([], [])
-    advantages = GroupCredit(TrainerSettings())(batch.groups)
-    assert advantages[0] == [0.0, 0.0]
-    rows = batch.rows(advantages)
+    batch.advantages = GroupCredit(TrainerSettings())(batch.groups)
+    assert batch.advantages[0] == [0.0, 0.0]
+    rows = batch.rows()
     assert {row.group_id for row in rows} == {group.id for group in batch.groups}
     assert all(row.mask.any() for row in rows), "their tokens count as trained ones"
 

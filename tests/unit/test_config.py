@@ -45,6 +45,7 @@ def test_on_policy_forces_what_makes_it_synchronous() -> None:
 
 
 DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
+STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,9 @@ DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
         ([*MODEL, "--trainer.minibatches", "2"], "Several steps need loss = 'decoupled_ppo'"),
         ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "minibatches must be 1"),
         ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "a group is not split"),
+        ([*MODEL, "--trainer.streaming", "true"], "set trainer.minibatches to 2 or more"),
+        ([*MODEL, *DECOUPLED, "--trainer.streaming", "true"], "groups_per_batch = 8, publish_interval = 2"),
+        ([*MODEL, *STREAMING, "--trainer.advantage_scale", "batch"], "of which streaming does not wait"),
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it begins before it ends"),
         ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
         ([], "'model' is required"),
@@ -79,6 +83,13 @@ def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> N
     with pytest.raises(ConfigError) as caught:
         load_settings(None, overrides)
     assert words in str(caught.value)
+
+
+def test_a_batch_is_cut_whole_or_in_minibatches_that_stream() -> None:
+    assert load_settings(None, MODEL).trainer.cuts == [16]
+    assert load_settings(None, [*MODEL, *DECOUPLED]).trainer.cuts == [16]
+    streaming = load_settings(None, [*MODEL, *STREAMING, "--trainer.on_policy", "true"]).trainer
+    assert (streaming.cuts, streaming.staleness_bound) == ([5, 5, 6], 0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import Row, minibatches
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.loss import LOSSES, make_loss
 from tidegate.trainer.policy import Policy
@@ -99,6 +99,42 @@ def test_minibatches_are_steps_from_one_policy(base):
     torch.testing.assert_close(weights(policy), weights(by_hand), rtol=1e-4, atol=1e-5)
     again = Policy.load(base, TrainerSettings(**settings, minibatches=2))
     assert not torch.equal(weights(again), weights(policy))
+
+
+STREAMED = [name for name in LOSSES if name != "decoupled_ppo"]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_minibatches_that_stream_are_one_step_as_if_they_had_come_at_once(base, name):
+    whole = Policy.load(base, TrainerSettings(loss=name, learning_rate=0.01))
+    settings = TrainerSettings(loss=name, learning_rate=0.01, minibatches=3, streaming=True)
+    streamed, together = (Policy.load(base, settings) for _ in range(2))
+    rows = make_batch(whole)
+    rows[1].group_id = rows[0].group_id  # of one trajectory, which minibatches don't part
+    before = weights(streamed)
+    for part in minibatches(rows, 3):
+        streamed.add(part, version=3)
+        assert torch.equal(weights(streamed), before), "nothing moves before the last one is there"
+    found, plain, replayed = streamed.finish(), whole.update(rows, 3), together.update(rows, 3)
+    assert (found["optimizer_steps"], streamed.steps) == (1, 1)
+    for figure in ("loss", "grad_norm", "lag_kl", "mismatch_kl", "clip_fraction", "ess", "tokens/trained"):
+        assert found[figure] == pytest.approx(plain[figure], rel=1e-4, abs=1e-7)
+        assert found[figure] == replayed[figure], "bit for bit, for a replay"
+    assert float((gradient(streamed) - gradient(whole)).norm() / gradient(whole).norm()) <= 1e-5
+    assert torch.equal(weights(streamed), weights(together))
+
+
+def test_a_streamed_batch_that_is_not_finite_is_skipped_whole_and_forgotten(base):
+    settings = TrainerSettings(minibatches=2, streaming=True, learning_rate=0.01)
+    policy, fresh = (Policy.load(base, settings) for _ in range(2))
+    rows = make_batch(policy)
+    broken = [replace(row, advantages=row.advantages * np.nan) for row in rows if row.group_id == "g1"]
+    policy.add(rows, version=3)
+    policy.add(broken, version=3)
+    metrics = policy.finish()
+    assert (metrics["skipped"], policy.non_finite) == (1, ["g1"])
+    assert torch.equal(weights(policy), weights(fresh))
+    assert policy.update(rows, 3)["loss"] == fresh.update(rows, 3)["loss"]
 
 
 def test_one_batch_is_one_step_of_the_schedule(base):

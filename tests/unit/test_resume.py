@@ -237,9 +237,10 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     yet; of `ran` the agents died; `done` had ended `trained` without the gateway being told."""
     files = TrajectoryFiles(tmp_path)
     kept = tokens("b", 0)
-    lost = Batch(Cut(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0)
-    files.batch(lost, [[1.0, -1.0]], 2)
-    files.batch(Batch(Cut(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0), [[1.0, -1.0]], 1)
+    lost = Batch(Cut(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]])
+    done = Batch(Cut(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
+    files.batch(lost, 2)
+    files.batch(done, 1)
     first = [started(1), *stepped("done", 1, index=0)]
     entries = [*first, *stepped("b", 2, index=1), *issued("c", 2), *issued("ran", 3)]
     gateway = Gateway({"done": "leased", "b": "leased", "c": "leased", "ran": "live"})

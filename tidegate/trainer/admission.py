@@ -254,12 +254,14 @@ class Admission:
             self.end_stale(group_id)
         return gone
 
-    def cut(self) -> Cut | None:
-        """The next batch, exactly `groups_per_batch` swept groups in order of completion; or None."""
+    def cut(self, number: int | None = None) -> Cut | None:
+        """The next batch, or minibatch of `number` groups: exactly so many swept groups, in order of
+        completion; None where there are not enough."""
         self.sweep()
-        if len(self._ready_order) < self.rules.groups_per_batch:
+        size = self.rules.groups_per_batch if number is None else number
+        if len(self._ready_order) < size:
             return None
-        chosen = [self._ready_order.popleft() for _ in range(self.rules.groups_per_batch)]
+        chosen = [self._ready_order.popleft() for _ in range(size)]
         staleness = []
         for group_id in chosen:
             group = self.groups[group_id]

@@ -23,7 +23,7 @@ LEASE_WAIT_S = 5.0
 
 @dataclass(slots=True)
 class Batch:
-    """A cut batch, and the groups that were dropped while it was gathered."""
+    """A cut batch, or a minibatch of it, and the groups that were dropped while it was gathered."""
 
     cut: Cut
     groups: list[Group]
@@ -33,9 +33,24 @@ class Batch:
     ready_s: float
     """How long its groups waited for the trainer, on average (`time/wait_for_policy`)."""
 
-    def rows(self, advantages: list[list[Advantage]]) -> list[Row]:
+    advantages: list[list[Advantage]] = field(default_factory=list)
+
+    def rows(self) -> list[Row]:
         """The token sequences to train on."""
-        return rows_to_train(self.groups, advantages)
+        return rows_to_train(self.groups, self.advantages)
+
+    @classmethod
+    def of(cls, parts: Sequence[Batch]) -> Batch:
+        """Minibatches, in order, as one batch."""
+        groups = [group for part in parts for group in part.groups]
+        return cls(
+            Cut.of([part.cut for part in parts]),
+            groups,
+            [one for part in parts for one in part.dropped],
+            sum(part.waited_s for part in parts),
+            sum(part.ready_s * len(part.groups) for part in parts) / len(groups),
+            [values for part in parts for values in part.advantages],
+        )
 
 
 def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[Row]:
@@ -70,14 +85,15 @@ class Batches:
         self._held[group.id] = group
         self._leased_at[group.id] = time.monotonic()
 
-    async def next(self) -> Batch:
-        """Wait for enough groups and cut. It may wait for ever; the watchdog says when that is too long."""
+    async def next(self, number: int | None = None) -> Batch:
+        """Wait for `number` groups, or a batch of them, and cut. It may wait for ever; the watchdog says when
+        that is too long."""
         started = time.monotonic()
         dropped: list[tuple[Group, State]] = []
         while True:
             for group_id in self.admission.sweep():
                 dropped.append(await self._drop(group_id, State.STALE))
-            cut = self.admission.cut()
+            cut = self.admission.cut(number)
             if cut is not None:
                 break
             for group in await self.gateway.lease(

@@ -13,6 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidegate import failpoints
 from tidegate.errors import CheckpointError
 from tidegate.trainer.checkpoint import MARKER, TRAINER_STATE, sync_tree
 
@@ -51,10 +52,11 @@ class Best:
         place = self.directory / f"{LINK}-v{version}-step{step}"  # no version ever comes twice
         shutil.rmtree(place, ignore_errors=True)
         try:
-            shutil.copytree(weights, place, ignore=shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD))
-            record = {"step": step, "version": version, "eval/reward": reward}
-            (place / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
-            sync_tree(place)
+            with failpoints.around("best.copied"):
+                shutil.copytree(weights, place, ignore=shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD))
+                record = {"step": step, "version": version, "eval/reward": reward}
+                (place / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+                sync_tree(place)
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
@@ -66,7 +68,8 @@ class Best:
         link, fresh = self.directory / LINK, self.directory / f".{LINK}.partial"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(place.name)
-        os.replace(fresh, link)
+        with failpoints.around("best.link"):
+            os.replace(fresh, link)
         for old in self.directory.glob(f"{LINK}-*"):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)

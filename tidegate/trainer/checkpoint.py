@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tidegate import failpoints
 from tidegate.errors import CheckpointError
 
 MARKER = "COMMITTED"
@@ -58,8 +59,10 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
     whole = (path / MARKER).exists()
     try:
         if not whole:
-            policy.save_weights(path)
-            policy.save_state(path / TRAINER_STATE)
+            with failpoints.around("checkpoint.weights"):
+                policy.save_weights(path)
+            with failpoints.around("checkpoint.state"):
+                policy.save_state(path / TRAINER_STATE)
             sync_tree(path)
             sync(path.parent)
         _commit(path / MARKER, marker)
@@ -98,11 +101,13 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
     kept = {*sorted(there, reverse=True)[:keep], *protect}
     doomed = [path for step, path in sorted(there.items()) if step not in kept]
     for path in doomed:
-        (path / MARKER).unlink()
+        with failpoints.around("checkpoint.unmarked"):
+            (path / MARKER).unlink()
         sync(path)
     unmarked = [path for path in _directory(run_dir).glob("*step_*") if not (path / MARKER).exists()]
     for path in unmarked:
-        shutil.rmtree(path, ignore_errors=True)
+        with failpoints.around("checkpoint.removed"):
+            shutil.rmtree(path, ignore_errors=True)
     return unmarked
 
 
@@ -126,7 +131,8 @@ def _commit(marker: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         sync(partial)
-        partial.replace(marker)
+        with failpoints.around("checkpoint.marker"):
+            partial.replace(marker)
         sync(marker.parent)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tidegate.errors import LedgerError
 from tidegate.types import Outcome
 
 
@@ -64,6 +66,18 @@ class Cut:
     version: int
     groups: list[str]
     staleness: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Cut]) -> Cut:
+        """Minibatches as one batch; they were cut at one version, as no publish lies between."""
+        versions = {part.version for part in parts}
+        if len(versions) != 1:
+            raise LedgerError(f"minibatches of one batch were cut at the versions {sorted(versions)}")
+        return cls(
+            versions.pop(),
+            [group for part in parts for group in part.groups],
+            [age for part in parts for age in part.staleness],
+        )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import cast
 
 import orjson
 
+from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.entries import Entry
 
@@ -34,8 +35,9 @@ class Ledger:
         """Enter one entry; raises LedgerError where it cannot be written (a full disk, say)."""
         line: Entry = {"seq": self.position, "time": round(time.time(), 3), **one}
         try:
-            self._file.write(orjson.dumps(line) + b"\n")
-            self._file.flush()
+            with failpoints.around(f"ledger.{one['kind']}.{one.get('state', one['event'])}"):
+                self._file.write(orjson.dumps(line) + b"\n")
+                self._file.flush()
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot enter {one.get('id')}: {error.strerror}") from error
         self.position += 1

@@ -44,10 +44,10 @@ class Loop:
         """Train until `settings.steps`, or until `stop` is set and the step in hand is done."""
         while self.step < self.settings.steps:
             began = time.monotonic()
-            batch = await unless(self.stop, self.batches.next())
-            if batch is None:
+            parts = await self._gather()
+            if parts is None:
                 return
-            metrics = await whole(self._train(batch))
+            metrics = await whole(self._train(parts))
             if self.skipped:
                 continue
             if self.step % self.settings.publish_interval == 0:
@@ -58,18 +58,36 @@ class Loop:
             if self.step % self.settings.checkpoint_every == 0:
                 await whole(self.checkpoint(self.step))
 
-    async def _train(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step, entered in the ledger as soon as it is done."""
-        advantages = self.credit(batch.groups)
+    async def _gather(self) -> list[Batch] | None:
+        """Cut the next batch; None when it is time to stop. When streaming it comes in minibatches, and each
+        but the last is learned from before the next one is waited for."""
+        parts: list[Batch] = []
+        for number in self.settings.cuts:
+            if parts:
+                await whole(self._learn(parts[-1]))
+            part = await unless(self.stop, self.batches.next(number))
+            if part is None:
+                return None
+            part.advantages = self.credit(part.groups)
+            parts.append(part)
+        return parts
+
+    async def _learn(self, part: Batch) -> None:
         fresh = self.step % self.settings.publish_interval == 0
         version = self.admission.version if fresh else CHANGED
-        metrics = await asyncio.to_thread(self.policy.update, batch.rows(advantages), version)
+        await asyncio.to_thread(self.policy.add, part.rows(), version)
+
+    async def _train(self, parts: list[Batch]) -> dict[str, float]:
+        """One optimiser step, entered in the ledger as soon as it is done."""
+        await self._learn(parts[-1])
+        metrics = await asyncio.to_thread(self.policy.finish)
+        batch = Batch.of(parts)
         self.skipped = self.skipped + 1 if metrics["skipped"] else 0
         if self.skipped:
             await self._skip(batch)
             return {}
         self.step += 1
-        self.recorder.batch(batch, advantages, self.step)
+        self.recorder.batch(batch, self.step)
         await self.batches.stepped(batch, self.step)
         return self.recorder.batch_metrics(batch, self.step) | metrics
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tidegate import failpoints
 from tidegate.errors import TidegateError
 
 FILE = "metrics.jsonl"
@@ -39,8 +40,9 @@ class MetricsLog:
         head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
         plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
         try:
-            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-            self._file.flush()
+            with failpoints.around("metrics.line"):
+                self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+                self._file.flush()
         except OSError as error:
             raise TidegateError(f"{self.path} cannot be written: {error}") from error
 
@@ -54,7 +56,8 @@ class MetricsLog:
             file.writelines(json.dumps(line) + "\n" for line in kept)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(self.path)
+        with failpoints.around("metrics.truncated"):
+            partial.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
         return len(lines) - len(kept)
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from errno import EIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -48,15 +48,27 @@ FINAL_RATE = 0.1
 
 @dataclass(slots=True)
 class _Descent:
-    """The gradient of one optimiser step, before the step is taken."""
+    """The gradient of one optimiser step: summed over its rows part by part, then divided by their N."""
 
-    loss: float
-    grad_norm: float
-    passes: list[Microbatch | Prefixes]
+    rows: list[Row] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    passes: list[Microbatch | Prefixes] = field(default_factory=list)
+    denominator: float = 0.0
+    loss: float = math.nan
+    grad_norm: float = math.nan
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A batch that is being learned from."""
+
+    diagnostics: Diagnostics
+    descents: list[_Descent] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class Policy:
@@ -74,6 +86,7 @@ class Policy:
         self.device = torch.device(settings.device)
         self.steps = 0
         self.non_finite: list[str] = []
+        self._under_way: _UnderWay | None = None
         self._tokenizer = _tokenizer_files(base)
         self._loss = make_loss(settings)
         self._optimizer = _optimizer(model, settings)
@@ -116,34 +129,55 @@ class Policy:
 
         Raises TrainingError where no row has a trained token.
         """
+        self._under_way = None
+        for part in minibatches(rows, self.settings.minibatches) if self.settings.streaming else [rows]:
+            self.add(part, version)
+        return self.finish()
+
+    def add(self, rows: Sequence[Row], version: int) -> None:
+        """Learn from a batch, or when streaming from a minibatch of it: its gradient is kept for `finish`.
+
+        Until then the policy stays as it is, unless the batch is taken in several optimiser steps.
+        """
         started = time.perf_counter()
+        if self._under_way is None:
+            self._under_way = _UnderWay(Diagnostics(version))
+            self.non_finite = []
+        batch = self._under_way
         trained = self._anchored([row for row in rows if row.trained])
         if not trained:
-            raise TrainingError(f"a batch of {len(rows)} rows holds no token that can be trained")
-        diagnostics = Diagnostics(version)
+            return
+        if self.settings.streaming:
+            if not batch.descents:
+                batch.descents.append(self._begin())
+            self._descend(batch.descents[0], trained, batch.diagnostics)
+        else:
+            self._take_steps(batch, trained)
+        batch.seconds += time.perf_counter() - started
+
+    def finish(self) -> dict[str, float]:
+        """Take the step that is left to be taken, and return the batch's metrics; see `update`."""
+        started = time.perf_counter()
+        batch, self._under_way = self._under_way, None
+        if batch is None or not batch.descents:
+            raise TrainingError("a batch holds no token that can be trained")
         learning_rate = self._learning_rate()
-        self.non_finite = []
-        steps: list[_Descent] = []
-        for part in minibatches(trained, self.settings.minibatches):
-            steps.append(self._descend(part, diagnostics))
-            if not steps[-1].finite:
-                self.non_finite = self._suspects(part)
-                break
-            self._step(learning_rate)
-        taken = sum(step.finite for step in steps)
+        if self.settings.streaming:
+            self._step(batch.descents[0], learning_rate)
+        taken = sum(descent.finite for descent in batch.descents)
         self.steps += bool(taken)
-        passes = [one for step in steps for one in step.passes]
+        descents, passes = batch.descents, [one for descent in batch.descents for one in descent.passes]
         return {
-            "loss": sum(step.loss for step in steps) / len(steps),
-            "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+            "loss": sum(descent.loss for descent in descents) / len(descents),
+            "grad_norm": sum(descent.grad_norm for descent in descents) / len(descents),
             "learning_rate": learning_rate,
             "optimizer_steps": float(taken),
             "skipped": float(not taken),
-            **diagnostics.metrics(),
-            "tokens/trained": float(sum(row.trained for row in trained)),
+            **batch.diagnostics.metrics(),
+            "tokens/trained": float(sum(row.trained for descent in descents for row in descent.rows)),
             "tokens/computed": float(sum(one.tokens for one in passes)),
             "padding_ratio": padding_ratio(passes),
-            "time/update": time.perf_counter() - started,
+            "time/update": batch.seconds + time.perf_counter() - started,
         }
 
     def logprobs(self, rows: Sequence[Row]) -> list[Logprobs]:
@@ -229,7 +263,7 @@ class Policy:
 
     def _anchored(self, rows: list[Row]) -> list[Row]:
         """The rows with the logprobs of the policies that stand still while they are trained on."""
-        if self.settings.minibatches > 1:
+        if self.settings.minibatches > 1 and not self.settings.streaming:
             rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
         if self._reference is not None:
             found = self._reference.logprobs(
@@ -238,25 +272,36 @@ class Policy:
             rows = [replace(row, reference=one) for row, one in zip(rows, found, strict=True)]
         return rows
 
-    def _descend(self, rows: Sequence[Row], diagnostics: Diagnostics) -> _Descent:
-        """The gradient of the loss over the rows, clipped, in the parameters."""
+    def _take_steps(self, batch: _UnderWay, rows: list[Row]) -> None:
+        """One optimiser step a minibatch, up to the first that is not finite."""
+        for part in minibatches(rows, self.settings.minibatches):
+            batch.descents.append(self._begin())
+            self._descend(batch.descents[-1], part, batch.diagnostics)
+            if not self._step(batch.descents[-1], self._learning_rate()):
+                break
+
+    def _begin(self) -> _Descent:
+        self._optimizer.zero_grad(set_to_none=True)
+        return _Descent()
+
+    def _descend(self, descent: _Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
+        """Add the gradient of the loss over the rows, times N, to the parameters'."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
         layout = bundles(weighted, self.settings.microbatch_tokens, share=self._forward.shares)
-        self._optimizer.zero_grad(set_to_none=True)
-        losses = [self._accumulate(bundle, denominator, diagnostics) for bundle in layout]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        passes = [one for bundle in layout for one in bundle.passes]
-        return _Descent(float(torch.stack(losses).sum()), float(norm), passes)
+        descent.losses += [self._accumulate(bundle, diagnostics) for bundle in layout]
+        descent.passes += [one for bundle in layout for one in bundle.passes]
+        descent.rows += rows
+        descent.denominator += denominator
 
-    def _accumulate(self, bundle: Bundle, denominator: float, diagnostics: Diagnostics) -> Tensor:
-        """Add a bundle's gradient to the parameters'; returns its share of the loss."""
+    def _accumulate(self, bundle: Bundle, diagnostics: Diagnostics) -> Tensor:
+        """Add a bundle's gradient to the parameters'; returns its share of the loss, times N."""
         prefix = self._forward.prefix(bundle)
         losses = []
         for laid in bundle.microbatches:
             batch = laid.to(self.device)
             logprobs_n, entropy_n = self._forward(batch, prefix)
-            loss, cut_n = self._loss(logprobs_n, batch, denominator)
+            loss, cut_n = self._loss(logprobs_n, batch, 1.0)
             loss.backward()
             diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
             losses.append(loss.detach())
@@ -273,10 +318,20 @@ class Policy:
         done = min(1.0, self.steps / max(1, settings.steps - 1))
         return rate * (1.0 - (1.0 - FINAL_RATE) * done)
 
-    def _step(self, learning_rate: float) -> None:
+    def _step(self, descent: _Descent, learning_rate: float) -> bool:
+        """Take the step if it is finite; returns whether it was."""
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        torch._foreach_div_(gradients, descent.denominator)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        descent.loss = float(torch.stack(descent.losses).sum()) / descent.denominator
+        descent.grad_norm = float(norm)
+        if not descent.finite:
+            self.non_finite = self._suspects(descent.rows)
+            return False
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+        return True
 
     def _suspects(self, rows: Sequence[Row]) -> list[str]:
         """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""

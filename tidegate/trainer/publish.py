@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError
 
 CALL_S = 60.0
@@ -124,7 +125,8 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Make `version` live. Raises PublishError where no engine could be brought to it."""
         weights = self.directory / f"v{version:06d}"
-        await asyncio.to_thread(self.save, weights)
+        with failpoints.around("publish.weights"):
+            await asyncio.to_thread(self.save, weights)
         await self.cancel_doomed(version)
         self.live = (weights, version)
         await self.bring_all()

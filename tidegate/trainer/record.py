@@ -11,7 +11,6 @@ import numpy as np
 from tidegate.observer import Observer
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
-from tidegate.trainer.credit import Advantage
 from tidegate.trainer.groups import Cut
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -38,8 +37,8 @@ class Recorder:
         self.log.append(line)
         self.observer.step(line)
 
-    def batch(self, batch: Batch, advantages: list[list[Advantage]], step: int) -> None:
-        self.files.batch(batch, advantages, step)
+    def batch(self, batch: Batch, step: int) -> None:
+        self.files.batch(batch, step)
 
     def note(self, text: str) -> None:
         self.observer.note(text)

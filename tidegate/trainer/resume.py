@@ -46,6 +46,7 @@ class Past:
     attempts: dict[str, Known] = field(default_factory=dict)
     abandoned: set[int] = field(default_factory=set)
     """Versions of lineages that were left behind."""
+    quarantined: set[str] = field(default_factory=set)
     _versions: list[tuple[int, int]] = field(default_factory=list)
     """(`seq` of the entry, version) of everything published."""
     _members: dict[str, list[str]] = field(default_factory=dict)
@@ -76,6 +77,8 @@ class Past:
         self.epoch = max(self.epoch, one.get("epoch") or 0)
         if one["event"] == "started":
             self.abandon(one.get("position") or 0)
+        if one["event"] == "quarantined":
+            self.quarantined.add(one["task"])
         if one["event"] in ("started", "publishing"):
             self._versions.append((one["seq"], one["version"]))
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate import failpoints
 from tidegate.config import Settings, dump_settings
 from tidegate.envs.base import Environment
 from tidegate.errors import HopelessError, StorageError
@@ -121,7 +122,10 @@ class Run:
     def _prepare(self) -> None:
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
-        (self.dir / "config.toml").write_text(dump_settings(self.settings), encoding="utf-8")
+        part = self.dir / ".config.toml.partial"
+        part.write_text(dump_settings(self.settings), encoding="utf-8")
+        with failpoints.around("config"):
+            part.replace(self.dir / "config.toml")
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings

@@ -110,6 +110,7 @@ class Start:
         admission.abandoned = past.abandoned
         if self.checkpoint is not None:
             admission.restore(_progress(self.checkpoint.state))
+        admission.quarantined |= past.quarantined
         for name in [*undone, *(name for name in found if name not in undone and name not in cancelled)]:
             admission.go_on(found[name] or self._state(name, Phase.LEASED))
         stale = admission.sweep()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tidegate import failpoints
 from tidegate.errors import TidegateError
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.credit import Advantage
@@ -31,10 +32,10 @@ class TrajectoryFiles:
         self._aside = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def batch(self, batch: Batch, advantages: list[list[Advantage]], step: int) -> None:
+    def batch(self, batch: Batch, step: int) -> None:
         trained = [
             {"state": State.STEPPED.value, **_credited(advantage), **readable(trajectory)}
-            for group, values in zip(batch.groups, advantages, strict=True)
+            for group, values in zip(batch.groups, batch.advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
         ]
         dropped = [
@@ -57,7 +58,8 @@ class TrajectoryFiles:
         for path in self.directory.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > after:
                 self._aside.mkdir(exist_ok=True)
-                path.replace(self._aside / f"{epoch}_{path.name}")
+                with failpoints.around("trajectories.taken_back"):
+                    path.replace(self._aside / f"{epoch}_{path.name}")
 
     def taken_back(self, names: Collection[str]) -> dict[str, Group]:
         """The groups of these names that were members of batches of steps that are lost."""
@@ -72,13 +74,14 @@ class TrajectoryFiles:
         }
 
     def failure(self, trajectory: Trajectory, attempt: str) -> None:
-        with open(self.directory / "failed.jsonl", "ab") as file:
+        with failpoints.around("trajectories.failed"), open(self.directory / "failed.jsonl", "ab") as file:
             file.write(_line({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         part = self.directory / f"{name}.part"
-        part.write_bytes(b"".join(map(_line, lines)))
-        part.replace(self.directory / name)
+        with failpoints.around(f"trajectories.{name.partition('_')[0]}"):
+            part.write_bytes(b"".join(map(_line, lines)))
+            part.replace(self.directory / name)
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:

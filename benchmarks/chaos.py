@@ -1,0 +1,274 @@
+"""The demo under fire: killed at every place where something is written down, and 30 times at random.
+
+First the trainer dies, as by `kill -9`, before and after each kind of its durable writes, once each, and is
+resumed every time; the gateway dies before, within and after each kind of its own. Then `--kills` random
+ones over trainer, agents' process, gateway and engine. At last the run goes on to its end. Some of its tasks
+always raise, so that failures are written down too. What became of every episode is then read from
+ledger, trajectories and checkpoints by `lineage.py`, which shares no code with what wrote them.
+
+    python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints N] [--seed 0] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import Check, report
+from lineage import lineage_of
+
+from tidegate.failpoints import PASSED, VARIABLE
+from tidegate.trainer.audit import audit_run
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "examples" / "demo" / "config.toml"
+GROUPS_PER_BATCH = 16
+WRITES = (
+    "config", "metrics.line", "metrics.truncated", "trajectories.step", "trajectories.eval",
+    "trajectories.failed", "trajectories.taken_back", "checkpoint.weights", "checkpoint.state",
+    "checkpoint.marker", "checkpoint.unmarked", "checkpoint.removed", "best.copied", "best.link",
+    "publish.weights", "ledger.run.started", "ledger.run.publishing", "ledger.run.quarantined",
+    "ledger.group.issued", "ledger.group.stepped", "ledger.group.stale", "ledger.group.filtered",
+    "ledger.group.failed", "ledger.group.cancelled", "ledger.group.put_back", "ledger.attempt.issued",
+    "ledger.attempt.stepped", "ledger.attempt.stale", "ledger.attempt.filtered", "ledger.attempt.failed",
+    "ledger.attempt.cancelled",
+)  # fmt: skip
+"""The trainer's durable writes, but for the one that ends a run."""
+LAST = ("ledger.run.ended",)
+GATEWAY = (
+    "opened", "recorded", "sent", "closing", "finished", "forgotten", "sealed", "entered", "leased", "ended",
+    "engines",
+)  # fmt: skip
+"""The gateway's, but for `rewarded` and `returned`: no agent of the demo posts rewards, and no lease is given
+back. The gateway's own crash tests have all of them."""
+AT_ONCE = 4
+"""Places in the gateway that are armed in one start of the trainer, which restarts it five times."""
+PROCESSES = ("trainer", "agents", "gateway", "engine")
+STARTED_S, QUIET_S, LIMIT_S = 90.0, 60.0, 1500.0
+GAVE_UP = 3
+"""The exit code of a run whose gateway or engine died too often for one start."""
+
+
+@dataclass
+class Chaos:
+    """One run directory and the processes that go on with it, one after another."""
+
+    run_dir: Path
+    steps: int
+    tasks: int
+    rng: random.Random
+    starts: int = 0
+    exits: Counter[int] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def passed(self) -> set[str]:
+        """The places at which a process died."""
+        return {path.name for path in self.fired.glob("*")}
+
+    @property
+    def fired(self) -> Path:
+        return self.run_dir.parent / "passed"
+
+    def start(self, places: dict[str, int]) -> None:
+        """Start or go on, with these places armed."""
+        self.fired.mkdir(exist_ok=True, parents=True)
+        resume = ["--resume"] if (self.run_dir / "ledger.jsonl").exists() else []
+        armed = ",".join(f"{name}:{count}" for name, count in places.items())
+        environment = {
+            **os.environ, VARIABLE: armed, PASSED: str(self.fired), "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        with open(self.run_dir.parent / "out", "ab") as out:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "tidegate", "train", str(DEMO), *resume,
+                    f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}", "--run.live=false",
+                    f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2", "--eval.every=3",
+                    "--eval.interim_tasks=16", f"--eval.tasks={self.tasks}", "--agent.deadline_s=20",
+                    f"--agent.use={ROOT}/benchmarks/raising_solver.py:RaisingSolver",
+                ],
+                cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+        self.starts += 1
+
+    def ended(self, within_s: float) -> bool:
+        """Whether the trainer's process ends within the time; if so its exit is counted."""
+        assert self.process is not None
+        try:
+            code = self.process.wait(max(0.0, within_s))
+        except subprocess.TimeoutExpired:
+            return False
+        self.exits[code] += 1
+        self.process = None
+        if code == 0:
+            self.steps += 4  # it came to its end before we came to ours
+        return True
+
+    def owned(self) -> dict[str, int]:
+        """The processes that are alive at this moment, by name."""
+        if self.process is None:
+            return {}
+        found = {"trainer": self.process.pid}
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for child in listed.read_text().split() if listed.exists() else ():
+            command = Path(f"/proc/{child}/cmdline")
+            words = command.read_bytes().split(b"\0") if command.exists() else []
+            for name, word in (
+                ("agents", b"tidegate.agents.worker"),
+                ("gateway", b"gateway"),
+                ("engine", b"engine"),
+            ):
+                if word in words:
+                    found[name] = int(child)
+        return found
+
+    # ------------------------------------------------------------------ the phases
+
+    def failpoints(self, trainer: list[str], gateway: list[str], until: float) -> None:
+        """Die at each of these places once; goes on without those that are not reached for a while."""
+        while time.monotonic() < until and (
+            left := [one for one in trainer + gateway if one not in self.passed]
+        ):
+            mine = {one: self.rng.choice([1, 1, 2, 3, 5, 8]) for one in left if one in trainer}
+            theirs = [one for one in left if one in gateway]
+            some = self.rng.sample(theirs, min(AT_ONCE, len(theirs)))
+            self.start(mine | {one: self.rng.choice([1, 2, 5]) for one in some})
+            seen, since = len(self.passed), time.monotonic()
+            while self.process is not None and not self.ended(0.2):
+                if len(self.passed) > seen:
+                    seen, since = len(self.passed), time.monotonic()
+                done = not mine and not set(some) - self.passed
+                if done or time.monotonic() - since > QUIET_S:
+                    self.kill("trainer", counted=False)
+            if time.monotonic() - since > QUIET_S and seen == len(self.passed):
+                return
+
+    def random_kills(self, number: int, until: float) -> None:
+        while self.killed.total() < number and time.monotonic() < until:
+            if self.process is None:
+                self.start({})
+            if self.ended(self.rng.uniform(0.3, 7.0)):
+                continue
+            there = self.owned()
+            self.kill(self.rng.choice([name for name in PROCESSES if name in there]))
+
+    def kill(self, name: str, *, counted: bool = True) -> None:
+        pid = self.owned().get(name)
+        if pid is None:
+            return
+        os.kill(pid, signal.SIGKILL)
+        self.killed[name] += counted
+        if name == "trainer":
+            self.ended(STARTED_S)
+
+    def to_the_end(self, steps: int, places: list[str], until: float) -> None:
+        """Until the run says by itself that it is complete."""
+        complete = self.exits[0]
+        while time.monotonic() < until:
+            if self.process is None:
+                self.steps = max(steps, _last_step(self.run_dir))
+                self.start({one: 1 for one in places if one not in self.passed})
+            if self.ended(1.0) and self.exits[0] > complete:
+                return
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def _last_step(run_dir: Path) -> int:
+    return max((line["step"] for line in _metrics(run_dir)), default=0)
+
+
+def _metrics(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument(
+        "--failpoints", type=int, help="so many of each process, drawn at random; default: all"
+    )
+    parser.add_argument("--reward", type=float, default=0.90, help="the least held-out reward at the end")
+    parser.add_argument("--tasks", type=int, default=64, help="held-out problems of each set")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep the run here")
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    trainer = [f"{write}.{when}" for write in WRITES for when in ("before", "after")]
+    gateway = [f"{write}.{when}" for write in GATEWAY for when in ("before", "within", "after")]
+    last = [f"{write}.{when}" for write in LAST for when in ("before", "after")]
+    if arguments.failpoints is not None:
+        trainer, gateway = (
+            rng.sample(one, min(arguments.failpoints, len(one))) for one in (trainer, gateway)
+        )
+        last = last[: arguments.failpoints]
+    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
+    chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng)
+    began = time.monotonic()
+    try:
+        chaos.failpoints(trainer, gateway, began + LIMIT_S)
+        chaos.random_kills(arguments.kills, began + LIMIT_S)
+        chaos.to_the_end(arguments.steps, last, began + LIMIT_S)
+        planned = {*trainer, *gateway, *last}
+        return conclude(chaos, planned, arguments, time.monotonic() - began)
+    finally:
+        chaos.stop()
+        if arguments.keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace, seconds: float) -> int:
+    found = lineage_of(chaos.run_dir, GROUPS_PER_BATCH)
+    audit = audit_run(chaos.run_dir)
+    missed = sorted(planned - chaos.passed)
+    lines = _metrics(chaos.run_dir)
+    silent = set(range(found.steps + 1)) - {line["step"] for line in lines}
+    others = sum(number for code, number in chaos.exits.items() if code not in (0, -9, GAVE_UP))
+    for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
+        print(problem, file=sys.stderr)
+    results = {
+        "seconds": round(seconds, 1),
+        "steps": found.steps,
+        "starts": chaos.starts,
+        "failpoints": len(planned) - len(missed),
+        **{f"killed_{name}": chaos.killed[name] for name in PROCESSES},
+        "groups_trained": len(found.groups),
+        "put_back": found.put_back,
+        **({"missed": " ".join(missed)} if missed else {}),
+    }
+    checks = [
+        Check("lost", float(len(found.lost)), "==", 0),
+        Check("doubled", float(len(found.doubled)), "==", 0),
+        Check("reward", lines[-1].get("eval/reward"), ">=", arguments.reward),
+        Check("audit_findings", float(len(audit.findings)), "==", 0),
+        Check("failpoints_missed", float(len(missed)), "==", 0),
+        Check("kills", float(chaos.killed.total()), "==", arguments.kills),
+        Check("other_exits", float(others), "==", 0),
+        Check("steps_without_metrics", float(len(silent)), "==", 0),
+    ]  # fmt: skip
+    return report([results], checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The loop with scripted hands: what it waits for, and in which order things happen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tests.unit.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import TrainerSettings
+from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.batch import Row
+from tidegate.trainer.batches import Batches
+from tidegate.trainer.credit import GroupCredit
+from tidegate.trainer.entries import Entry
+from tidegate.trainer.loop import Loop
+from tidegate.trainer.record import Recorder
+from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.types import Group, Outcome
+
+SETTINGS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1}
+LIMIT_S = 20
+
+
+@dataclass
+class Hands:
+    """Gateway, policy and publisher in one. While `ready` is set there is a group for every lease."""
+
+    admission: Admission
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    one_by_one: bool = False
+    log: list[str] = field(default_factory=list)
+    non_finite: list[str] = field(default_factory=list)
+
+    async def lease(self, *_: Any) -> list[Group]:
+        await self.ready.wait()
+        if self.one_by_one:
+            self.ready.clear()
+        group = self.admission.start_group(self.admission.next_ticket(), "t")
+        assert group is not None
+        for slot in range(2):
+            self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
+        self.log.append(f"lease {group.id[-1]}")
+        version = self.admission.version
+        members = [make_trajectory([make_turn(0, None, [1], [2], version=version)]) for _ in range(2)]
+        for slot, one in enumerate(members):
+            one.session_id, one.group_id, one.slot, one.reward = f"{group.id}-{slot}", group.id, slot, slot
+        return [Group(group.id, "t", members, f"l-{group.id}")]
+
+    async def ack(self, *_: Any) -> None:
+        pass
+
+    def add(self, rows: Sequence[Row], version: int) -> None:
+        self.log.append(f"add {len(rows)} at {version}")
+        asyncio.run_coroutine_threadsafe(self._set(), self.loop)
+
+    async def _set(self) -> None:
+        self.ready.set()
+
+    def finish(self) -> dict[str, float]:
+        self.log.append("finish")
+        return {"skipped": 0.0}
+
+    async def publish(self, version: int) -> None:
+        self.log.append(f"publish {version}")
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+
+def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[Entry]]:
+    book: list[Entry] = []
+    trainer = TrainerSettings(**(SETTINGS | settings))
+    rules = Rules(2, 2, 2, trainer.staleness_bound, trainer.publish_interval)
+    admission = Admission(rules, book.append)
+    hands = cast(Any, Hands(admission))
+    nothing = SimpleNamespace(append=lambda _: None, step=lambda _: None, note=lambda _: None)
+    recorder = Recorder(
+        cast(Any, nothing), TrajectoryFiles(tmp_path), cast(Any, nothing), dict, lambda: admission.version
+    )
+
+    async def later(_: int) -> dict[str, float]:
+        return {}
+
+    credit = GroupCredit(trainer)
+    batches = Batches(hands, admission, lambda: None, credit.keeps)
+    return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit), hands, book
+
+
+async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path: Path) -> None:
+    """The second group is ready once the first was learned from: whoever waits for both waits for ever."""
+    loop, hands, book = looped(tmp_path, steps=2, minibatches=2, streaming=True)
+    hands.one_by_one = True
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    once = ["add 2 at {0}", "lease {2}", "add 2 at {0}", "finish", "publish {1}"]
+    first, second = ([one.format(n, n + 1, 2 * n + 2) for one in once] for n in (0, 1))
+    assert hands.log == ["lease 1", *first, "lease 3", *second]
+    steps = [
+        (one["step"], one["staleness"]) for one in book if one.get("state") == "stepped" and "step" in one
+    ]
+    assert steps == [(1, 0), (1, 0), (2, 0), (2, 0)]
+
+
+async def test_otherwise_the_whole_batch_is_cut_before_anything_is_learned(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=1)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert hands.log == ["lease 1", "lease 2", "add 4 at 0", "finish", "publish 1"]
+
+
+async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> None:
+    loop, hands, book = looped(tmp_path, steps=2, minibatches=2, streaming=True)
+    hands.one_by_one = True
+    hands.ready.set()
+
+    def add(rows: Sequence[Row], version: int) -> None:
+        hands.log.append(f"add {len(rows)} at {version}")
+        asyncio.run_coroutine_threadsafe(stopped(), hands.loop)
+
+    async def stopped() -> None:
+        loop.stop.set()
+
+    hands.add = add  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert hands.log == ["lease 1", "add 2 at 0"]
+    assert not [one for one in book if one["event"] == "ended"], "whoever ends the run accounts for it"
