@@ -43,7 +43,7 @@ test-slow: install  ## the slow suite (under thirty minutes)
 # Environments of the clients' own: what their users have, which need not go together with what is ours.
 CLIENTS := openai2 openai3 frameworks schemathesis
 test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  ## SDKs, frameworks and command-line agents, unchanged
-	$(BIN)/python -m pytest -m clients tests/clients
+	$(BIN)/python -m pytest -m clients --timeout 300 tests/clients
 
 .venvs/%/.installed: requirements/clients-%.txt | install
 	@echo "Installing into $(@D) ..."

@@ -25,9 +25,9 @@ REPO = Path(__file__).parents[2]
 BASE_MODEL = REPO / "examples" / "tiny_base" / "model"
 ENVIRONMENTS = REPO / ".venvs"
 PROGRAMS = Path(__file__).parent / "programs"
-START_S = 60.0
+START_S = 120.0
 NEARLY_GREEDY = Sampling(0.1, max_tokens=64)
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 QUESTION = "Ben buys 10 stamps at $5 each and 6 pears at $15 each. How much does Ben spend?"
 TASK = Task(
     "two_prices",
@@ -86,12 +86,14 @@ class WideEngine(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def scripted(folder: Path, replies: Sequence[str]) -> AsyncIterator[Stage]:
+async def scripted(
+    folder: Path, replies: Sequence[str], engine_type: type[FakeEngine] = WideEngine
+) -> AsyncIterator[Stage]:
     """A gateway before an engine whose replies are written here, in the model's own form of tool calls."""
     model = make_model_dir(folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 400_000}))
-    async with staged(model, engine_type=WideEngine) as stage:
+    async with staged(model, engine_type=engine_type) as stage:
         for reply in replies:
             stage.say(reply)
         yield stage
