@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import Refusal, refused_by_engine
 from tidegate.gateway.sampling import SamplingRules, Schema, Wishes, token_budget, turn_seed
 from tidegate.types import Sampling
 
@@ -56,6 +56,23 @@ def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:
         "json_schema": "text.format",
     }
     assert SamplingRules.asked(wishes, "train") == {"stop": "stop_sequences"}  # the rest is the session's
+
+
+@pytest.mark.parametrize(
+    ("reason", "param"),
+    [
+        ("sampling_params.stop = ['x']: no tokenizer", "stop_sequences"),
+        ("stop_token_ids: it is a list", None),
+        ("the engine stopped", None),
+        ("Failed to compile json grammar", "text.format"),
+        ("input_ids is empty", None),
+    ],
+)
+def test_a_refusal_is_the_agents_only_where_it_names_what_the_agent_asked_for(
+    reason: str, param: str | None
+) -> None:
+    refusal = refused_by_engine({"stop": "stop_sequences", "json_schema": "text.format"}, reason)
+    assert (refusal and refusal.param) == param
 
 
 def test_every_turn_has_a_seed_of_its_own() -> None:

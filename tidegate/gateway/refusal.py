@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tidegate.errors import TidegateError
@@ -67,7 +68,8 @@ def refused_by_engine(asked: Mapping[str, str], reason: str) -> Refusal | None:
     """The refusal of what the agent asked for, by the agent's own name for it; `asked` maps engines' names
     to those. None where the engine's reason names nothing of it: then the agent is not to blame."""
     for name, param in asked.items():
-        if name in reason or (name == "json_schema" and "grammar" in reason):
+        words = f"{name}|grammar" if name == "json_schema" else name
+        if re.search(rf"\b({words})\b", reason):
             return unsupported(param, f"the engine refuses it: {reason}")
     return None
 
