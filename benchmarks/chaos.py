@@ -6,7 +6,7 @@ ones over trainer, agents' process, gateway and engine. At last the run goes on 
 always raise, so that failures are written down too. What became of every episode is then read from
 ledger, trajectories and checkpoints by `lineage.py`, which shares no code with what wrote them.
 
-    python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints N] [--seed 0] [--keep DIR]
+    python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -206,9 +206,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument(
-        "--failpoints", type=int, help="so many of each process, drawn at random; default: all"
-    )
+    parser.add_argument("--failpoints", help="names, with commas between; default: all")
     parser.add_argument("--reward", type=float, default=0.90, help="the least held-out reward at the end")
     parser.add_argument("--tasks", type=int, default=64, help="held-out problems of each set")
     parser.add_argument("--seed", type=int, default=0)
@@ -219,10 +217,10 @@ def main() -> int:
     gateway = [f"{write}.{when}" for write in GATEWAY for when in ("before", "within", "after")]
     last = [f"{write}.{when}" for write in LAST for when in ("before", "after")]
     if arguments.failpoints is not None:
-        trainer, gateway = (
-            rng.sample(one, min(arguments.failpoints, len(one))) for one in (trainer, gateway)
-        )
-        last = last[: arguments.failpoints]
+        wanted = set(filter(None, arguments.failpoints.split(",")))
+        if unknown := wanted - {*trainer, *gateway, *last}:
+            parser.error(f"there are no such failpoints: {', '.join(sorted(unknown))}")
+        trainer, gateway, last = ([one for one in some if one in wanted] for some in (trainer, gateway, last))
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
     chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng)
     began = time.monotonic()

@@ -169,8 +169,9 @@ class TrainerSettings(Section):
     """The hard bound on a trained token's age in policy versions; `none` switches it off."""
     on_policy: bool = False
     """Exactly synchronous: forces `max_staleness` 0 and `publish_interval` 1."""
-    publish_interval: Annotated[int, Field(ge=1)] = 1
-    """Optimiser steps between publishes."""
+    publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
+    """Optimiser steps between publishes; the last step is published too. `never` is for benchmarks: the
+    engines keep the weights that they began with, and nobody waits for a publish."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts of one slot before its group is partial or failed and its task is quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
@@ -244,6 +245,11 @@ class TrainerSettings(Section):
     def may_filter(self) -> bool:
         """Whether a ready group may be replaced by another, for nothing of it would be trained on."""
         return self.dynamic_sampling or self.truncated_episodes == "mask"
+
+    def publishes(self, step: int) -> bool:
+        """Whether the weights after `step` are published: those that the run ends with always are."""
+        interval = self.publish_interval
+        return isinstance(interval, int) and (step % interval == 0 or step == self.steps)
 
     @property
     def cuts(self) -> list[int]:

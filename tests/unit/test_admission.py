@@ -264,6 +264,28 @@ def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -
     assert driver.core.doomed(1, {running: 0, ready: 0}) == []
 
 
+@pytest.mark.parametrize("end", ["stale", "filtered", "failed"])
+def test_whatever_drops_a_group_makes_room_for_exactly_one_other(end: str) -> None:
+    """There is no setting under which a batch goes short: what leaves the count is replaced."""
+    driver = Driver(max_staleness=0, max_attempts=1, steps=1)
+    dropped, kept = driver.start(), driver.ready(0)
+    assert driver.core.blocked_by() is not None
+    if end == "failed":
+        driver.finish(dropped, Outcome.AGENT_ERROR)
+    elif end == "filtered":
+        driver.finish(dropped)
+        driver.core.lease(dropped, 0)
+        driver.core.filter_group(dropped)
+    else:
+        driver.core.end_stale(dropped)
+    other = driver.ready(0)
+    assert driver.core.blocked_by() is not None, "one for one"
+    cut = driver.core.cut()
+    assert cut is not None
+    assert cut.groups == [kept, other]
+    assert driver.ends() == {end: 1}
+
+
 def test_commit_makes_stepped_groups_and_attempts_trained() -> None:
     driver = Driver()
     driver.ready(0), driver.ready(0)

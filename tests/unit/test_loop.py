@@ -10,14 +10,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.unit.learning_fixtures import make_trajectory, make_turn
-from tidegate.config import TrainerSettings
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.config import ModelSettings, Settings, TrainerSettings
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.batch import Row
 from tidegate.trainer.batches import Batches
 from tidegate.trainer.credit import GroupCredit
 from tidegate.trainer.entries import Entry
 from tidegate.trainer.loop import Loop
 from tidegate.trainer.record import Recorder
+from tidegate.trainer.start import rules_of
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Outcome
 
@@ -74,7 +75,7 @@ class Hands:
 def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[Entry]]:
     book: list[Entry] = []
     trainer = TrainerSettings(**(SETTINGS | settings))
-    rules = Rules(2, 2, 2, trainer.staleness_bound, trainer.publish_interval)
+    rules = rules_of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
     admission = Admission(rules, book.append)
     hands = cast(Any, Hands(admission))
     nothing = SimpleNamespace(append=lambda _: None, step=lambda _: None, note=lambda _: None)
@@ -131,3 +132,27 @@ async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> 
         await loop.run()
     assert hands.log == ["lease 1", "add 2 at 0"]
     assert not [one for one in book if one["event"] == "ended"], "whoever ends the run accounts for it"
+
+
+async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
+    """Many more groups than may be outstanding are trained on, all of them at the first version."""
+    loop, hands, book = looped(tmp_path, steps=6, publish_interval="never", max_staleness=0)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert loop.admission.rules.capacity == 2
+    assert [one for one in hands.log if one.startswith("publish")] == []
+    assert hands.log.count("finish") == 6
+    assert hands.log.count("add 4 at 0") == 1, "no token was sampled from the weights that came after"
+    assert {one["event"] for one in book} == {"issued", "ended"}
+    assert loop.admission.outstanding() == 0
+
+
+async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=5, publish_interval=3)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    published = [hands.log[at - 1 : at + 1] for at, one in enumerate(hands.log) if one.startswith("publish")]
+    assert published == [["finish", "publish 1"], ["finish", "publish 2"]]
+    assert hands.log[-1] == "publish 2"

@@ -172,7 +172,7 @@ def rules_of(settings: Settings) -> RuleModel:
         group_size=trainer.group_size,
         min_group_size=trainer.min_group_size,
         max_staleness=trainer.staleness_bound,
-        publish_interval=trainer.publish_interval,
+        publish_interval=trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1,
         max_attempts=trainer.max_attempts,
         max_stale_retries=trainer.max_stale_retries,
     )

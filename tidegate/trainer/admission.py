@@ -38,6 +38,8 @@ class Rules:
     min_group_size: int
     max_staleness: int | None
     publish_interval: int = 1
+    publishes: bool = True
+    """False: no version but the first ever goes live, so nothing that was stepped on waits for one."""
     max_attempts: int = 3
     max_stale_retries: int = 2
     max_running: int = 1 << 30
@@ -280,6 +282,8 @@ class Admission:
             self._enter_end(
                 group, State.STEPPED, step=step, version=cut.version, oldest=group.oldest, staleness=age
             )
+            if not self.rules.publishes:
+                del self.groups[group_id]
 
     # ------------------------------------------------------------------ publishing
 

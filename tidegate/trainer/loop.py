@@ -50,7 +50,7 @@ class Loop:
             metrics = await whole(self._train(parts))
             if self.skipped:
                 continue
-            if self.step % self.settings.publish_interval == 0:
+            if self.settings.publishes(self.step):
                 metrics["time/publish"] = await self._publish()
             metrics |= await self.evaluate(self.step)
             metrics["time/step"] = time.monotonic() - began
@@ -73,7 +73,7 @@ class Loop:
         return parts
 
     async def _learn(self, part: Batch) -> None:
-        fresh = self.step % self.settings.publish_interval == 0
+        fresh = self.step == 0 or self.settings.publishes(self.step)
         version = self.admission.version if fresh else CHANGED
         await asyncio.to_thread(self.policy.add, part.rows(), version)
 

@@ -66,7 +66,7 @@ class Replay:
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
             groups = _groups(files[step])
-            fresh = (step - 1) % self.settings.trainer.publish_interval == 0
+            fresh = step == 1 or self.settings.trainer.publishes(step - 1)
             version = versions[step] if fresh else CHANGED
             now = policy.update(rows_to_train(groups, credit(groups)), version)
             weights = kept.get(step)
