@@ -6,6 +6,9 @@ A kill is a copy of the journal's files: `kill -9` leaves just what was handed t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,7 +23,8 @@ from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed,
 from tidegate.errors import GatewayError
 from tidegate.gateway import journal_disk
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.journal_disk import DiskJournal
+from tidegate.gateway.journal_disk import FILE, DiskJournal
+from tidegate.gateway.journal_layout import WHOLE, turn_id
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
 __all__ = ["model"]
@@ -131,6 +135,32 @@ async def test_an_agent_that_takes_the_restart_for_an_error_is_tried_again(
         for access, outcome in ((hurt, Outcome.INFRA_ERROR), (fine, Outcome.AGENT_ERROR)):
             summary = await later.client.finish(access.session_id, outcome="agent_error", error="raised")
             assert summary.outcome is outcome
+
+
+async def test_a_session_draws_from_no_seed_twice(stage: Stage, model: Path, tmp_path: Path) -> None:
+    access = await stage.client.open_session(task=TASK, seed=7)
+    await ask(stage, access, {})
+    async with staged(model, journal=killed(tmp_path)) as later:
+        for _ in range(2):
+            await ask(later, access, {})
+        requests = [*stage.engine.requests, *later.engine.requests]
+        assert len({one["sampling_params"]["sampling_seed"] for one in requests}) == 3
+
+
+async def test_what_belongs_to_no_session_is_given_to_none(stage: Stage, model: Path, tmp_path: Path) -> None:
+    """A late row of a session that was deleted must not be another's, who may get its number."""
+    with contextlib.closing(sqlite3.connect(killed(tmp_path) / FILE)) as connection:
+        connection.execute("INSERT INTO sent VALUES (?)", [turn_id(1, 0)])
+        connection.execute("INSERT INTO rewards VALUES (1, ?, 'late', 1.0)", [WHOLE])
+        connection.commit()
+    async with staged(model, journal=tmp_path / "after") as later:
+        access = await later.client.open_session(task=TASK)
+        await ask(later, access, {})
+        shutil.copytree(tmp_path / "after", tmp_path / "last")
+        async with staged(model, journal=tmp_path / "last") as last:
+            session = last.gateway.session(access.session_id)
+            assert (session.number, session.rewards) == (1, {})
+            assert delivered(last, access) == [False], "nobody noted that it went out"
 
 
 class Slow:
