@@ -108,6 +108,18 @@ def test_synchronous_wastes_nothing_on_staleness_and_is_slower() -> None:
     assert fast.trained_tokens_per_s > 1.5 * slow.trained_tokens_per_s
 
 
+def test_what_comes_before_the_first_request_takes_time_and_ages_nothing() -> None:
+    alike = LONG_TAIL.with_(agent={"alike": 0.0, "failed": 0.0, "tokens": Spread(median=50)})
+    for bound in (0, 4):
+        plain = alike.with_(rules={"max_staleness": bound})
+        quick, late = World(plain).run(), World(plain.with_(agent={"setup": Spread(median=5.0)})).run()
+        if bound == 0:
+            assert late.step_s - quick.step_s == pytest.approx(5.0, abs=0.01)
+        else:
+            assert late.step_s < quick.step_s + 1.5, "others are under way meanwhile"
+            assert late.staleness_mean < quick.staleness_mean
+
+
 def test_the_same_seed_gives_the_same_figures_and_lost_engines_are_counted() -> None:
     shaky = LONG_TAIL.with_(engine={"failures_per_hour": 20.0, "recover_s": 5.0})
     first, second = World(shaky).run(), World(shaky).run()
@@ -138,7 +150,7 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     """Episodes made with known speeds by the engine model itself, written as a run writes them."""
     model = EngineModel(iteration_s=0.004, request_s=0.0005, prompt_token_s=1e-5, slots=64)
     rng, clock = random.Random(1), Clock()
-    engine, lines = Engine(clock, model), []
+    engine, lines, issued = Engine(clock, model), [], []
 
     def episode() -> None:
         prompt, tokens, started = rng.randint(1, 60), rng.randint(5, 60), clock.now
@@ -148,7 +160,9 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
                 "started": 1000 + started, "seconds": clock.now - started + 0.01,
                 "delta_ids": [0] * prompt, "output_ids": [0] * tokens,
             }  # fmt: skip
-            lines.append({"turns": [turn], "seconds": clock.now - started + 0.03})
+            issued.append(1000 + started - 0.05)
+            attempt = {"attempt": f"a{len(lines)}"}
+            lines.append({"turns": [turn], "seconds": clock.now - started + 0.03, "metadata": attempt})
 
         engine.add(Request(prompt, tokens, done, lambda: None))
 
@@ -171,6 +185,10 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     book = [
         {"seq": n, "kind": "group", "event": "ended", "id": g, "state": s} for n, (g, s) in enumerate(ends)
     ]
+    book += [
+        {"seq": 4 + n, "kind": "attempt", "event": "issued", "id": f"a{n}", "time": time}
+        for n, time in enumerate(issued)
+    ]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in book))
 
     found = scenario_of(tmp_path)
@@ -183,6 +201,7 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     assert found.rules.max_staleness == 3
     assert found.agent.alike == pytest.approx(1 / 3)
     assert len(found.agent.episodes) == 800
+    assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * 800, abs=1e-3)
 
 
 def test_too_small_a_run_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,63 @@ class Sample:
         return self.started + self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """An episode's replies in order, the seconds of its session, and those before its first request."""
+
+    samples: list[Sample]
+    seconds: float
+    setup: float
+
+    def turns(self, overhead: float) -> tuple[Turn, ...]:
+        """Away after the last reply is what the session's time leaves: reward and finishing."""
+        first, last = self.samples[0], self.samples[-1]
+        gaps = [max(0.0, after.started - one.ended) for one, after in pairwise(self.samples)]
+        rest = max(0.0, self.seconds - self.setup - (last.ended - first.started))
+        return tuple(
+            Turn(one.prompt, one.tokens, overhead + away, self.setup if one is first else 0.0)
+            for one, away in zip(self.samples, [*gaps, rest], strict=True)
+        )
+
+
+@dataclass(slots=True)
+class Book:
+    """What the ledger says: final states, and when each attempt was issued."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    attempts: Counter[str] = field(default_factory=Counter)
+    issued: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Book:
+        book = cls()
+        for one in read_ledger(run_dir / "ledger.jsonl"):
+            if one["event"] == "ended" and one["kind"] != "run":
+                (book.groups if one["kind"] == "group" else book.attempts)[one["state"]] += 1
+            elif one["event"] == "issued" and one["kind"] == "attempt":
+                book.issued[one["id"]] = one["time"]
+        return book
+
+
 def scenario_of(run_dir: Path) -> Scenario:
     """What the files of a run say; raises TidegateError where they say too little."""
     settings = load_settings(run_dir / "config.toml")
     rows = [row for row in read_metrics(run_dir) if "time/update" in row]
-    episodes = [_samples(one) for one in _episodes(run_dir)]
-    episodes = [one for one in episodes if one[0]]
+    book = Book.of(run_dir)
+    episodes = [_recording(one, book) for one in _episodes(run_dir)]
+    episodes = [one for one in episodes if one.samples]
     if len(rows) < 3 or len(episodes) < 16:
         raise TidegateError(
             f"{run_dir}: {len(rows)} steps and {len(episodes)} episodes are too few to calibrate with"
         )
-    engine, overhead = _engine(settings, [sample for samples, _ in episodes for sample in samples])
-    turns = tuple(_turns(samples, seconds, overhead) for samples, seconds in episodes[:KEPT])
-    groups, attempts = _ended(run_dir)
+    engine, overhead = _engine(settings, [sample for one in episodes for sample in one.samples])
     return Scenario(
         steps=settings.trainer.steps,
         engine=engine,
         agent=AgentModel(
-            episodes=turns,
-            failed=_share(attempts, "failed"),
-            alike=_share(groups, "filtered"),
+            episodes=tuple(one.turns(overhead) for one in episodes[:KEPT]),
+            failed=_share(book.attempts, "failed"),
+            alike=_share(book.groups, "filtered"),
             max_concurrency=settings.agent.max_concurrency,
         ),
         trainer=_trainer(rows),
@@ -70,14 +107,16 @@ def _episodes(run_dir: Path) -> Iterator[dict[str, Any]]:
             yield orjson.loads(line)
 
 
-def _samples(episode: dict[str, Any]) -> tuple[list[Sample], float]:
-    """An episode's replies in order, and the seconds of all of it."""
-    found = [
+def _recording(episode: dict[str, Any], book: Book) -> Recording:
+    samples = [
         Sample(turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]))
         for turn in episode["turns"]
         if turn.get("started")
     ]
-    return sorted(found, key=lambda one: one.started), episode["seconds"]
+    samples.sort(key=lambda one: one.started)
+    issued = book.issued.get(episode["metadata"].get("attempt", ""))
+    setup = max(0.0, samples[0].started - issued) if samples and issued is not None else 0.0
+    return Recording(samples, episode["seconds"], setup)
 
 
 def _engine(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
@@ -134,16 +173,6 @@ def _non_negative(columns: dict[str, Any], wanted: Any) -> dict[str, float]:
     }
 
 
-def _turns(samples: list[Sample], seconds: float, overhead: float) -> tuple[Turn, ...]:
-    """Away after the last reply is what the episode's time leaves: set-up, reward, finishing."""
-    gaps = [max(0.0, after.started - one.ended) for one, after in pairwise(samples)]
-    rest = max(0.0, seconds - (samples[-1].ended - samples[0].started))
-    return tuple(
-        Turn(one.prompt, one.tokens, overhead + away)
-        for one, away in zip(samples, [*gaps, rest], strict=True)
-    )
-
-
 def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
     columns = {
         "step": np.ones(len(rows)),
@@ -176,16 +205,6 @@ def rules_of(settings: Settings) -> RuleModel:
         max_attempts=trainer.max_attempts,
         max_stale_retries=trainer.max_stale_retries,
     )
-
-
-def _ended(run_dir: Path) -> tuple[Counter[str], Counter[str]]:
-    """Final states of groups and of attempts, by the ledger."""
-    groups: Counter[str] = Counter()
-    attempts: Counter[str] = Counter()
-    for one in read_ledger(run_dir / "ledger.jsonl"):
-        if one["event"] == "ended" and one["kind"] != "run":
-            (groups if one["kind"] == "group" else attempts)[one["state"]] += 1
-    return groups, attempts
 
 
 def _share(counts: Counter[str], state: str) -> float:

@@ -33,11 +33,13 @@ class Spread(Section):
 
 
 class Turn(NamedTuple):
-    """One reply: `prompt` new tokens are read, `tokens` sampled, then the agent is away for `away_s`."""
+    """One reply: after `before_s`, `prompt` new tokens are read, `tokens` sampled, then the agent is away
+    for `away_s`."""
 
     prompt: float
     tokens: float
     away_s: float
+    before_s: float = 0.0
 
 
 class EngineModel(Section):
@@ -60,6 +62,8 @@ class EngineModel(Section):
 class AgentModel(Section):
     """Episodes: as recorded (`episodes`), or drawn turn by turn."""
 
+    setup: Spread = Spread(median=0)
+    """From an attempt's start to its first request."""
     turns: Spread = Spread(median=1)
     prompt: Spread = Spread(median=100)
     tokens: Spread = Spread(median=100)
@@ -78,10 +82,14 @@ class AgentModel(Section):
         if self.episodes:
             return rng.choice(self.episodes)
         turns = max(1, round(self.turns.draw(rng)))
+        setup = self.setup.draw(rng)
         return [
-            Turn(self.prompt.draw(rng), max(1.0, round(self.tokens.draw(rng))), self.away.draw(rng))
-            for _ in range(turns)
-        ]
+            Turn(
+                self.prompt.draw(rng), max(1.0, round(self.tokens.draw(rng))), self.away.draw(rng),
+                setup if number == 0 else 0.0,
+            )
+            for number in range(turns)
+        ]  # fmt: skip
 
 
 class TrainerModel(Section):

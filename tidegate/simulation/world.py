@@ -32,8 +32,9 @@ class Attempt:
     group: str
     slot: int
     turns: Sequence[Turn]
-    seat: Engine
     failing: bool
+    seat: Engine | None = None
+    """Where its requests go, from the first one on."""
     at: int = 0
     sampled: float = 0.0
     oldest: int | None = None
@@ -93,13 +94,18 @@ class World:
     def _start_attempt(self, group: str, slot: int) -> None:
         model = self.scenario.agent
         attempt = Attempt(
-            self._core.start_attempt(group, slot), group, slot, model.draw(self._rng), self._pool.seat(),
+            self._core.start_attempt(group, slot), group, slot, model.draw(self._rng),
             self._rng.random() < model.failed,
         )  # fmt: skip
         self._attempts[group][attempt.id] = attempt
-        self._ask(attempt)
+        if (setup := attempt.turns[0].before_s) > 0:
+            self.clock.after(setup, lambda: self._ask(attempt))
+        else:
+            self._ask(attempt)
 
     def _ask(self, attempt: Attempt) -> None:
+        if attempt.id not in self._attempts.get(attempt.group, ()):
+            return  # its group ended meanwhile
         turn = attempt.turns[attempt.at]
 
         def begun() -> None:
@@ -113,13 +119,13 @@ class World:
             self.clock.after(turn.away_s, lambda: self._next(attempt))
 
         attempt.request = Request(turn.prompt, turn.tokens, done, begun)
-        if not attempt.seat.up:
+        if attempt.seat is None or not attempt.seat.up:
             attempt.seat = self._pool.seat()
         attempt.seat.add(attempt.request)
 
     def _next(self, attempt: Attempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
-            return  # its group ended meanwhile
+            return
         attempt.at += 1
         if attempt.at < len(attempt.turns):
             self._ask(attempt)
