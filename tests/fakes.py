@@ -21,6 +21,7 @@ import uvicorn
 from aiohttp import web
 from openai import AsyncOpenAI
 
+from tests.waiting import eventually as eventually
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway, GatewayOptions
@@ -181,13 +182,6 @@ class FakeEngine:
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-async def eventually(wanted: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Until something is true of a state that tells nobody when it changes."""
-    async with asyncio.timeout(timeout_s):
-        while not wanted():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.005)
 
 
 def logprob_of(token: int, position: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from tests.fakes import eventually
+from tests.waiting import eventually
 from tidegate.rag.app import create_app
 from tidegate.rag.corpus import Document
 from tidegate.rag.retrieval import RagOptions, Retrieval
@@ -73,11 +73,11 @@ class Stand(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(
-    index: Any, *, port: int = 0, open_index: Callable[[Path, int], Any] | None = None, **options: Any
+    index: Any, *, port: int = 0, open_index: Callable[[Path, RagOptions], Any] | None = None, **options: Any
 ) -> AsyncIterator[Stand]:
     """Serve an index until the block is left."""
     settings = RagOptions(directory=Path("index"), **options)
-    retrieval = Retrieval(settings, open_index or (lambda directory, threads: index))
+    retrieval = Retrieval(settings, open_index or (lambda directory, options: index))
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", port))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
-from tests.fakes import eventually
 from tests.rag_stand import FakeIndex, serving
+from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.client import Found, SearchClient, SyncSearchClient
 from tidegate.rag.corpus import Document

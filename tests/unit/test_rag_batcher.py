@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.fakes import eventually
 from tests.rag_stand import FakeIndex
+from tests.waiting import eventually
 from tidegate.errors import RetrievalUnavailable
 from tidegate.rag.batcher import Batcher, BatchOptions
 from tidegate.rag.metrics import Metrics

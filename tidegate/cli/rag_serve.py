@@ -16,6 +16,10 @@ def add(actions: Verbs) -> None:
     action.add_argument("--mode", help="dense, bm25 or hybrid, where a request does not say")
     action.add_argument("--k", type=int, default=5, help="documents, where a request does not say")
     action.add_argument("--threads", type=int, default=1, help="of one search")
+    action.add_argument("--device", default="cpu", help="of the encoder: cpu, cuda, cuda:1")
+    action.add_argument(
+        "--encoder", metavar="NAME", help="where the encoder is now, if the index names another place"
+    )
     action.add_argument(
         "--window-ms", type=float, default=2.0, help="how long a batch is gathered from its first query on"
     )
@@ -42,6 +46,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         mode=arguments.mode,
         k=arguments.k,
         threads=arguments.threads,
+        device=arguments.device,
+        encoder=arguments.encoder,
         batches=BatchOptions(
             arguments.window_ms / 1e3, arguments.max_batch, arguments.queue, arguments.deadline_s
         ),

@@ -104,8 +104,10 @@ class Batcher:
         return found
 
     async def drain(self) -> None:
-        """Wait until everything that was asked is answered, then end. Nothing more may be asked."""
-        await self._idle.wait()
+        """End when everything that was asked is answered, or late. Nothing more may be asked."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.deadline_s):
+                await self._idle.wait()
         await self.close()
 
     async def close(self) -> None:

@@ -79,9 +79,6 @@ class VectorIndex:
         faiss = require_faiss()
         # OpenMP keeps the number of threads for each calling thread.
         faiss.omp_set_num_threads(self._threads)
-        # Left alone, FAISS 1.15 compares up to hundreds of queries with the vectors one by one. From three
-        # queries on a matrix product is faster, for 32 six times; for one it takes twice as long.
-        faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) > 2 else 2**31 - 1
         with self._turn:
             scores, rows = self._index.search(np.ascontiguousarray(queries), min(k, self._max_k))
         return scores, rows

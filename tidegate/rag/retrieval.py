@@ -41,6 +41,10 @@ class RagOptions:
     """Documents where a request does not say."""
     threads: int = 1
     """Of one search."""
+    device: str = "cpu"
+    """Of the encoder."""
+    encoder: str | None = None
+    """Where the encoder's model is now, if it is not where it was when the index was built."""
     batches: BatchOptions = field(default_factory=BatchOptions)
     cache_bytes: int = 64 * 2**20
     api_key: str | None = None
@@ -60,7 +64,7 @@ class _Generation:
 
 
 class Retrieval:
-    """Opens an index with `open_index(directory, threads)`, in a thread, and answers from it.
+    """Opens an index with `open_index(directory, options)`, in a thread, and answers from it.
 
     `start` returns before the index is open; until then every question is `loading`. Where it cannot be
     opened `on_failure` is told why.
@@ -69,7 +73,7 @@ class Retrieval:
     def __init__(
         self,
         options: RagOptions,
-        open_index: Callable[[Path, int], Index],
+        open_index: Callable[[Path, RagOptions], Index],
         on_failure: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.options = options
@@ -177,7 +181,7 @@ class Retrieval:
             old = self._generation()
             where = directory or self.options.directory
             try:
-                index = await asyncio.to_thread(self._open_index, where, self.options.threads)
+                index = await asyncio.to_thread(self._open_index, where, self.options)
                 _mode(index, self.options.mode)
             except Exception as error:
                 raise RetrievalRefused(
@@ -191,7 +195,7 @@ class Retrieval:
     async def _load(self) -> None:
         directory = self.options.directory
         try:
-            index = await asyncio.to_thread(self._open_index, directory, self.options.threads)
+            index = await asyncio.to_thread(self._open_index, directory, self.options)
             _mode(index, self.options.mode)
         except Exception as error:  # noqa: BLE001 - whoever runs the server is told
             self.failed = str(error) or repr(error)

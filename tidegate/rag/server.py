@@ -33,5 +33,5 @@ def serve(options: RagOptions, listen: Listen) -> None:
         raise StartError(failed[0])
 
 
-def open_searcher(directory: Path, threads: int) -> Searcher:
-    return Searcher.open(directory, threads=threads)
+def open_searcher(directory: Path, options: RagOptions) -> Searcher:
+    return Searcher.open(directory, threads=options.threads, device=options.device, encoder=options.encoder)
