@@ -226,6 +226,7 @@ def fill_up(run_dir: Path, base: Path) -> None:
     print(found.count("full"), found.count("saved"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_really_fills_up_at_any_moment(base, tmp_path):
     """On a small file system of its own, mounted in a namespace of its own."""
     disk = tmp_path / "disk"

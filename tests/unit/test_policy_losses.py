@@ -181,7 +181,10 @@ def test_the_distance_to_a_reference_is_measured_and_penalised(base, other):
     assert torch.equal(gradient(free), gradient(unbound)), "what is not penalised has no gradient"
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "estimator",
+    [pytest.param("k1", marks=pytest.mark.slow), pytest.param("k2", marks=pytest.mark.slow), "k3"],
+)
 def test_a_penalty_draws_the_policy_to_its_reference(base, other, estimator):
     settings = TrainerSettings(
         reference=other, kl_coefficient=1.0, kl_estimator=estimator, learning_rate=0.003

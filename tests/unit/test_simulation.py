@@ -206,6 +206,9 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
 
 def test_too_small_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "m"\n')
+    with pytest.raises(TidegateError, match="there is no ledger"):
+        scenario_of(tmp_path)
+    (tmp_path / "ledger.jsonl").touch()
     with pytest.raises(TidegateError, match="too few to calibrate"):
         scenario_of(tmp_path)
 
