@@ -37,13 +37,13 @@ class TrainProcess:
                 cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
             )  # fmt: skip
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)
 
     def output(self) -> str:
         return self.log.read_text()
 
-    def until_step(self, step: int, timeout: float = 100) -> None:
+    def until_step(self, step: int, timeout: float = 300) -> None:
         """Wait until metrics.jsonl has the step's line; fails if the process ends before."""
         deadline = time.monotonic() + timeout
         while not any(line["step"] >= step for line in metrics(self.run_dir)):
@@ -51,14 +51,14 @@ class TrainProcess:
             assert time.monotonic() < deadline, f"no step {step} within {timeout} s: {self.output()[-3000:]}"
             time.sleep(0.05)  # polling a file that another process writes
 
-    def until_said(self, words: str, timeout: float = 60, times: int = 1) -> None:
+    def until_said(self, words: str, timeout: float = 180, times: int = 1) -> None:
         """Wait until the output has the words, so many times."""
         deadline = time.monotonic() + timeout
         while self.output().count(words) < times:
             assert time.monotonic() < deadline, f"never said {words!r}: {self.output()[-3000:]}"
             time.sleep(0.02)  # polling a file that another process writes
 
-    def until(self, holds: Callable[[], bool], timeout: float = 60) -> None:
+    def until(self, holds: Callable[[], bool], timeout: float = 180) -> None:
         """Wait until something holds while the process runs."""
         deadline = time.monotonic() + timeout
         while not holds():
@@ -108,7 +108,7 @@ def held(run_dir: Path) -> Audit:
     return audit
 
 
-def gone(pid: int, timeout: float = 20) -> bool:
+def gone(pid: int, timeout: float = 60) -> bool:
     """Whether a process ends within the time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
