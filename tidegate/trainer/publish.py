@@ -24,7 +24,7 @@ from tidegate.errors import EngineError, PublishError
 
 CALL_S = 60.0
 KEPT = 2
-ATTEMPTS = 5
+ATTEMPTS = 8  # most of a minute: an engine that died is being started again meanwhile
 ATTEMPTS_BESIDE_OTHERS = 3
 ANSWERS_S = 2.0
 """How long an engine that is out of service may take to say that it is there again."""
