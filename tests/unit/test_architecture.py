@@ -16,6 +16,7 @@ CORE = {
     "types",
     "errors",
     "config",
+    "sections",
     "serve",
     "loading",
     "observer",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.config import dump_settings, known_keys, load_settings, split_words
+from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError
+from tidegate.sections import dump, known_keys, split_words
 
 MODEL = ["--model.path", "somewhere"]
 
@@ -24,7 +25,7 @@ def test_defaults_overrides_and_round_trip(tmp_path: Path) -> None:
     assert settings.engine.urls == ["http://a"]
     assert settings.env.options == {"level": 3}
     again = tmp_path / "b.toml"
-    again.write_text(dump_settings(settings))
+    again.write_text(dump(settings))
     assert load_settings(again) == settings
 
 
@@ -105,7 +106,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> No
 
 
 def test_every_setting_is_explained() -> None:
-    assert [key for key, _, text in known_keys() if not text] == []
+    assert [key for key, _, text in known_keys(Settings) if not text] == []
 
 
 def test_a_settings_file_is_found_wherever_it_stands() -> None:

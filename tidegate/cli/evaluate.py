@@ -60,8 +60,8 @@ def _table(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.config import split_words
     from tidegate.evaluation.target import find_target
+    from tidegate.sections import split_words
 
     words, overrides = split_words(rest)
     if len(words) > 1:

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
-    from tidegate.config import load, overlay
     from tidegate.errors import ConfigError
+    from tidegate.sections import load, overlay
     from tidegate.simulation.calibrate import scenario_of
     from tidegate.simulation.scenario import Scenario
 
@@ -79,7 +79,7 @@ def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
 
 
 def _list_keys() -> int:
-    from tidegate.config import known_keys
+    from tidegate.sections import known_keys
     from tidegate.simulation.scenario import Scenario
 
     for key, default, text in known_keys(Scenario):

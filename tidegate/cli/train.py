@@ -28,10 +28,11 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.config import known_keys, load_settings, split_words
+    from tidegate.config import Settings, load_settings
+    from tidegate.sections import known_keys, split_words
 
     if arguments.settings:
-        for key, default, text in known_keys():
+        for key, default, text in known_keys(Settings):
             print(f"{key:<31} {default:<15} {' '.join(text.split())}")
         return 0
     files, overrides = split_words(rest)

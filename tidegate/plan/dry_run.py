@@ -7,7 +7,8 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from tidegate.config import Settings, dump_settings
+from tidegate import sections
+from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.processes import engine_arguments, gateway_arguments
@@ -23,7 +24,7 @@ def describe(settings: Settings, *, resume: bool = False, fresh: bool = False) -
         shown = settings.model_copy(update={"gateway": gateway})
     parts = [
         "# Resolved settings",
-        dump_settings(shown).strip(),
+        sections.dump(shown).strip(),
         "\n# Processes that would be started",
         *processes(shown),
         "\n# Memory",

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from tidegate.config import Section
+from tidegate.sections import Section
 from tidegate.trainer.admission import Rules
 
 Positive = Annotated[float, Field(gt=0)]

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tidegate import failpoints
-from tidegate.config import Settings, dump_settings
+from tidegate import failpoints, sections
+from tidegate.config import Settings
 from tidegate.envs.base import Environment
 from tidegate.errors import HopelessError, StorageError
 from tidegate.observer import Observer
@@ -123,7 +123,7 @@ class Run:
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
         part = self.dir / ".config.toml.partial"
-        part.write_text(dump_settings(self.settings), encoding="utf-8")
+        part.write_text(sections.dump(self.settings), encoding="utf-8")
         with failpoints.around("config"):
             part.replace(self.dir / "config.toml")
 

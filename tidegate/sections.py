@@ -1,0 +1,167 @@
+"""Sections of settings: read from TOML, dotted overrides laid over them, checked, and written again.
+
+Unknown keys are refused by name, with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tidegate.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
+    """Read a TOML file, lay dotted overrides over it, and check everything.
+
+    `overrides` are `--section.key value` or `--section.key=value`; values are read as TOML where they
+    can be and as text otherwise.
+
+    Raises ConfigError, which names the key, the file and the nearest known key.
+    """
+    raw = _read_toml(path) if path is not None else {}
+    for key, value in _pairs(overrides):
+        _lay(raw, key, value)
+    return check(model, raw, str(path) if path is not None else "the command line")
+
+
+def overlay(model: Model, overrides: Sequence[str]) -> Model:
+    """A copy of settings with dotted overrides laid over them; raises ConfigError."""
+    raw = model.model_dump()
+    for key, value in _pairs(overrides):
+        _lay(raw, key, value)
+    return check(type(model), raw, "the command line")
+
+
+def check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
+    """Check settings that were read already, at `where`; raises ConfigError."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(one, where, model) for one in error.errors())
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump(settings: BaseModel) -> str:
+    """Settings as TOML, loadable again."""
+    return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
+    """Every setting as (dotted key, default, description)."""
+    found = []
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            found += known_keys(section, f"{prefix}{name}.")
+        else:
+            default = "required" if field.is_required() else _shown(field.default)
+            found.append((prefix + name, default, field.description or ""))
+    return found
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Plain words of a command line, and settings: `--section.key value` or `--section.key=value`."""
+    plain, overrides, waiting = [], [], False
+    for word in words:
+        if waiting or word.startswith("--"):
+            overrides.append(word)
+            waiting = not waiting and "=" not in word
+        else:
+            plain.append(word)
+    return plain, overrides
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such settings file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name the settings file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(overrides)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError(f"{word!r} is not a setting; settings are given as --section.key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{key} needs a value")
+            value = rest.pop(0)
+        yield key, value
+
+
+def _lay(raw: dict[str, Any], key: str, value: str) -> None:
+    *sections, last = key.split(".")
+    table = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--{key}: {section} is a value, not a section")
+    table[last] = _as_toml(value)
+
+
+def _as_toml(value: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _shown(default: Any) -> str:
+    """A default as one would write it in TOML; nothing where there is none."""
+    if default is None:
+        return ""
+    return tomli_w.dumps({"a": str(default) if isinstance(default, Path) else default})[4:].strip()
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is None is left out, which reads back as the default."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return value
+
+
+def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no setting {key!r}{_nearest(key, model)}"
+    if error["type"] == "missing":
+        return f"{where}: the setting {key!r} is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key or key in model.model_fields:
+        return f"{where}: {message}"
+    return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _is_type_tag(part: str | int) -> bool:
+    """Pydantic adds the tried branch of a union to the location; it means nothing to a reader."""
+    return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
+
+
+def _nearest(key: str, model: type[BaseModel]) -> str:
+    known = [*(name for name, _, _ in known_keys(model)), *model.model_fields]
+    tail = {name.rpartition(".")[2]: name for name in known}
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    close = close or [tail[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
+    return f"; did you mean {close[0]!r}?" if close else ""
