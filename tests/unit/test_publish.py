@@ -95,7 +95,9 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
     async def restore(url: str) -> None:
         restored.append(url)
 
-    publisher = Publisher(tmp_path, save, lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0))
+    publisher = Publisher(
+        tmp_path, save, lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0), 0.05
+    )
     return Stage(publisher, doomed, quarantined, restored, urls)
 
 
@@ -144,6 +146,23 @@ async def test_an_engine_that_keeps_failing_beside_another_is_not_waited_for(
     await stage.publisher.publish(1)
     assert engines[0].calls.count("update_weights_from_disk") == publish.ATTEMPTS_BESIDE_OTHERS
     assert stage.quarantined == [engines[0].url]
+
+
+async def test_the_only_engine_is_waited_for_while_it_is_started_again(
+    stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "BACKOFF_MAX_S", 0.002)
+    stage.urls[:] = [engines[0].url]
+    stage.publisher.patience_s = 60.0
+    engines[0].broken["pause_generation"] = [503] * 30
+    await stage.publisher.publish(1)
+    assert (engines[0].version, stage.quarantined) == ("1", [])
+    stage.publisher.patience_s = 0.0
+    engines[0].calls.clear()
+    engines[0].broken["pause_generation"] = [503] * 30
+    with pytest.raises(PublishError, match="503"):
+        await stage.publisher.publish(2)
+    assert len(engines[0].broken["pause_generation"]) == 29, "no longer than its patience"
 
 
 async def published(stage: Stage, engines: list[ControlEngine], version: int) -> list[int]:
@@ -211,7 +230,6 @@ async def test_a_hanging_engine_has_a_deadline(
     stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "CALL_S", 0.05)
-    monkeypatch.setattr(publish, "ATTEMPTS", 1)
 
     async def hang(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate.config import Settings
+from tidegate.config import EngineSettings, Settings
 from tidegate.errors import StartError, TidegateError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
@@ -79,6 +79,11 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
         "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
         "--prefix-cache-mb", str(engine.prefix_cache_mb),
     ]  # fmt: skip
+
+
+def restart_s(settings: EngineSettings) -> float:
+    """How long an engine that died may take until it serves again."""
+    return SGLangServer.ready_s if settings.kind == "sglang" else Service.ready_s
 
 
 def engine_services(settings: Settings, run_dir: Path, live: Live) -> list[Service]:

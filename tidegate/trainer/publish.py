@@ -10,7 +10,9 @@ An engine that cannot be brought to the version is reported, so that its owner r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,6 @@ from tidegate.errors import EngineError, PublishError
 
 CALL_S = 60.0
 KEPT = 2
-ATTEMPTS = 8  # most of a minute: an engine that died is being started again meanwhile
 ATTEMPTS_BESIDE_OTHERS = 3
 ANSWERS_S = 2.0
 """How long an engine that is out of service may take to say that it is there again."""
@@ -110,6 +111,8 @@ class Publisher:
     engine out of service that could not be brought to the version while others could, and `restore(url)`
     puts it back once it is at what is live.
     `live` is the newest version's directory and number: where a restarted engine comes up.
+    `patience_s` is how long engines are waited for when none can be brought to the version: as long as one
+    that died may take to be started again.
     """
 
     directory: Path
@@ -119,6 +122,7 @@ class Publisher:
     quarantine: Callable[[str, str], Awaitable[None]]
     restore: Callable[[str], Awaitable[None]]
     live: tuple[Path, int]
+    patience_s: float
     _out: set[str] = field(default_factory=set)
     _kept: list[Path] = field(default_factory=list)
 
@@ -157,9 +161,10 @@ class Publisher:
         self, engines: Mapping[str, EngineControl], weights: Path, version: int
     ) -> tuple[set[str], dict[str, EngineError]]:
         """Load on all, then again on those that may yet succeed. Returns who did, and why others did not."""
+        deadline, pause_s = time.monotonic() + self.patience_s, BACKOFF_S
         failed: dict[str, EngineError] = {}
         trying = list(engines)
-        for attempt in range(ATTEMPTS):
+        for attempt in itertools.count(1):
             results = await asyncio.gather(*(_load(engines[url], weights, version) for url in trying))
             for url, error in zip(trying, results, strict=True):
                 failed.pop(url, None)
@@ -167,10 +172,12 @@ class Publisher:
                     failed[url] = error
             trying = [url for url, error in failed.items() if error.retryable and url not in self._out]
             others = len(failed) < len(engines)
-            if not trying or attempt + 1 == (ATTEMPTS_BESIDE_OTHERS if others else ATTEMPTS):
+            over = attempt >= ATTEMPTS_BESIDE_OTHERS if others else time.monotonic() >= deadline
+            if not trying or over:
                 break
             # A killed engine is being restarted meanwhile, and comes up at `live`.
-            await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_S * 2**attempt))
+            await asyncio.sleep(pause_s)
+            pause_s = min(BACKOFF_MAX_S, 2 * pause_s)
         return engines.keys() - failed.keys(), failed
 
     def _prune(self, newest: Path) -> None:

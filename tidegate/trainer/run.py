@@ -26,7 +26,7 @@ from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.loop import Loop, unless, whole
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.policy import Policy
-from tidegate.trainer.processes import start_processes
+from tidegate.trainer.processes import restart_s, start_processes
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
@@ -169,6 +169,7 @@ class Run:
         self.publisher = Publisher(
             self.dir / "weights", self.policy.save_weights, lambda: processes.engines, self._cancel_doomed,
             self._quarantine_engine, self._restore_engine, (self.start.weights, self.start.version),
+            restart_s(settings.engine),
         )  # fmt: skip
         self.best = Best.of(self.dir)
         if settings.engine.urls:
