@@ -90,7 +90,13 @@ class Page:
         return found["result"]
 
     async def open(self, url: str) -> None:
-        await self.send("Page.navigate", url=url)
+        here = await self.look("location.href")
+        if here.partition("#")[0] == url.partition("#")[0] and here != url:
+            # The same document: what it showed before stays until it has heard of the new address.
+            heard = "new Promise(heard => addEventListener('hashchange', () => heard(), {once: true}))"
+            await self.look(f"[{heard}, location.href = {json.dumps(url)}][0]")
+        else:
+            await self.send("Page.navigate", url=url)
         await self.until(
             "document.querySelector('#content:not([aria-busy]) h1, #content:not([aria-busy]) [role=alert]')"
         )
