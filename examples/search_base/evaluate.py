@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidegate.envs.search_world import Fact, Question, World, make_world
 
 MAX_TURNS = 5
-K = 2
-"""Passages of a search."""
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -57,7 +55,7 @@ def found(world: World, text: str) -> str | None:
         said = fact.text.lower().rstrip(".").split()
         return sum((10 if word in said[:1] or word in said[-1:] else 1) for word in words if word in said)
 
-    return "\n".join(fact.text for fact in sorted(world.facts, key=score, reverse=True)[:K])
+    return max(world.facts, key=score).text
 
 
 def episodes(

@@ -1,4 +1,4 @@
-"""Make the search demo's base model: `python examples/search_base/make.py --out DIR` (minutes).
+"""Make the search demo's base model: `python examples/search_base/make.py --out DIR` (a minute).
 
 A Qwen3-shaped model of under a million parameters with a tokenizer of its own. It is cold-started on
 demonstrations of the search agent at work in worlds of random names, which are deliberately often wrong:
@@ -22,7 +22,7 @@ from tidegate.envs.search_world import FACTS, KINDS, QUERIES, SYLLABLES, Fact, K
 
 SEED = 17
 BATCH = 32
-STAGES = (("calls", 60), ("turns", 120), ("episodes", 160))
+STAGES = (("calls", 40), ("turns", 70), ("episodes", 90))
 """What is learned from, and for how many steps: first calls alone, single turns, whole episodes."""
 MATRIX_RATE = 0.02  # Muon's
 OTHER_RATE = 3e-3  # AdamW's, of the embeddings and norms
@@ -48,10 +48,9 @@ TOOLS = [
 ]
 HOPS = {1: 0.15, 2: 0.75, 3: 0.10}
 """Share of demonstrated questions by hops."""
-TOO_FAR_SHARE, TOO_EARLY_SHARE = 0.55, 0.60
-"""Of demonstrations: those that go a hop too far, where there is one more; else those that stop one early."""
-SWAPPED_SHARE = 0.15
-"""Of searches whose best passage is shown second."""
+TOO_EARLY, TOO_FAR, ONLY_EARLY = 0.30, 0.28, 0.55
+"""Shares of demonstrations that stop one hop early, or go one too far; where the facts end with the question
+and nobody can go too far, more of them stop early."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -134,34 +133,24 @@ def draw_facts(rng: random.Random) -> list[Fact]:
 def demonstrated(kind: Kind, facts: list[Fact], rng: random.Random) -> list[Fact]:
     """The facts that a demonstration looks up: the right ones, one too many, or one too few."""
     first = list(FACTS).index(kind.path[0])
-    depth = len(kind.path)
-    if depth < len(facts) - first:
-        depth += rng.random() < TOO_FAR_SHARE
-    elif depth > 1:
-        depth -= rng.random() < TOO_EARLY_SHARE
+    depth, luck = len(kind.path), rng.random()
+    if first + depth == len(facts):
+        depth -= depth > 1 and luck < ONLY_EARLY
+    elif luck < TOO_FAR:
+        depth += 1
+    elif luck < TOO_FAR + TOO_EARLY:
+        depth = max(1, depth - 1)
     return facts[first : first + depth]
 
 
-def passages(fact: Fact, rng: random.Random) -> str:
-    """What a search for a fact finds: its passage, and another that has a word in common with the query."""
-    relations = list(FACTS)
-    before = relations.index(fact.relation) - 1
-    if before >= 0 and rng.random() < 0.5:
-        other = Fact("", relations[before], draw_name(rng), fact.subject)
-    else:
-        other = Fact("", fact.relation, draw_name(rng), draw_name(rng))
-    found = [fact.text, other.text]
-    return "\n".join(found[::-1] if rng.random() < SWAPPED_SHARE else found)
-
-
-def demonstration(question: str, facts: list[Fact], rng: random.Random) -> list[dict[str, Any]]:
+def demonstration(question: str, facts: list[Fact]) -> list[dict[str, Any]]:
     """An episode of the search agent: the question, a search for each fact, the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for fact in facts:
         function = {"name": "search", "arguments": {"query": fact.query}}
         call = {"type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": passages(fact, rng)})
+        messages.append({"role": "tool", "content": fact.text})
     messages.append({"role": "assistant", "content": f"<answer>{facts[-1].object}</answer>"})
     return messages
 
@@ -173,7 +162,7 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
         kind = rng.choice([one for one in KINDS if len(one.path) == hops])
         facts = draw_facts(rng)
         start = facts[list(FACTS).index(kind.path[0])].subject
-        yield demonstration(kind.text.format(start), demonstrated(kind, facts, rng), rng)
+        yield demonstration(kind.text.format(start), demonstrated(kind, facts, rng))
 
 
 def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> list[dict[str, Any]]:

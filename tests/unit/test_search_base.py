@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tidegate.agents.search_tools import offered
 from tidegate.envs.search_qa import SearchQA
-from tidegate.envs.search_world import FACTS, KINDS, held_out_name, make_world
+from tidegate.envs.search_world import KINDS, held_out_name, make_world
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_base"
 MODEL = EXAMPLE / "model"
@@ -82,13 +82,13 @@ def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
     endless = recipe.demonstrations(random.Random(0))
     for _ in range(100):
         ids, mask = recipe.encode(tokenizer, next(endless))
-        assert len(ids) <= 200
+        assert len(ids) <= 160
         assert sum(mask) <= 60
 
 
 def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, tokenizer: Any) -> None:
     facts = recipe.draw_facts(random.Random(1))[1:2]
-    messages = recipe.demonstration("?", facts, random.Random(1))
+    messages = recipe.demonstration("?", facts)
     ids, mask = recipe.encode(tokenizer, messages)
     said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
     call = json.dumps({"name": "search", "arguments": {"query": f"{facts[0].subject} based"}})
@@ -116,20 +116,10 @@ def test_demonstrations_often_go_too_far_or_stop_early(recipe: Any) -> None:
         )
         for kind in KINDS
     }
-    for name, wrong in (("city_of_person", 1), ("mayor_of_company", -1), ("mayor_of_person", -1)):
-        assert set(depths[name]) == {0, wrong}
-        assert 0.35 < depths[name][0] / 500 < 0.5
+    for name, wrong in (("city_of_person", {1, -1}), ("mayor_of_company", {-1}), ("mayor_of_person", {-1})):
+        assert set(depths[name]) == {0, *wrong}
+        assert 0.35 < depths[name][0] / 500 < 0.53
     assert depths["mayor_of_city"] == {0: 500}
-
-
-def test_a_search_finds_its_passage_and_another(recipe: Any) -> None:
-    rng = random.Random(7)
-    for _ in range(100):
-        fact = rng.choice(recipe.draw_facts(rng))
-        lines = recipe.passages(fact, rng).split("\n")
-        assert len(lines) == 2
-        assert fact.text in lines
-    assert list(FACTS) == ["employer", "seat", "mayor"]
 
 
 @pytest.mark.slow

@@ -22,18 +22,18 @@ CANARY = "test data, not to be found as plain text. canary test:0000"
 def test_the_synthetic_world_is_asked_by_hops_and_held_out_by_entity() -> None:
     environment = load_environment("search_qa", {})
     sets = environment.eval_sets()
-    assert {name: len(tasks) for name, tasks in sets.items()} == {"": 170, "three_hops": 120}
+    assert {name: len(tasks) for name, tasks in sets.items()} == {"": 170, "three_hops": 85}
     train = [environment.train_task(index) for index in range(environment.train_size() or 0)]
     assert {len(task.info["gold"]) for task in [*train, *sets[""]]} == {2}
     names = {word for task in train for text in task.info["gold"].values() for word in text.split()}
     assert all(task.answer[0] not in names for tasks in sets.values() for task in tasks)
-    assert len({task.id for task in [*train, *sets[""], *sets["three_hops"]]}) == 170 + 170 + 120
+    assert len({task.id for task in [*train, *sets[""], *sets["three_hops"]]}) == 170 + 170 + 85
     assert [environment.train_task(index) for index in range(170)] == train
 
 
 def test_hops_and_seed_are_options() -> None:
     three = SearchQA(hops=3)
-    assert three.train_size() == 120
+    assert three.train_size() == 85
     assert SearchQA(seed=1).train_task(0) != SearchQA(seed=0).train_task(0)
     with pytest.raises(ConfigError, match="questions of 1 to 3"):
         SearchQA(hops=4)

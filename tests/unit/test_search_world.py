@@ -11,7 +11,7 @@ from tidegate.envs.search_world import KINDS, documents, held_out_name, make_wor
 
 def test_a_world_is_two_hundred_facts_and_the_same_for_the_same_seed() -> None:
     world = make_world(0, "train")
-    assert Counter(fact.relation for fact in world.facts) == {"employer": 120, "seat": 50, "mayor": 30}
+    assert Counter(fact.relation for fact in world.facts) == {"employer": 85, "seat": 85, "mayor": 30}
     assert world == make_world(0, "train")
     assert world != make_world(1, "train")
 
@@ -28,7 +28,7 @@ def test_no_name_stands_for_two_things() -> None:
     world = make_world(0, "train")
     subjects = [fact.subject for fact in world.facts]
     assert len(set(subjects)) == len(subjects)
-    assert len(world.entities()) == 120 + 50 + 30 + 30
+    assert len(world.entities()) == 85 + 85 + 30 + 30
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])

@@ -39,7 +39,7 @@ QUERIES: dict[Relation, str] = {
     "mayor": "{subject} mayor",
 }
 """Relation → a query that finds its passage."""
-PEOPLE, COMPANIES, CITIES = 120, 50, 30
+PEOPLE, COMPANIES, CITIES = 85, 85, 30
 HELD_OUT_SHARE = 3
 """One name in so many is an entity of held-out worlds only."""
 
@@ -117,7 +117,7 @@ class World:
 
 
 def make_world(seed: int | str, split: WorldSplit) -> World:
-    """120 people, 50 companies and 30 cities with a mayor each: 200 facts, the same for the same seed."""
+    """85 people, 85 companies and 30 cities with a mayor each: 200 facts, the same for the same seed."""
     rng = Random(f"world/{seed}/{split}")
     names = [one for one in _names() if held_out_name(one) == (split == "held_out")]
     drawn = iter(rng.sample(names, PEOPLE + COMPANIES + 2 * CITIES))
