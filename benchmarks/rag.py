@@ -1,0 +1,150 @@
+"""What a search costs through the retrieval server, beside the same search in one process and two servers.
+
+50,000 vectors of 384 numbers, searched exactly; an encoder of MiniLM's shape with random weights; different
+queries of 8 to 16 tokens, so that nothing comes from a cache. Every system searches with one thread, all take
+turns in every round, and the figures are medians of the rounds. `unbatched` searches one query at a time,
+`window` gathers for 100 ms; both have no limits and no deadlines. Last, 4,096 clients ask at once, more than
+the queue holds and more than can be answered before the deadline.
+
+    python benchmarks/rag.py [--json] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import Check, report
+from retrieval.baselines import K
+from retrieval.material import make_encoder, make_index, queries
+from retrieval.systems import RagProcesses, Searches
+from turns.systems import System
+
+from tidegate.rag.searcher import Searcher
+
+LONE, CLIENTS = 1, (64, 256)
+LONE_QUERIES = 60
+SECONDS = 5.0  # of a system's turn with many clients
+SAMPLE = 200  # answers that are compared with the plain search's
+BURST, QUEUE, DEADLINE_S = 4096, 3072, 6.0
+Rows = dict[tuple[str, int], list[dict[str, Any]]]
+
+
+class Bench:
+    """A plain search in this process, servers, and one load generator."""
+
+    def __init__(self, searcher: Searcher, searches: Searches) -> None:
+        self._searcher = searcher
+        self._searches = searches
+        self._seeds = itertools.count()
+        self.wrong = 0
+
+    def bare(self) -> dict[str, Any]:
+        """One query after another."""
+        latencies = []
+        for query in queries(LONE_QUERIES, next(self._seeds)):
+            began = time.perf_counter()
+            self._searcher.search([query], [K])
+            latencies.append(time.perf_counter() - began)
+        return row(latencies, len(latencies), sum(latencies))
+
+    def lone(self, system: System) -> dict[str, Any]:
+        """One client, one query after another."""
+        asked = queries(LONE_QUERIES, next(self._seeds))
+        done = self._searches.searches(system, asked, 1)
+        return row(done["latencies"], done["in_time"], done["seconds"])
+
+    def many(self, system: System, clients: int) -> dict[str, Any]:
+        """Clients that ask again as soon as they are answered; what they were told is checked."""
+        done = self._searches.searches(system, queries(20_000, next(self._seeds)), clients, SECONDS)
+        if done["unanswered"] or done["codes"]:
+            raise RuntimeError(f"{system.name}: {done['unanswered']} unanswered, errors {done['codes']}")
+        sample = list(done["first"].items())[:SAMPLE]
+        plain = self._searcher.search([query for query, _ in sample], [1] * len(sample))
+        self.wrong += sum(hits[0].id != best for hits, (_, best) in zip(plain, sample, strict=True))
+        return row(done["latencies"], done["in_time"], done["seconds"])
+
+    def burst(self, system: System) -> dict[str, Any]:
+        """More queries at once than can be answered: each ends with documents or with an error that says
+        why."""
+        before = system.rss_mb()
+        done = self._searches.searches(system, queries(BURST, next(self._seeds)), BURST)
+        answered = len(done["latencies"])
+        errors = sum(done["codes"].values())
+        return {
+            "system": system.name,
+            "clients": BURST,
+            "documents": answered,
+            **done["codes"],
+            "unanswered": BURST - answered - errors,
+            "rss_mb_before": before,
+            "rss_mb_after": system.rss_mb(),
+        }
+
+
+def row(latencies: list[float], answered: int, seconds: float) -> dict[str, Any]:
+    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    return {"requests_per_s": answered / seconds, "p50_ms": 1e3 * cuts[49], "p99_ms": 1e3 * cuts[98]}
+
+
+def rounds(bench: Bench, systems: list[System], count: int) -> Rows:
+    """Rows by system and clients, one a round; what is compared is measured side by side."""
+    taken: Rows = {}
+    for _ in range(count):
+        taken.setdefault(("bare", LONE), []).append(bench.bare())
+        for system in systems:
+            taken.setdefault((system.name, LONE), []).append(bench.lone(system))
+        for clients in CLIENTS:
+            for system in systems:
+                taken.setdefault((system.name, clients), []).append(bench.many(system, clients))
+    return taken
+
+
+def pairs(taken: Rows, one: str, other: str, clients: int, key: str) -> Iterator[tuple[float, float]]:
+    for mine, theirs in zip(taken[one, clients], taken[other, clients], strict=True):
+        yield mine[key], theirs[key]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all systems")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, RagProcesses(Path(name)) as processes:
+        return measure(Path(name), processes, arguments)
+
+
+def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namespace) -> int:
+    index = make_index(directory, make_encoder(directory))
+    bench = Bench(Searcher.open(index, threads=1), processes.load())
+    ours = processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S))
+    systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
+    taken = rounds(bench, systems, arguments.rounds)
+    burst = bench.burst(ours)
+    rows = [
+        {"system": name, "clients": clients}
+        | {key: statistics.median(one[key] for one in all) for key in all[0]}
+        for (name, clients), all in taken.items()
+    ]
+    lone = list(pairs(taken, "tidegate", "bare", LONE, "p50_ms"))
+    batched = pairs(taken, "tidegate", "unbatched", 64, "requests_per_s")
+    checks = [
+        Check("lone_vs_bare", statistics.median(a / b for a, b in lone), "<=", 1.3),
+        Check("lone_overhead_ms", statistics.median(a - b for a, b in lone), "<=", 5),
+        Check("vs_unbatched_64", statistics.median(a / b for a, b in batched), ">=", 4),
+        Check("wrong_documents", bench.wrong, "==", 0),
+        Check("unanswered_at_4096", burst["unanswered"], "==", 0),
+        Check("rss_mb_at_4096", burst["rss_mb_after"] - burst["rss_mb_before"], "<=", 256),
+    ]
+    return report([*rows, burst], checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
