@@ -1,4 +1,4 @@
-"""Make the search demo's base model: `python examples/search_base/make.py --out DIR` (a minute).
+"""Make the search demo's base model: `python examples/search_base/make.py --out DIR` (a minute and a half).
 
 A Qwen3-shaped model of under a million parameters with a tokenizer of its own. It is cold-started on
 demonstrations of the search agent at work in worlds of random names, which are deliberately often wrong:
@@ -48,7 +48,7 @@ TOOLS = [
 ]
 HOPS = {1: 0.15, 2: 0.75, 3: 0.10}
 """Share of demonstrated questions by hops."""
-TOO_EARLY, TOO_FAR, ONLY_EARLY = 0.30, 0.28, 0.55
+TOO_EARLY, TOO_FAR, ONLY_EARLY = 0.34, 0.35, 0.70
 """Shares of demonstrations that stop one hop early, or go one too far; where the facts end with the question
 and nobody can go too far, more of them stop early."""
 
