@@ -82,6 +82,42 @@ async def test_a_trainer_that_was_replaced_opens_no_session(stage: Stage) -> Non
     assert len(stage.gateway.sessions) == 0
 
 
+async def test_a_trainer_that_was_replaced_ends_no_session_and_no_group(stage: Stage) -> None:
+    """What it asks for too late is refused, and changes nothing of what its successor took over."""
+    done = await finished(stage, "g1-1", None)
+    open_ = await stage.client.open_session(task=TASK, group_id="g1-2", slot=0)
+    await stage.client.enter(2)
+    late = [
+        lambda epoch: stage.client.finish(open_.session_id, reward=1.0, epoch=epoch),
+        lambda epoch: stage.client.seal_group("g1-1", "t1", [done.session_id], epoch),
+        lambda epoch: stage.client.drop_group("g1-1", epoch),
+        lambda epoch: stage.client.drop_group("g1-2", epoch),
+    ]
+    for call in late:
+        with pytest.raises(GatewayError, match="epoch 1 is over") as raised:
+            await call(1)
+        assert raised.value.status == 410
+    await talk(stage, open_, 1)
+    assert {row.id: row.state for row in await stage.client.list_groups()} == {"g1-1": "live", "g1-2": "live"}
+    for call in late:
+        await call(2)
+    assert await stage.client.list_groups() == []
+
+
+@pytest.mark.parametrize("what", ["finish", "seal", "drop"])
+async def test_a_newer_trainer_arrives_with_whatever_it_asks_for_first(stage: Stage, what: str) -> None:
+    done = await finished(stage, "g1-1", 1)
+    running = await stage.client.open_session(task=TASK, epoch=1)
+    match what:
+        case "finish":
+            await stage.client.finish(done.session_id, epoch=2)
+        case "seal":
+            await stage.client.seal_group("g1-1", "t1", [done.session_id], 2)
+        case "drop":
+            await stage.client.drop_group("g1-1", 2)
+    assert await outcomes(stage, [running]) == [Outcome.CANCELLED]
+
+
 async def test_a_trainer_that_is_replaced_while_it_opens_a_session_gets_one_that_is_over(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

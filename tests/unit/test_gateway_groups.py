@@ -57,6 +57,21 @@ async def test_a_newer_trainer_takes_over() -> None:
     assert raised.value.status == 410
 
 
+async def test_a_trainer_that_is_replaced_while_it_waits_its_turn_changes_nothing() -> None:
+    store = new_store()
+    await store.seal(group("a"))
+    behind = [
+        asyncio.create_task(work) for work in (store.enter(2), store.seal(group("b"), 1), store.drop("a", 1))
+    ]
+    entered, *ended = await asyncio.gather(*behind, return_exceptions=True)
+    assert entered is None
+    assert all(isinstance(one, GatewayError) and one.status == 410 for one in ended)
+    assert [entry.group.id for entry in store.entries()] == ["a"]
+    await store.drop("a", 2)
+    await store.seal(group("b"), 2)
+    assert [entry.group.id for entry in store.entries()] == ["b"]
+
+
 async def test_a_trainer_that_waits_learns_that_it_was_replaced() -> None:
     store = new_store()
     waiting = asyncio.create_task(store.lease(1, 1, 30))

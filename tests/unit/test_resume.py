@@ -217,7 +217,8 @@ class Gateway:
     async def list_groups(self) -> list[Any]:
         return [SimpleNamespace(id=name, state=state) for name, state in self.rows.items()]
 
-    async def drop_group(self, name: str) -> int:
+    async def drop_group(self, name: str, epoch: int) -> int:
+        assert epoch == self.epochs[-1]
         self.dropped.append(name)
         return 0
 

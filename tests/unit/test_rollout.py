@@ -19,6 +19,8 @@ from tidegate.trainer.admission import Admission, Rules
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
 from tidegate.types import Outcome, Task
 
+EPOCH = 3
+
 
 @dataclass
 class Script:
@@ -37,6 +39,7 @@ class Script:
     async def open_session(self, **arguments: Any) -> Any:
         if self.broken:
             raise GatewayError("the gateway is away")
+        assert arguments["epoch"] == EPOCH
         attempt = arguments["metadata"]["attempt"]
         self.opened.append(attempt)
         self.changed.set()
@@ -55,7 +58,8 @@ class Script:
             outcome=None if found.trainable else found, output="", reward=None, metrics={}, error=str(found)
         )
 
-    async def finish(self, session_id: str, *, outcome: Outcome | None, **_: Any) -> Any:
+    async def finish(self, session_id: str, *, outcome: Outcome | None, epoch: int | None, **_: Any) -> Any:
+        assert epoch == EPOCH
         return SimpleNamespace(
             outcome=outcome or Outcome.COMPLETED, error=outcome, sampled_tokens=3, session_id=session_id
         )
@@ -66,11 +70,13 @@ class Script:
     async def delete_session(self, session_id: str) -> None:
         pass
 
-    async def seal_group(self, group_id: str, _: str, sessions: list[str]) -> None:
+    async def seal_group(self, group_id: str, _: str, sessions: list[str], epoch: int | None) -> None:
+        assert epoch == EPOCH
         self.sealed[group_id] = sessions
         self.changed.set()
 
-    async def drop_group(self, group_id: str) -> int:
+    async def drop_group(self, group_id: str, epoch: int | None) -> int:
+        assert epoch == EPOCH
         self.dropped.append(group_id)
         self.changed.set()
         return 7
@@ -128,7 +134,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         )
         book: list[Any] = []
         core = Admission(rules, book.append)
-        episodes = Episodes(cast(Any, script), cast(Any, script), 5.0)
+        episodes = Episodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
         keep = lambda trajectory, attempt: script.kept.append(attempt)  # noqa: E731
         return Stage(Rollout(settings, core, episodes, Tasks(), keep), core, book, script)
 

@@ -208,12 +208,13 @@ def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.post("/groups/{group_id:path}/seal", dependencies=admin)
     async def seal(group_id: str, body: bodies.Seal) -> dict[str, str]:
-        await gateway.seal(group_id, body.task_id, body.sessions)
+        await gateway.seal(group_id, body.task_id, body.sessions, body.trainer_epoch)
         return {}
 
     @app.delete("/groups/{group_id:path}", dependencies=admin)
-    async def drop(group_id: str) -> dict[str, int]:
-        return {"sampled_tokens": await gateway.drop(group_id)}
+    async def drop(group_id: str, body: bodies.Drop | None = None) -> dict[str, int]:
+        epoch = None if body is None else body.trainer_epoch
+        return {"sampled_tokens": await gateway.drop(group_id, epoch)}
 
 
 def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:

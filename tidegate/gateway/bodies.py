@@ -14,6 +14,7 @@ from tidegate.gateway.sessions import Session, Sessions
 from tidegate.types import Outcome, Sampling, Split, Task
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Epoch = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
@@ -53,7 +54,7 @@ class OpenSession(Body):
     metadata: dict[str, Any] = {}
     seed: int | None = None
     limits: LimitsBody = LimitsBody()
-    trainer_epoch: Annotated[int, Field(ge=0)] | None = None
+    trainer_epoch: Epoch | None = None
     """Of a session that ends `cancelled` when a newer trainer comes."""
 
     def arguments(self) -> dict[str, Any]:
@@ -82,15 +83,20 @@ class Finish(Body):
     """Checked later: what is no finite number ends the session as `reward_error`."""
     metrics: dict[str, Any] = {}
     error: str | None = None
+    trainer_epoch: Epoch | None = None
+    """Of a trainer that may have been replaced."""
 
     def arguments(self) -> dict[str, Any]:
+        told = dict(self)
+        epoch = told.pop("trainer_epoch")
         metrics = {
             storable(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
         return {
-            **dict(self),
+            **told,
+            "epoch": epoch,
             "metrics": metrics,
             "output": None if self.output is None else storable(self.output),
             "error": None if self.error is None else storable(self.error),
@@ -100,10 +106,15 @@ class Finish(Body):
 class Seal(Body):
     task_id: str
     sessions: list[str]
+    trainer_epoch: Epoch | None = None
+
+
+class Drop(Body):
+    trainer_epoch: Epoch | None = None
 
 
 class Lease(Body):
-    trainer_epoch: Annotated[int, Field(ge=0)]
+    trainer_epoch: Epoch
     max: Annotated[int, Field(ge=0)] = 1
     wait_s: Annotated[float, Field(ge=0, le=600)] = 0.0
     key: str = ""
@@ -111,7 +122,7 @@ class Lease(Body):
 
 
 class WaitReady(Body):
-    trainer_epoch: Annotated[int, Field(ge=0)]
+    trainer_epoch: Epoch
     wait_s: Annotated[float, Field(ge=0, le=60)] = 0.0
 
 
@@ -120,7 +131,7 @@ class GiveBack(Body):
 
 
 class Ack(Body):
-    trainer_epoch: Annotated[int, Field(ge=0)]
+    trainer_epoch: Epoch
     lease_id: str
     outcome: str
     step: int | None = None

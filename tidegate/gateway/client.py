@@ -133,15 +133,20 @@ class GatewayClient:
         reward: float | None = None,
         metrics: Mapping[str, float] | None = None,
         error: str | None = None,
+        epoch: int | None = None,
         timeout_s: float = FINISH_S,
     ) -> Summary:
-        """End a session and have it rewarded. Raises GatewayError (404: it is not there any more)."""
+        """End a session and have it rewarded.
+
+        Raises GatewayError: 404 where it is not there any more, 410 where a trainer newer than `epoch` came.
+        """
         body = {
             "output": output,
             "outcome": None if outcome is None else str(outcome),
             "reward": reward,
             "metrics": dict(metrics or {}),
             "error": error,
+            "trainer_epoch": epoch,
         }
         row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
         return Summary(**{**row, "outcome": Outcome(row["outcome"])})
@@ -164,15 +169,18 @@ class GatewayClient:
 
     # -- groups ----------------------------------------------------------------------------------
 
-    async def seal_group(self, group_id: str, task_id: str, sessions: Sequence[str]) -> None:
-        """Make a group of finished sessions ready to be leased. Idempotent."""
-        body = {"task_id": task_id, "sessions": list(sessions)}
+    async def seal_group(
+        self, group_id: str, task_id: str, sessions: Sequence[str], epoch: int | None = None
+    ) -> None:
+        """Make a group of finished sessions ready to be leased. Idempotent. 410 as in `finish`."""
+        body = {"task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch}
         await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
 
-    async def drop_group(self, group_id: str) -> int:
+    async def drop_group(self, group_id: str, epoch: int | None = None) -> int:
         """End a group with all of its sessions, live ones too; how many tokens they had sampled, in replies
-        that were complete. Idempotent: the second time there are none."""
-        return int((await self._json("DELETE", f"/groups/{_quote(group_id)}"))["sampled_tokens"])
+        that were complete. Idempotent: the second time there are none. 410 as in `finish`."""
+        body = {"trainer_epoch": epoch}
+        return int((await self._json("DELETE", f"/groups/{_quote(group_id)}", body))["sampled_tokens"])
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]

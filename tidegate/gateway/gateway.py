@@ -174,8 +174,7 @@ class Gateway:
         if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
             raise GatewayError(f"group {group_id} takes no more sessions", status=410)
         _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
-        if epoch is not None:
-            await self.groups.enter(epoch)
+        await self.groups.enter(epoch)
         now = asyncio.get_running_loop().time()
         key = new_key(self.options.mark)
         session = Session(
@@ -232,9 +231,11 @@ class Gateway:
         reward: float | None = None,
         metrics: dict[str, float] | None = None,
         error: str | None = None,
+        epoch: int | None = None,
     ) -> Trajectory:
         """End a session: refuse further calls, reward it, keep its trajectory. Repeating it changes
-        nothing. Raises GatewayError where there is no such session (any more)."""
+        nothing. Raises GatewayError where there is no such session (any more), or the trainer is over."""
+        await self.groups.enter(epoch)
         session = self.session(session_id)
         if session.trajectory is not None:
             return session.trajectory
@@ -341,8 +342,11 @@ class Gateway:
 
     # -- groups ----------------------------------------------------------------------------------
 
-    async def seal(self, group_id: str, task_id: str, session_ids: list[str]) -> None:
+    async def seal(
+        self, group_id: str, task_id: str, session_ids: list[str], epoch: int | None = None
+    ) -> None:
         """Make a group of finished sessions ready. Idempotent. Raises GatewayError."""
+        await self.groups.enter(epoch)
         if self.groups.get(group_id) is not None:
             return
         if self.groups.done(group_id) is None and not session_ids:
@@ -360,7 +364,7 @@ class Gateway:
             trajectories.append(session.trajectory)
         _check_storable(task_id)
         trajectories.sort(key=lambda trajectory: -1 if trajectory.slot is None else trajectory.slot)
-        await self.groups.seal(Group(group_id, task_id, trajectories))
+        await self.groups.seal(Group(group_id, task_id, trajectories), epoch)
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
         """End a lease, and with it the group and its sessions. Idempotent."""
@@ -368,12 +372,13 @@ class Gateway:
         for session in await self.groups.ack(epoch, lease_id, outcome):
             self.sessions.forget(session)
 
-    async def drop(self, group_id: str) -> int:
+    async def drop(self, group_id: str, epoch: int | None = None) -> int:
         """End a group and all of its sessions, live ones too; how many tokens they sampled. Idempotent."""
+        await self.groups.enter(epoch)
         for session in self.sessions.of_group(group_id):
             session.stop("its group was dropped")
         sampled = 0
-        for session in await self.groups.drop(group_id):
+        for session in await self.groups.drop(group_id, epoch):
             sampled += session.tree.sampled_tokens
             self.sessions.forget(session)
         return sampled

@@ -87,9 +87,10 @@ class GroupStore:
         """What became of a group that was here."""
         return self._done.get(group_id)
 
-    async def seal(self, group: Group) -> None:
-        """Make a group ready. A group that is here already stays as it is."""
+    async def seal(self, group: Group, epoch: int | None = None) -> None:
+        """Make a group ready, for the trainer of that epoch. A group that is here already stays as it is."""
         async with self._changing:
+            self._check(epoch)
             if group.id in self._entries:
                 return
             if group.id in self._done:
@@ -101,8 +102,10 @@ class GroupStore:
             self._entries[group.id] = entry
         await self._notify()
 
-    async def enter(self, epoch: int) -> None:
-        """A higher epoch ends all leases; an older one is fenced off."""
+    async def enter(self, epoch: int | None) -> None:
+        """A higher epoch ends all leases; an older one is fenced off. None is no trainer's."""
+        if epoch is None:
+            return
         async with self._changing:
             if epoch > self.epoch:
                 await self._journal.entered(epoch, list(self._leases))
@@ -187,9 +190,10 @@ class GroupStore:
             self.acked[outcome] = self.acked.get(outcome, 0) + 1
             return members
 
-    async def drop(self, group_id: str) -> list[Session]:
-        """End a group, whoever holds it; its sessions."""
+    async def drop(self, group_id: str, epoch: int | None = None) -> list[Session]:
+        """End a group, whoever holds it, for the trainer of that epoch; its sessions."""
         async with self._changing:
+            self._check(epoch)
             return await self._end(group_id, "dropped")
 
     async def _end(self, group_id: str, why: str) -> list[Session]:
@@ -219,8 +223,8 @@ class GroupStore:
         ready = [entry for entry in self._entries.values() if entry.lease_id is None]
         return sorted(ready, key=lambda entry: entry.order)
 
-    def _check(self, epoch: int) -> None:
-        if epoch < self.epoch:
+    def _check(self, epoch: int | None) -> None:
+        if epoch is not None and epoch < self.epoch:
             raise GatewayError(
                 f"trainer epoch {epoch} is over: epoch {self.epoch} holds the groups now", status=410
             )

@@ -83,6 +83,7 @@ class Episodes:
             reward=result.reward,
             metrics=result.metrics,
             error=result.error,
+            epoch=self.epoch,
         )
 
 
@@ -162,7 +163,7 @@ class Rollout:
                     await self._drop(group.id, State.FAILED)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
-            await self.episodes.gateway.seal_group(group.id, task.id, sessions)
+            await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
             self.last_progress = time.monotonic()
         finally:
             for slot in slots:
@@ -221,7 +222,8 @@ class Rollout:
     async def _drop(self, group_id: str, state: State) -> None:
         """Have the gateway forget a group that ended in `state`, and abort what it still generates."""
         try:
-            self.tokens.waste(await self.episodes.gateway.drop_group(group_id), state)
+            sampled = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
+            self.tokens.waste(sampled, state)
         except GatewayError as error:
             # The gateway frees the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"

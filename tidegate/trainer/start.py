@@ -156,7 +156,7 @@ async def take_over(
     groups = opened.admission.groups
     for one in there:
         if one.id not in groups or groups[one.id].phase is not Phase.READY:
-            await gateway.drop_group(one.id)
+            await gateway.drop_group(one.id, epoch)
     return opened
 
 
