@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
-from tests.fakes import Stage, logprob_of, staged
-from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.client import SessionAccess
-from tidegate.types import Task, Trajectory
+from tests.fakes import Stage, logprob_of
+from tests.integration.sdk_stage import finished, opened, stage
 
-TASK = Task("t1", "sums", [], answer="4711")
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(make_model_dir(tmp_path / "tiny", "qwen3")) as made:
-        yield made
-
-
-async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncOpenAI]:
-    access = await stage.client.open_session(**{"task": TASK, "deadline_s": 20.0, **options})
-    return access, await stage.llm(access, max_retries=0)
-
-
-async def finished(stage: Stage, access: SessionAccess) -> Trajectory:
-    await stage.client.finish(access.session_id, reward=1)
-    return await stage.client.trajectory(access.session_id)
+__all__ = ["stage"]
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

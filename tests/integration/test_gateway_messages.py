@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,13 +9,13 @@ import orjson
 import pytest
 from anthropic import AsyncAnthropic
 
-from tests.fakes import Fault, Stage, staged
-from tests.tiny_tokenizer import make_model_dir
+from tests.fakes import Fault, Stage
+from tests.integration.sdk_stage import CALL, TASK, stage
 from tidegate.gateway import exchange
 from tidegate.gateway.client import SessionAccess
-from tidegate.types import Outcome, Sampling, Task
+from tidegate.types import Outcome, Sampling
 
-TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="4711")
+__all__ = ["stage"]
 TOOLS: list[Any] = [
     {
         "name": "calculator",
@@ -25,15 +23,8 @@ TOOLS: list[Any] = [
         "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}},
     }
 ]
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": ASK}
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(make_model_dir(tmp_path / "tiny", "qwen3")) as made:
-        yield made
 
 
 async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncAnthropic]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,13 +10,13 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from tests.fakes import Fault, Stage, staged
-from tests.tiny_tokenizer import make_model_dir
+from tests.fakes import Fault, Stage
+from tests.integration.sdk_stage import CALL, finished, opened, stage
 from tidegate.gateway import exchange
-from tidegate.gateway.client import SessionAccess
-from tidegate.types import Outcome, Sampling, Task, Trajectory
+from tidegate.types import Outcome, Sampling
 
-TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="4711")
+__all__ = ["stage"]
+
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -28,23 +26,6 @@ TOOLS: list[Any] = [
         "strict": True,
     }
 ]
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(make_model_dir(tmp_path / "tiny", "qwen3")) as made:
-        yield made
-
-
-async def opened(stage: Stage, **options: Any) -> tuple[SessionAccess, AsyncOpenAI]:
-    access = await stage.client.open_session(**{"task": TASK, "deadline_s": 20.0, **options})
-    return access, await stage.llm(access, max_retries=0)
-
-
-async def finished(stage: Stage, access: SessionAccess) -> Trajectory:
-    await stage.client.finish(access.session_id, reward=1)
-    return await stage.client.trajectory(access.session_id)
 
 
 async def whole(llm: AsyncOpenAI, **body: Any) -> Response:

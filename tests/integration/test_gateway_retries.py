@@ -1,0 +1,144 @@
+"""What is sent again, and what was never delivered: the raw HTTP that an SDK would send."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from tests.fakes import Fault, Stage, eventually
+from tests.integration.chat_calls import ASK
+from tests.integration.sdk_stage import opened, stage
+from tidegate.gateway.calls import Call
+from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.turns import Ask, digest_of
+
+__all__ = ["stage"]
+
+
+async def post(
+    access: SessionAccess, http: aiohttp.ClientSession, body: dict[str, Any], **headers: str
+) -> tuple[int, dict[str, Any]]:
+    told = {"Authorization": f"Bearer {access.api_key}", **headers}
+    url = f"{access.base_url}/chat/completions"
+    async with http.post(url, data=orjson.dumps(body), headers=told) as response:
+        return response.status, orjson.loads(await response.read())
+
+
+async def test_an_idempotency_key_gets_the_same_turn_again(stage: Stage) -> None:
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    async with aiohttp.ClientSession() as http:
+        key = {"Idempotency-Key": "k1"}
+        first, again = await post(access, http, body, **key), await post(access, http, body, **key)
+        other = await post(access, http, {**body, "messages": ASK[1:]}, **key)
+    assert first == again
+    assert (other[0], "another body" in other[1]["error"]["message"]) == (400, True)
+    assert len(stage.engine.requests) == 1
+
+
+async def test_a_retry_joins_the_call_that_is_under_way(stage: Stage) -> None:
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    stage.engine.faults.append(Fault("hold"))
+    async with aiohttp.ClientSession() as http:
+        first = asyncio.create_task(post(access, http, body))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+        retry = asyncio.create_task(post(access, http, body, **{"x-stainless-retry-count": "1"}))
+        await eventually(lambda: stage.gateway.metrics.retries_joined)
+        stage.engine.release()
+        assert await first == await retry
+    assert len(stage.engine.requests) == 1
+
+
+async def test_a_retry_of_a_delivered_turn_is_a_sample_of_its_own(stage: Stage) -> None:
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    async with aiohttp.ClientSession() as http:
+        await post(access, http, body)
+        await post(access, http, body, **{"x-stainless-retry-count": "1"})
+    assert len(stage.engine.requests) == 2
+
+
+async def test_a_retry_of_an_abandoned_call_does_not_share_its_twins_sample(stage: Stage) -> None:
+    """Two identical calls run; one client leaves and retries: the other one's reply is not for it."""
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    stage.engine.faults.extend([Fault("hold"), Fault("hang")])
+    async with aiohttp.ClientSession() as http:
+        twin = asyncio.create_task(post(access, http, body))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+        left = asyncio.create_task(post(access, http, body))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 2)
+        left.cancel()
+        await stage.engine.until(lambda: bool(stage.engine.aborted))
+        retried = await post(access, http, body, **{"x-stainless-retry-count": "1"})
+        stage.engine.release()
+        assert (await twin)[1]["id"] != retried[1]["id"]
+    assert len(stage.engine.requests) == 3
+
+
+async def test_identical_requests_are_separate_samples(stage: Stage) -> None:
+    access, llm = await opened(stage, seed=1)
+    for _ in range(2):
+        await llm.chat.completions.create(model="m", messages=ASK)
+    first, second = stage.engine.requests
+    assert first["sampling_params"]["sampling_seed"] != second["sampling_params"]["sampling_seed"]
+    summary = await stage.client.finish(access.session_id, reward=0)
+    assert summary.turns == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_generation(stage: Stage, stream: bool) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("hang"))
+    call = asyncio.create_task(llm.chat.completions.create(model="m", messages=ASK, stream=stream))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    call.cancel()
+    await stage.engine.until(lambda: stage.engine.aborted == [stage.engine.requests[0]["rid"]])
+    stage.say("again")
+    retried = await llm.with_options(
+        default_headers={"x-stainless-retry-count": "1"}
+    ).chat.completions.create(model="m", messages=ASK)
+    assert retried.choices[0].message.content == "again"
+    assert (await stage.client.finish(access.session_id, reward=0)).turns == 1
+
+
+async def made(call: Call) -> None:
+    """Until a call that nobody listens to is over."""
+    assert call.task is not None
+    await call.task
+
+
+async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_the_retry(
+    stage: Stage,
+) -> None:
+    """Two wait for one call; the reply comes while neither takes it."""
+    access, _ = await opened(stage)
+    session = stage.gateway.session(access.session_id)
+    stage.say("lost")
+    body = orjson.dumps({"model": "m", "messages": ASK})
+    ask = Ask(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/" + body))
+    await made(stage.gateway.turns.call(session, ask))
+    assert [node.turn.delivered for node in session.tree.nodes] == [False]
+    assert (await stage.client.list_groups()) == []
+    async with aiohttp.ClientSession() as http:
+        status, reply = await post(access, http, orjson.loads(body), **{"x-stainless-retry-count": "1"})
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, "lost")
+    assert len(stage.engine.requests) == 1
+    await stage.client.finish(access.session_id, reward=0)
+    assert [t.delivered for t in (await stage.client.trajectory(access.session_id)).turns] == [True]
+
+
+async def test_who_quotes_a_reply_has_it(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    session = stage.gateway.session(access.session_id)
+    stage.say("lost, it seemed")
+    await made(stage.gateway.turns.call(session, Ask(ASK)))
+    history = [*ASK, {"role": "assistant", "content": "lost, it seemed"}, ASK[1]]
+    await llm.chat.completions.create(model="m", messages=history)
+    assert [node.turn.delivered for node in session.tree.nodes] == [True, True]
+    assert stage.gateway.metrics.undelivered_turns == 0
