@@ -24,7 +24,8 @@ from openai import AsyncOpenAI
 from tests.waiting import eventually as eventually
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.options import GatewayOptions
 
 
 @dataclass(slots=True)

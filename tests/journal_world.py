@@ -18,13 +18,14 @@ from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences,
 from tidegate import failpoints
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway import journal_disk
+from tidegate.gateway.ask import Ask, digest_of
 from tidegate.gateway.calls import Call
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal_load import load
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.protocol import Order, Sampled
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.sessions import Session
-from tidegate.gateway.turns import Ask, digest_of
 from tidegate.types import VersionSpan
 
 Files = dict[str, bytes]

@@ -23,7 +23,8 @@ from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.server import serve
 from tidegate.serve import Listen
 from tidegate.types import Message, Outcome, Sampling, Scored, Task, Trajectory

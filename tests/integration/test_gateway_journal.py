@@ -20,8 +20,9 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal_disk import FILE, DiskJournal
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.tree import Node, Request
 from tidegate.types import Sampling, Task, Trajectory, Turn

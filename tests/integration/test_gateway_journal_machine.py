@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         async def expire() -> None:
             session = gateway.session(name)
             session.deadline = session.forget_at = 0.0
-            await gateway.expire(1.0)
+            await gateway.endings.expire(1.0)
 
         def then(_: Any) -> list[State]:
             after = self.state.copy()

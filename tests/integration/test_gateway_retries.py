@@ -12,9 +12,9 @@ import pytest
 from tests.fakes import Fault, Stage, eventually
 from tests.integration.chat_calls import ASK
 from tests.integration.sdk_stage import opened, stage
+from tidegate.gateway.ask import Ask, digest_of
 from tidegate.gateway.calls import Call
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.turns import Ask, digest_of
 
 __all__ = ["stage"]
 

@@ -24,7 +24,8 @@ from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.options import GatewayOptions
 from tidegate.types import Sampling, Task
 
 pytestmark = [

@@ -18,7 +18,8 @@ from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.options import GatewayOptions
 
 FUNCTION = TOOLS[0]["function"]
 ANSWER = "#### 140"

@@ -34,8 +34,9 @@ from tidegate.gateway import shards as shards_module
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.front import Front
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.limits import Limits
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.pool import PoolOptions
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.shards import Shard, home, journal_of, mark_of, owner

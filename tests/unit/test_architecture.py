@@ -23,6 +23,7 @@ CORE = {
     "services",
     "failpoints",
     "prometheus",
+    "key",
     "__init__",
 }
 ALLOWED = {

@@ -14,7 +14,7 @@ from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tidegate.gateway.gateway import GatewayOptions
+    from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.rewards import Rewarder
 
 
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _options(arguments: argparse.Namespace, limits: dict[str, int], key: str | None) -> GatewayOptions:
     from tidegate.envs.base import load_environment
-    from tidegate.gateway.gateway import GatewayOptions
     from tidegate.gateway.limits import Limits
+    from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.pool import PoolOptions
     from tidegate.gateway.shards import mark_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,6 +32,7 @@ from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.exchange import respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
+from tidegate.key import Key
 from tidegate.types import Trajectory
 
 
@@ -98,7 +98,7 @@ def _control_plane(gateway: Gateway) -> FastAPI:
     )
     app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
     _add_errors(app)
-    admin = [Depends(_Admin(gateway))]
+    admin = [Depends(_admin(gateway))]
     _add_sessions(app, gateway, admin)
     _add_groups(app, gateway, admin)
     _add_engines(app, gateway, admin)
@@ -115,21 +115,10 @@ class ControlPlane(FastAPI):
         return self.openapi_schema
 
 
-class _Admin:
-    """Lets a call pass that carries the admin key, or any call where there is none."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._key = gateway.options.admin_key
-
-    async def __call__(self, request: Request) -> None:
-        self.check(request.headers.get("authorization", ""))
-
-    def check(self, authorization: str) -> None:
-        if self._key is None:
-            return
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
-            raise GatewayError("this needs the gateway's admin key", status=401)
+def _admin(gateway: Gateway) -> Key:
+    return Key(
+        gateway.options.admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401)
+    )
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -258,7 +247,7 @@ class LeaseEndpoint:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._admin = _Admin(gateway)
+        self._admin = _admin(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

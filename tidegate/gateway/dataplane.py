@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from tidegate.gateway.ask import digest_of
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
@@ -16,7 +17,6 @@ from tidegate.gateway.exchange import Exchange, refuse, respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.sessions import Session
-from tidegate.gateway.turns import digest_of
 
 log = logging.getLogger("tidegate.gateway")
 MAX_BODY = 64 * 2**20
@@ -51,7 +51,9 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 - logged, told to the client, and held against no agent
             await refuse(send, self._dialect, puzzled(session, error), gateway.metrics)
             return
-        model = ServedModel(gateway.model_name, gateway.renderer.token_text, gateway.turns.thought_end)
+        model = ServedModel(
+            gateway.model_name, gateway.renderer.token_text, gateway.turns.prompts.thought_end
+        )
         exchange = Exchange(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
         await exchange.run(receive, send)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.certify import certify
+from tidegate.gateway.endings import Endings
 from tidegate.gateway.exposition import exposition
 from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
@@ -20,59 +19,17 @@ from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.metrics import Metrics
-from tidegate.gateway.pool import EnginePool, PoolOptions
+from tidegate.gateway.options import GatewayOptions
+from tidegate.gateway.pool import EnginePool
+from tidegate.gateway.prompts import model_context
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.rewards import Rewarder, Scorer
-from tidegate.gateway.sessions import (
-    Ending,
-    Session,
-    Sessions,
-    decide,
-    hash_key,
-    new_id,
-    new_key,
-    trajectory_of,
-)
-from tidegate.gateway.turns import Turns, model_context
+from tidegate.gateway.rewards import Scorer
+from tidegate.gateway.sessions import Session, Sessions, Told, hash_key, new_id, new_key
+from tidegate.gateway.turns import Turns
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """What one gateway is started with; durations in seconds."""
-
-    model: Path
-    """A directory with a tokenizer and its chat template."""
-    model_name: str | None = None
-    """What `/v1/models` lists; None: the directory's name."""
-    engine_urls: list[str] = field(default_factory=list)
-    admin_key: str | None = None
-    tool_parser: str = "auto"
-    """The form of the model's tool calls, by its name in `tidegate.gateway.formats`; `auto`: the one that its
-    chat template writes; `none`: calls stay text."""
-    rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
-    """By environment name."""
-    reward_timeout_s: float = 30.0
-    session_deadline_s: float = 3600.0
-    """Of a session that is opened without a deadline."""
-    grace_s: float = 60.0
-    """How long after its deadline a session may still be finished before it is forgotten."""
-    retention_s: float = 3600.0
-    """How long a finished session that is in no sealed group is kept."""
-    limits: Limits = field(default_factory=Limits)
-    """Of a session that is opened without its own."""
-    journal: Path | None = None
-    """The directory in which everything is kept; None: all is lost with the process."""
-    pool: PoolOptions = field(default_factory=PoolOptions)
-    mark: str = ""
-    """What its ids and keys begin with, so that a front finds the shard that knows them."""
-
-    @property
-    def name(self) -> str:
-        return self.model_name or self.model.resolve().name
 
 
 class Gateway:
@@ -103,9 +60,16 @@ class Gateway:
         log.info("tool calls: %s, %s", self.form.name, self.form_why)
         recovered = self.journal.start()
         self.groups = GroupStore(
-            self.journal, self.sessions.of_group, recovered, self.options.mark, self._cancel_older
+            self.journal,
+            self.sessions.of_group,
+            recovered,
+            self.options.mark,
+            superseded=lambda: self.endings.cancel_older(),
         )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
+        self.endings = Endings(
+            self.options, self.journal, self.sessions, self.groups, self.scorer, self.metrics
+        )
         self.pool = EnginePool(self.options.pool, self._died)
         self.turns = Turns(
             self.renderer,
@@ -138,8 +102,8 @@ class Gateway:
         for session in recovered.sessions:
             self.sessions.add(session)
             if session.trajectory is None and session.ending is not None:
-                self._finishing(session, session.ending)
-        self._cancel_older()
+                self.endings.go_on(session)
+        self.endings.cancel_older()
         if recovered.sessions:
             log.info("took up %d sessions from the journal", len(recovered.sessions))
 
@@ -196,8 +160,8 @@ class Gateway:
         )
         await self.journal.opened(session)
         self.sessions.add(session)
-        if self._orphaned(session):  # a newer trainer came meanwhile
-            self._cancel(session)
+        if self.endings.orphaned(session):  # a newer trainer came meanwhile
+            self.endings.cancel(session)
         return session, key
 
     def session(self, session_id: str) -> Session:
@@ -236,60 +200,9 @@ class Gateway:
         """End a session: refuse further calls, reward it, keep its trajectory. Repeating it changes
         nothing. Raises GatewayError where there is no such session (any more), or the trainer is over."""
         await self.groups.enter(epoch)
-        session = self.session(session_id)
-        if session.trajectory is not None:
-            return session.trajectory
-        if session.ending is None:
-            now = asyncio.get_running_loop().time()
-            session.tree.settle()
-            base, why = decide(session, outcome, now)
-            session.close("it was finished")
-            session.ending = Ending(base, error or why, now, output, reward, metrics or {})
-        finishing = session.finishing or self._finishing(session, session.ending)
-        try:
-            return await asyncio.shield(finishing)
-        except asyncio.CancelledError:
-            if finishing.cancelled():
-                raise GatewayError(f"session {session_id} was deleted meanwhile", status=404) from None
-            raise
-
-    def _finishing(self, session: Session, ending: Ending) -> asyncio.Task[Trajectory]:
-        task = asyncio.create_task(self._finish(session, ending), name=f"finish {session.id}")
-        task.add_done_callback(lambda done: self._finish_ended(session, done))
-        session.finishing = task
-        return task
-
-    async def _finish(self, session: Session, ending: Ending) -> Trajectory:
-        await self.journal.closing(session)
-        trajectory = trajectory_of(session, ending)
-        left = session.deadline - ending.at
-        await self.scorer.reward(trajectory, session.task, session.rewards, ending.claimed, left)
-        forget_at = asyncio.get_running_loop().time() + self.options.retention_s
-        await self.journal.finished(session, trajectory, forget_at)
-        session.trajectory, session.forget_at = trajectory, forget_at
-        self.metrics.outcomes[trajectory.outcome.value] += 1
-        return trajectory
-
-    def _finish_ended(self, session: Session, task: asyncio.Task[Trajectory]) -> None:
-        """One that could not be written may be tried again: whoever waits for it is told."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("session %s could not be finished: %s", session.id, error)
-            session.finishing = None
-
-    def _cancel_older(self) -> None:
-        """End what an older trainer opened and will not finish any more: its agents died with it."""
-        for session in filter(self._orphaned, self.sessions.all()):
-            self._cancel(session)
-
-    def _orphaned(self, session: Session) -> bool:
-        return session.epoch is not None and session.epoch < self.groups.epoch and session.ending is None
-
-    def _cancel(self, session: Session) -> None:
-        why = f"the trainer of epoch {session.epoch}, which ran it, is over"
-        session.close(why)
-        # Whether a reply in doubt arrived nobody will ever know: it stays undelivered.
-        session.ending = Ending(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
-        self._finishing(session, session.ending)
+        now = asyncio.get_running_loop().time()
+        told = Told(outcome, error, output, reward, metrics or {})
+        return await self.endings.finish(self.session(session_id), told, now)
 
     async def forget(self, session_id: str) -> None:
         """Delete a session and what it recorded, for good. Idempotent. Raises GatewayError."""
@@ -300,37 +213,12 @@ class Gateway:
             raise GatewayError(
                 f"session {session_id} is in the sealed group {session.group_id}: end the group", status=400
             )
-        await self._forget([session])
-
-    async def _forget(self, sessions: list[Session]) -> None:
-        for session in sessions:
-            session.stop("it was deleted")
-        await self.journal.forgotten(sessions)
-        for session in sessions:
-            self.sessions.forget(session)
+        await self.endings.forget([session])
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.expire(asyncio.get_running_loop().time())
-
-    async def expire(self, now: float) -> None:
-        """Forget what nobody finishes, and what was kept for long enough; a sealed group never expires."""
-        expired = []
-        for session in self.sessions.all():
-            if session.trajectory is None and now >= session.deadline:
-                session.close("its deadline passed")
-            sealed = session.group_id is not None and self.groups.get(session.group_id) is not None
-            end = session.forget_at
-            if end is None:
-                end = session.deadline + self.options.grace_s
-            if now >= end and not sealed:
-                log.info("session %s expired (%s)", session.id, session.state)
-                expired.append(session)
-        try:
-            await self._forget(expired)
-        except GatewayError as error:
-            log.error("%d expired sessions are kept: %s", len(expired), error)
+            await self.endings.expire(asyncio.get_running_loop().time())
 
     def _sweeper_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

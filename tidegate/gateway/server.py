@@ -12,7 +12,8 @@ from pathlib import Path
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.app import create_app
 from tidegate.gateway.front import Front
-from tidegate.gateway.gateway import Gateway, GatewayOptions
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.shards import Shard
 from tidegate.serve import Listen, bind, run_app
 

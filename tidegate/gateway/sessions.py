@@ -35,6 +35,18 @@ class Ending:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What whoever finishes a session says of it."""
+
+    outcome: Outcome | None = None
+    error: str | None = None
+    output: str | None = None
+    reward: Any = None
+    """The one that the agent returned."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(eq=False, slots=True)
 class Session:
     """One run of one agent on one task. Times are the event loop's."""
@@ -185,8 +197,14 @@ def new_id(mark: str = "") -> str:
     return mark + secrets.token_hex(12)
 
 
-def decide(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
-    """How a session ended before its reward is known, and why if it went wrong."""
+def decide(session: Session, told: Told, now: float) -> Ending:
+    """How a session ends, before its reward is known."""
+    outcome, why = _outcome(session, told.outcome, now)
+    return Ending(outcome, told.error or why, now, told.output, told.reward, told.metrics)
+
+
+def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
+    """The outcome, and why if it went wrong."""
     if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
         infra = session.gave_up or session.interrupted
         if told is Outcome.AGENT_ERROR and infra is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import RetrievalError, RetrievalRefused
+from tidegate.key import Key
 from tidegate.rag.bodies import Asked, parse, read_search, write_search
 from tidegate.rag.compat import Write, read_retrieve
 from tidegate.rag.retrieval import Retrieval
@@ -45,7 +45,7 @@ def create_app(retrieval: Retrieval) -> FastAPI:
             await retrieval.close()
 
     app = FastAPI(title="Tidegate retrieval", lifespan=lifespan)
-    key = Key(retrieval.options.api_key)
+    key = Key(retrieval.options.api_key, _wrong_key)
     _add_errors(app, retrieval)
     for path, read in (("/v1/search", _ours), ("/retrieve", _peers(retrieval))):
         app.router.routes.append(Route(path, Search(retrieval, key, path, read), methods=["POST"]))
@@ -53,21 +53,8 @@ def create_app(retrieval: Retrieval) -> FastAPI:
     return app
 
 
-class Key:
-    """Lets a call pass that carries the server's key, or any call where there is none."""
-
-    def __init__(self, key: str | None) -> None:
-        self._key = key
-
-    async def __call__(self, request: Request) -> None:
-        self.check(request.headers.get("authorization", ""))
-
-    def check(self, authorization: str) -> None:
-        if self._key is None:
-            return
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
-            raise RetrievalRefused("this needs the retrieval server's key", status=401, code="wrong_key")
+def _wrong_key() -> RetrievalRefused:
+    return RetrievalRefused("this needs the retrieval server's key", status=401, code="wrong_key")
 
 
 def _ours(payload: dict[str, Any]) -> tuple[Asked, Write]:

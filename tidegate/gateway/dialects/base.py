@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import Part, Reasoning
-from tidegate.gateway.turns import Ask
 
 
 @dataclass(frozen=True, slots=True)

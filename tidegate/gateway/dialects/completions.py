@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import chat, fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
@@ -17,7 +18,6 @@ from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.sampling import Wishes
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import Part
-from tidegate.gateway.turns import Ask
 
 error = fields.openai_error
 # Accepted, and without any effect on what is sampled.

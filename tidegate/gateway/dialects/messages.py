@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
@@ -17,7 +18,6 @@ from tidegate.gateway.reply import call_wire
 from tidegate.gateway.sampling import Schema, Wishes
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
-from tidegate.gateway.turns import Ask
 from tidegate.types import Message
 
 # Accepted, and without any effect on what is sampled.

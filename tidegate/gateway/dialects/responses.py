@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
@@ -18,7 +19,6 @@ from tidegate.gateway.sampling import Schema, Wishes
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
 from tidegate.gateway.tree import Node
-from tidegate.gateway.turns import Ask
 from tidegate.types import Message
 
 error = fields.openai_error

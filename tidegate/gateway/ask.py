@@ -1,0 +1,36 @@
+"""The one internal form of a request for a reply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from tidegate.gateway.sampling import Wishes
+from tidegate.gateway.toolcalls import ToolUse
+from tidegate.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What every dialect is translated to."""
+
+    messages: list[Message]
+    wishes: Wishes = field(default_factory=Wishes)
+    tools: list[Any] | None = None
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    prompt: str | list[int] | None = None
+    """What goes to the engine as it is, instead of messages."""
+    parent: int | None = None
+    """The turn that it says it continues: one of those that read alike."""
+    stream: bool = False
+    digest: bytes = b""
+    """Of the request's body."""
+    idempotency_key: str | None = None
+    retry: bool = False
+    """The client says that it sends this again."""
+
+
+def digest_of(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16).digest()

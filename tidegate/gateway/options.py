@@ -1,0 +1,46 @@
+"""What one gateway is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidegate.gateway.limits import Limits
+from tidegate.gateway.pool import PoolOptions
+from tidegate.gateway.rewards import Rewarder
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Durations are in seconds."""
+
+    model: Path
+    """A directory with a tokenizer and its chat template."""
+    model_name: str | None = None
+    """What `/v1/models` lists; None: the directory's name."""
+    engine_urls: list[str] = field(default_factory=list)
+    admin_key: str | None = None
+    tool_parser: str = "auto"
+    """The form of the model's tool calls, by its name in `tidegate.gateway.formats`; `auto`: the one that its
+    chat template writes; `none`: calls stay text."""
+    rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
+    """By environment name."""
+    reward_timeout_s: float = 30.0
+    session_deadline_s: float = 3600.0
+    """Of a session that is opened without a deadline."""
+    grace_s: float = 60.0
+    """How long after its deadline a session may still be finished before it is forgotten."""
+    retention_s: float = 3600.0
+    """How long a finished session that is in no sealed group is kept."""
+    limits: Limits = field(default_factory=Limits)
+    """Of a session that is opened without its own."""
+    journal: Path | None = None
+    """The directory in which everything is kept; None: all is lost with the process."""
+    pool: PoolOptions = field(default_factory=PoolOptions)
+    mark: str = ""
+    """What its ids and keys begin with, so that a front finds the shard that knows them."""
+
+    @property
+    def name(self) -> str:
+        return self.model_name or self.model.resolve().name
