@@ -40,14 +40,15 @@ async def test_an_idempotency_key_gets_the_same_turn_again(stage: Stage) -> None
     assert len(stage.engine.requests) == 1
 
 
-async def test_a_retry_joins_the_call_that_is_under_way(stage: Stage) -> None:
+@pytest.mark.parametrize("count", ["1", "9" * 5000])
+async def test_a_retry_joins_the_call_that_is_under_way(stage: Stage, count: str) -> None:
     access, _ = await opened(stage)
     body = {"model": "m", "messages": ASK}
     stage.engine.faults.append(Fault("hold"))
     async with aiohttp.ClientSession() as http:
         first = asyncio.create_task(post(access, http, body))
         await stage.engine.until(lambda: len(stage.engine.requests) == 1)
-        retry = asyncio.create_task(post(access, http, body, **{"x-stainless-retry-count": "1"}))
+        retry = asyncio.create_task(post(access, http, body, **{"x-stainless-retry-count": count}))
         await eventually(lambda: stage.gateway.metrics.retries_joined)
         stage.engine.release()
         assert await first == await retry

@@ -64,7 +64,7 @@ class Endpoint:
         the request; where one is refused all are."""
         key = headers.get(b"idempotency-key")
         retries = headers.get(b"x-stainless-retry-count", b"0")
-        retry = retries.isdigit() and int(retries) >= 1
+        retry = retries.isdigit() and bool(retries.strip(b"0"))
         kind = self._dialect.__name__.encode()
         calls: list[Call] = []
         try:
