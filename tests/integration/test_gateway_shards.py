@@ -257,12 +257,14 @@ async def test_a_newer_trainer_takes_over_on_every_shard(site: Site) -> None:
     [kept] = await site.client.lease(old, 1)
     new = site.new_epoch()
     assert len(await site.client.lease(new, 9)) == SHARDS
-    for call in (site.client.lease(old, 1), site.client.ack(old, kept.lease_id, "trained")):
+    late = [site.client.lease(old, 1), site.client.ack(old, kept.lease_id, "trained")]
+    late += [site.client.drop_group(name, old) for name in names]
+    for call in late:
         with pytest.raises(GatewayError, match="is over") as raised:
             await call
         assert raised.value.status == 410
     for name in names:
-        await site.client.drop_group(name)
+        await site.client.drop_group(name, new)
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
