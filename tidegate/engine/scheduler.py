@@ -6,18 +6,18 @@ through one inbox and is done between two steps, so no step sees half of a chang
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import queue
+import math
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
+from tidegate.engine.inbox import Call, Inbox
+from tidegate.engine.inflight import InFlight
 from tidegate.engine.requests import Generation
 from tidegate.engine.rows import Decoder, Rows
 from tidegate.errors import EngineError
@@ -45,12 +45,6 @@ class Counters:
     retractions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    action: Callable[[], Any]
-    result: Future[Any]
-
-
 class Scheduler:
     """Owns the rows, the queue and the version label.
 
@@ -74,15 +68,13 @@ class Scheduler:
         self.version = version
         self.paused: PauseMode | None = None
         self.counters = Counters()
-        self.death: BaseException | None = None
         self._deliver = deliver
         self._finds_stop = finds_stop
         self._on_death = on_death
         self._rows = Rows(model, max_slots, prefix_bytes)
-        self._waiting: deque[Generation] = deque()
-        self._live: dict[str, Generation] = {}
+        self._in_flight = InFlight()
+        self._inbox = Inbox()
         self._notices: list[Generation] = []
-        self._inbox: queue.SimpleQueue[Generation | _Call] = queue.SimpleQueue()
         self._failures = 0
         self._idle = 0
         self._stopping = False
@@ -96,18 +88,22 @@ class Scheduler:
     def stop(self, timeout: float = 10.0) -> None:
         """End after the current step; requests in flight get an error."""
         if self._thread.is_alive():
-            self._inbox.put(_Call(self._stop, Future()))
+            with contextlib.suppress(EngineError):  # it has just died
+                self._inbox.call(self._stop)
             self._thread.join(timeout)
 
     def submit(self, generation: Generation) -> None:
         """Queue a request. Raises EngineError if the scheduler died."""
-        self._put(generation)
+        self._inbox.submit(generation)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run something between two steps. Raises EngineError if the scheduler died."""
-        result: Future[T] = Future()
-        self._put(_Call(action, result))
-        return result
+        return self._inbox.call(action)
+
+    @property
+    def death(self) -> BaseException | None:
+        """What the thread died of."""
+        return self._inbox.death
 
     def totals(self) -> dict[str, int]:
         rows = self._rows
@@ -120,30 +116,25 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def _put(self, item: Generation | _Call) -> None:
-        self._inbox.put(item)
-        if self.death is not None:  # else it will find the item, were it to die now
-            raise EngineError(f"the engine's scheduler died: {self.death!r}", retryable=True)
+        return len(self._in_flight.waiting)
 
     # -- between steps
 
     def abort(self, prefix: str, *, everything: bool = False) -> int:
         """End the requests whose id starts with `prefix`; returns how many."""
-        return self._abort([g for rid, g in self._live.items() if everything or rid.startswith(prefix)])
+        return self._abort(list(self._in_flight) if everything else self._in_flight.matching(prefix))
 
     def abort_one(self, generation: Generation) -> None:
         """End this request, if it has not ended."""
-        if self._live.get(generation.rid) is generation:
+        if generation in self._in_flight:
             self._abort([generation])
 
     def _abort(self, hit: list[Generation]) -> int:
         for generation in hit:
             self._end(generation, {"type": "abort", "message": "aborted"})
             self._rows.abandon(generation)
+        self._in_flight.seat(hit)
         gone = set(map(id, hit))
-        self._waiting = deque(g for g in self._waiting if id(g) not in gone)
         for row in range(self._rows.count - 1, -1, -1):
             if id(self._rows.owners[row]) in gone:
                 self._rows.leave(row)
@@ -170,8 +161,7 @@ class Scheduler:
         if not owners:
             return
         self.counters.retractions += len(owners)
-        retracted = set(map(id, owners))
-        self._waiting.extendleft(g for g in reversed(self._live.values()) if id(g) in retracted)
+        self._in_flight.unseat(owners)
 
     def flush(self) -> bool:
         """Free the cache; False (and nothing done) while requests hold rows."""
@@ -188,7 +178,7 @@ class Scheduler:
         """
         if abort_all:
             self.abort("", everything=True)
-        in_flight = len(self._live)
+        in_flight = len(self._in_flight)
         self._rows.outdate()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
@@ -203,7 +193,7 @@ class Scheduler:
     def relabel(self, version: str) -> None:
         """Name the version of the live weights; what was sampled so far keeps its label."""
         self._rows.outdate()  # what is reused is of the version that it is reused under
-        for generation in self._live.values():
+        for generation in self._in_flight:
             generation.close_span(self.version)
         self.version = version
 
@@ -230,31 +220,25 @@ class Scheduler:
             self._on_death()
 
     def _take_inbox(self) -> None:
-        idle = self.paused is not None or not (self._waiting or self._rows.count)
-        while True:
-            try:
-                item = self._inbox.get(block=idle)
-            except queue.Empty:
-                return
-            if isinstance(item, Generation):
-                self._accept(item)
+        idle = self.paused is not None or not (self.num_waiting or self._rows.count)
+        for item in self._inbox.take(wait=idle):
+            if isinstance(item, Call):
+                item.run()
             else:
-                _do(item)
-            idle = False
+                self._accept(item)
 
     def _accept(self, generation: Generation) -> None:
-        if generation.rid in self._live:
+        if self._in_flight.uses(generation.rid):
             self._notices.append(generation)
             generation.refused = True
             generation.error = f"rid {generation.rid!r} is in use"
             return
         self.counters.requests += 1
-        self._live[generation.rid] = generation
-        self._waiting.append(generation)
+        self._in_flight.add(generation)
 
     def _advance(self) -> None:
         rows = self._rows
-        if self._waiting and rows.free and (rows.count == 0 or self._idle * PATIENCE >= rows.count):
+        if self.num_waiting and rows.free and (rows.count == 0 or self._idle * PATIENCE >= rows.count):
             self._admit()
         elif rows.count:
             self._step()
@@ -263,101 +247,76 @@ class Scheduler:
         """Prefill some of the requests that have waited longest, or a part of one."""
         self._idle = 0
         # All of these have a row to come; which of them goes with the first is a matter of cost alone.
-        batch = self._rows.choose(itertools.islice(self._waiting, self._rows.free))
+        batch = self._rows.choose(itertools.islice(self._in_flight.waiting, self._rows.free))
         try:
-            self._seat(self._rows.fill(batch))
+            self._in_flight.seat(self._rows.fill(batch))
         except Exception as error:  # noqa: BLE001 - raised again below, alone with its request
             log.warning("a prefill of %d requests failed (%r): trying them one by one", len(batch), error)
             self._prefill_each(batch)
-
-    def _seat(self, generations: list[Generation]) -> None:
-        """They have a row, or have ended, and wait no more."""
-        seated = set(map(id, generations))
-        self._waiting = deque(g for g in self._waiting if id(g) not in seated)
 
     def _prefill_each(self, batch: list[Generation]) -> None:
         """Find the request that the model cannot compute; raises when it can compute none of several."""
         for generation in batch:
             try:
-                self._seat(self._rows.fill([generation]))
+                self._in_flight.seat(self._rows.fill([generation]))
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
                 log.exception("request %s cannot be computed", generation.rid)
                 self._end(generation, None, f"the model failed on this request: {error!r}")
                 self._rows.abandon(generation)
-                self._seat([generation])
+                self._in_flight.seat([generation])
                 if self._failures == FAILURES_IN_A_ROW:
                     raise
 
     def _step(self) -> None:
         """Sample one token for every row."""
-        self._idle += min(len(self._waiting), self._rows.free)
-        ids, logprobs = self._rows.sample()
-        finite = np.isfinite(logprobs)
-        leaving = []
-        rows = zip(self._rows.owners, ids.tolist(), logprobs.tolist(), strict=True)
-        for row, (generation, token, logprob) in enumerate(rows):
-            generation.output_ids.append(token)
-            generation.logprobs.append(logprob)
-            if self._follow_grammar(row) or self._stops(generation):
-                leaving.append(row)
+        self._idle += min(self.num_waiting, self._rows.free)
+        ids, logprobs = (sampled.tolist() for sampled in self._rows.sample())
+        for row in reversed(range(self._rows.count)):  # the last row moves into one that is left
+            generation = self._rows.owners[row]
+            self._take_token(row, generation, ids[row], logprobs[row])
+            if generation.ended:
+                self._rows.leave(row)
             elif generation.stream:
                 self._notices.append(generation)
-        if not finite.all():
-            leaving = sorted({*leaving, *self._poisoned(finite)})
-        for row in reversed(leaving):
-            generation = self._rows.owners[row]
-            if not generation.ended:
-                self._end(generation, self._reason(generation))
-                self._rows.remember(row)
-            self._rows.leave(row)
         self.counters.tokens_sampled += len(ids)
         self.counters.steps += 1
 
-    def _stops(self, generation: Generation) -> bool:
-        params = generation.params
-        return (
-            generation.output_ids[-1] in params.stop_ids
-            or len(generation.output_ids) >= generation.limit
-            or bool(params.stop and self._finds_stop(generation) is not None)
-        )
-
-    def _follow_grammar(self, row: int) -> bool:
-        """Whether the newest token ended the grammar of this row's request, or failed it."""
-        generation = self._rows.owners[row]
-        if generation.grammar is None:
-            return False
-        choices = int(self._rows.slots.choices[row])
-        fault = generation.grammar.accept(generation.output_ids[-1], choices)
-        if fault is not None:
-            self._end(generation, None, f"the reply cannot follow its grammar: {fault}")
-        return fault is not None or generation.grammar.done
-
-    def _poisoned(self, finite: np.ndarray) -> list[int]:
-        """Rows whose logits are not finite: their requests fail, the others go on."""
-        rows: list[int] = np.flatnonzero(~finite).tolist()
-        for row in rows:
-            generation = self._rows.owners[row]
-            generation.output_ids.pop()
-            generation.logprobs.pop()
+    def _take_token(self, row: int, generation: Generation, token: int, logprob: float) -> None:
+        """Give a request its newest token, and end it where that is its last."""
+        if not math.isfinite(logprob):
             self._rows.poisoned(row)
             self._end(generation, None, "the model's logits are not finite for this request")
-        return rows
+            return
+        generation.output_ids.append(token)
+        generation.logprobs.append(logprob)
+        if generation.grammar is not None:
+            fault = generation.grammar.accept(token, int(self._rows.slots.choices[row]))
+            if fault is not None:
+                self._end(generation, None, f"the reply cannot follow its grammar: {fault}")
+                return
+        reason = self._finish_reason(generation)
+        if reason is not None:
+            self._end(generation, reason)
+            self._rows.remember(row)
 
-    def _reason(self, generation: Generation) -> dict[str, Any]:
+    def _finish_reason(self, generation: Generation) -> dict[str, Any] | None:
+        """Why the newest token is the last, as SGLang says it; None where others follow."""
         token = generation.output_ids[-1]
         if token in generation.params.stop_ids or (generation.grammar and generation.grammar.done):
             return {"type": "stop", "matched": token}
         if generation.params.stop and (text := self._finds_stop(generation)) is not None:
             return {"type": "stop", "matched": text}
-        return {"type": "length", "length": len(generation.output_ids)}
+        if len(generation.output_ids) >= generation.limit:
+            return {"type": "length", "length": len(generation.output_ids)}
+        return None
 
     def _end(self, generation: Generation, reason: dict[str, Any] | None, error: str | None = None) -> None:
         generation.close_span(self.version)
         generation.error = error
         generation.finish_reason = reason
-        self._live.pop(generation.rid, None)
+        self._in_flight.end(generation)
         self._notices.append(generation)
 
     def _hand_over(self) -> None:
@@ -368,31 +327,16 @@ class Scheduler:
     # -- the end
 
     def _fail_all(self, error: BaseException) -> None:
-        self.death = error
-        for generation in list(self._live.values()):
-            self._end(generation, None, f"the engine ended: {error}")
+        self._inbox.close(error)
+        why = f"the engine ended: {error}"
+        for generation in self._in_flight:
+            self._end(generation, None, why)
         self._rows.clear()
-        self._waiting.clear()
-        self._fail_inbox()
-        self._hand_over()
-
-    def _fail_inbox(self) -> None:
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(item, _Call):
-                item.result.set_exception(EngineError(f"the engine ended: {self.death}", retryable=True))
+        self._in_flight.waiting.clear()
+        for item in self._inbox.take(wait=False):
+            if isinstance(item, Call):
+                item.result.set_exception(EngineError(why, retryable=True))
             else:
-                item.error = f"the engine ended: {self.death}"
-                self._deliver([item])
-
-
-def _do(call: _Call) -> None:
-    if not call.result.set_running_or_notify_cancel():
-        return
-    try:
-        call.result.set_result(call.action())
-    except Exception as error:  # noqa: BLE001 - it is the caller's to hear of
-        call.result.set_exception(error)
+                item.error = why
+                self._notices.append(item)
+        self._hand_over()

@@ -1,0 +1,117 @@
+"""Prefill passes: whom they take together, how long one may be, and what may come between two."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.remembering import Remembering, drain, expected_output, generation, submit
+from tidegate.engine import rows
+from tidegate.engine.scheduler import Scheduler
+
+
+@pytest.fixture
+def decoder() -> Remembering:
+    return Remembering()
+
+
+@pytest.fixture
+def scheduler(decoder: Remembering) -> Scheduler:
+    return Scheduler(decoder, max_slots=4, version="0", deliver=lambda _: None)
+
+
+def test_prefill_batches_are_bounded_and_of_like_length(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "PASS_TOKENS", 210)
+    monkeypatch.setattr(rows, "CHUNK_TOKENS", 60)
+    scheduler = Scheduler(decoder, max_slots=10, version="0", deliver=lambda _: None)
+    lengths = [101, 11, 91, 12, 10, 99, 13, 14, 15, 16]
+    requests = [generation([1] * length, 9) for length in lengths]
+    submit(scheduler, *requests)
+    drain(scheduler, *requests)
+    # Like goes with like; once some decode, a pass has 60 tokens, and what is longer takes several.
+    assert decoder.prefills == [[100, 90], [10, 11, 9, 12], [60], [38], [13, 14, 15]]
+    assert [one.output_ids for one in requests] == [expected_output(one) for one in requests]
+
+
+def test_a_long_prompt_never_stands_between_two_tokens_with_more_than_a_chunk(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in passes of the model, not in time."""
+    monkeypatch.setattr(rows, "CHUNK_TOKENS", 32)
+    scheduler = Scheduler(decoder, max_slots=6, version="0", deliver=lambda _: None)
+    talking = generation([1, 2, 3], 60)
+    submit(scheduler, talking)
+    scheduler.turn()
+    scheduler.turn()
+    others = [generation([9] * 500, 5), *(generation([i] * 30, 5) for i in range(3))]
+    submit(scheduler, *others)
+    gaps, computed = [], 0
+    while not talking.ended:
+        before, sampled = len(decoder.prefills), len(talking.output_ids)
+        scheduler.turn()
+        computed += sum(max(one) * len(one) for one in decoder.prefills[before:])
+        if len(talking.output_ids) > sampled:
+            gaps.append(computed)
+            computed = 0
+    assert max(gaps) <= 32
+    assert sum(gaps) == 499 + 3 * 29
+    drain(scheduler, *others)
+    assert [one.output_ids for one in others] == [expected_output(one) for one in others]
+
+
+@pytest.mark.parametrize("disturbance", ["abort", "retract", "load", "relabel", "leave"])
+def test_a_prompt_that_is_half_computed_may_be_disturbed(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch, disturbance: str
+) -> None:
+    monkeypatch.setattr(rows, "CHUNK_TOKENS", 16)
+    scheduler = Scheduler(decoder, max_slots=3, version="0", prefix_bytes=10_000, deliver=lambda _: None)
+    talking = [generation([1, 2], 12), generation([3, 4], 30)]
+    submit(scheduler, *talking)
+    scheduler.turn()
+    long = generation([*range(100)], 5, rid="long")
+    submit(scheduler, long)
+    while sum(map(sum, decoder.prefills)) < 40:
+        scheduler.turn()
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    match disturbance:
+        case "abort":
+            scheduler.abort("long")
+        case "retract":
+            scheduler.pause("retract")
+            scheduler.resume()
+        case "load":
+            scheduler.pause("in_place")
+            scheduler.load(1, "1", keep_cache=True, abort_all=False)
+            scheduler.abort_one(talking[1])  # its old keys are its own
+            scheduler.abort_one(talking[0])
+            scheduler.resume()
+        case "relabel":
+            scheduler.relabel("0")
+        case "leave":
+            scheduler.abort_one(talking[0])
+    late = generation([*range(50), 7], 5)
+    submit(scheduler, late)
+    drain(scheduler, *talking, long, late)
+    assert late.output_ids == expected_output(late)
+    assert long.output_ids == expected_output(long)
+    assert len(long.output_ids) == (0 if disturbance == "abort" else 5)
+    assert long.cached_tokens == 0
+
+
+def test_the_first_in_the_queue_is_never_passed_over(decoder: Remembering) -> None:
+    scheduler = Scheduler(decoder, max_slots=8, version="0", deliver=lambda _: None)
+    long = generation([1] * 300, 5)
+    submit(scheduler, generation([2, 2], 40), long)
+    for i in range(12):
+        submit(scheduler, generation([i, 3], 40))
+        scheduler.turn()
+    assert long.ended
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(scheduler: Scheduler, decoder: Remembering) -> None:
+    one = generation([7], 3)
+    submit(scheduler, one)
+    drain(scheduler, one)
+    assert decoder.prefills == []
+    assert one.output_ids == expected_output(one)
