@@ -7,14 +7,10 @@
 #   ENGINE_GPU, HELPER_GPU, TRAINER_GPU   where each of them runs (default: 0, 1, 2)
 #   RAG_URLS, ENGINE_URLS, HELPER_URLS    servers that run already, on this machine or on others
 set -euo pipefail
-if [ $# -lt 2 ]; then
-  echo "usage: launch.sh DATA INDEX [settings]" >&2
-  exit 2
-fi
-data=$(realpath -m "$1") index=$(realpath -m "$2")
+source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
+needs 2 "DATA INDEX [settings]" "$@"
+data=$(given "$1") index=$(given "$2")
 shift 2
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PATH="$PWD/.venv/bin:$PATH"
 source examples/services.sh
 model=${MODEL:-models/Qwen3-0.6B} helper=${HELPER:-models/Qwen3-4B}
 read -ra rag_urls <<<"${RAG_URLS:-http://127.0.0.1:8100}"

@@ -3,14 +3,10 @@
 # `tidegate rag build` wrote. More settings may follow, --dry-run too. RAG_URLS="http://a:8100 http://b:8100"
 # names retrieval servers that run already; without it one is started here.
 set -euo pipefail
-if [ $# -lt 2 ]; then
-  echo "usage: launch.sh DATA INDEX [settings]" >&2
-  exit 2
-fi
-data=$(realpath -m "$1") index=$(realpath -m "$2")
+source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
+needs 2 "DATA INDEX [settings]" "$@"
+data=$(given "$1") index=$(given "$2")
 shift 2
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PATH="$PWD/.venv/bin:$PATH"
 source examples/services.sh
 read -ra urls <<<"${RAG_URLS:-http://127.0.0.1:8100}"
 if [ -z "${RAG_URLS:-}" ] && ! is_dry "$@"; then
