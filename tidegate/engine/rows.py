@@ -15,7 +15,8 @@ from tidegate.engine.slots import Slots
 PASS_TOKENS = 4096
 """Padded tokens of one prefill pass while nothing decodes; bounds its memory."""
 CHUNK_TOKENS = 512
-"""The same while requests decode: between two of their tokens stands at most one such pass."""
+"""The same while requests decode: between two of their tokens stands at most one such pass. It may have
+more, up to PASS_TOKENS, where more requests wait for it than it keeps waiting."""
 
 
 class Decoder(Protocol):
@@ -64,10 +65,11 @@ class Rows:
     def free(self) -> int:
         return self.slots.free
 
-    @property
-    def budget(self) -> int:
-        """Padded tokens that the next prefill pass may have."""
-        return CHUNK_TOKENS if self.count else PASS_TOKENS
+    def budget(self, joining: int) -> int:
+        """Padded tokens that a prefill pass for so many requests may have."""
+        if not self.count:
+            return PASS_TOKENS
+        return min(PASS_TOKENS, max(CHUNK_TOKENS, CHUNK_TOKENS * joining // self.count))
 
     def choose(self, waiting: Iterable[Generation]) -> list[Generation]:
         """Whom to prefill next, in one pass: the first, and those with about as much to compute and
@@ -82,7 +84,7 @@ class Rows:
         shared: set[int] = set()
         for cost, block, generation in alike:
             longest = max(longest, cost)
-            if batch and longest * (len(batch) + 1) > self.budget:
+            if batch and longest * (len(batch) + 1) > self.budget(len(batch) + 1):
                 break
             if block in shared:
                 continue  # it begins like one of this batch, and will find that computed
@@ -96,7 +98,7 @@ class Rows:
 
         One that goes alone may have more to compute than a pass has room for: then it has none yet.
         """
-        budget = self.budget
+        budget = self.budget(len(batch))
         first = self.slots.count
         begun = [self._begin(row, generation) for row, generation in enumerate(batch, first)]
         chunks = [one.generation.past[one.done : one.done + budget] for one in begun]
