@@ -29,8 +29,9 @@ def test_prefill_batches_are_bounded_and_of_like_length(
     requests = [generation([1] * length, 9) for length in lengths]
     submit(scheduler, *requests)
     drain(scheduler, *requests)
-    # Like goes with like; once some decode, a pass has 60 tokens, and what is longer takes several.
-    assert decoder.prefills == [[100, 90], [10, 11, 9, 12], [60], [38], [13, 14, 15]]
+    # Like goes with like; once some decode, a pass has 60 tokens, and what is longer takes several;
+    # seven who wait for a pass that keeps two waiting have 60 · 7 / 2.
+    assert decoder.prefills == [[100, 90], [10, 11, 9, 12, 13, 14, 15], [60], [38]]
     assert [one.output_ids for one in requests] == [expected_output(one) for one in requests]
 
 
