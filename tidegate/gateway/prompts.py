@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,8 @@ class Prompts:
         # Where the marker is a token of the model's own, the model was made to reason with it.
         marker = renderer.encode(THOUGHT_END)
         self.thought_end = marker[0] if len(marker) == 1 else None
+        # Prompts end in few ways; what a prompt ends with is asked once for each.
+        self._opens_thought = lru_cache(1024)(self._ends_with_thought)
 
     def prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
         """A new call, which may sample the `left` tokens of the session's budget."""
@@ -160,6 +162,9 @@ class Prompts:
             self._delivered(session, place.parent)  # who quotes a reply has it
         return place, delta
 
+    def _ends_with_thought(self, last: tuple[int, ...]) -> bool:
+        return self._renderer.decode(last).rstrip().endswith(THOUGHT_START)
+
     def _reader(self, ask: Ask, delta: Ids) -> ReplyReader:
         """What reads the reply to a prompt that ends with `delta`."""
         if ask.prompt is not None:
@@ -168,7 +173,7 @@ class Prompts:
         parser: Parser = self._form.parser(ask.tools or ()) if calls else PlainParser()
         forced = forced_start(self._form, ask.tool_use)
         if self.thought_end is not None:
-            begun = self._renderer.decode(delta[-4:].tolist()).rstrip().endswith(THOUGHT_START)
+            begun = self._opens_thought(tuple(delta[-4:].tolist()))
             if begun and forced:
                 raise unsupported("tool_choice", "a call cannot be forced where the prompt opens reasoning")
             parser = ReasoningParser(parser, begun)

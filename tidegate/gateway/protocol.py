@@ -146,7 +146,7 @@ def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
     finish = _finish(meta.get("finish_reason"))
     if finish == "abort" and not ids:
         return Sampled(finish=finish)  # ended before its first token: there may be neither list
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise EngineError("the engine returned no output_ids")
     if not finish and not partial:
         raise EngineError("the engine returned no finish_reason")

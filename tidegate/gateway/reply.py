@@ -45,6 +45,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest, unfinished characters included."""
+        if self._done == len(self._ids):
+            return ""
         text = self._fresh(len(self._ids))
         self._done = len(self._ids)
         return text
