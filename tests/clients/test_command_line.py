@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.house import ENVIRONMENTS, Episode, call, run_client, scripted
-from tests.fakes import Stage
+from tests.fakes import FakeEngine, Stage
 from tidegate.types import Sampling, Task
 
 pytestmark = pytest.mark.clients
@@ -53,22 +53,21 @@ async def run(stage: Stage, work: Path, script: str, env: Mapping[str, str] | No
     )
 
 
-async def claude(stage: Stage, work: Path) -> Episode:
-    script = (
-        f'exec {BIN}/claude --print --model "$MODEL" --output-format json --allowedTools Bash,Write,Agent '
-        f'-- "{QUESTION}" < /dev/null'
-    )
-    return await run(stage, work, script, {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"})
+CLAUDE = f'{BIN}/claude --print --model "$MODEL" --output-format json --allowedTools Bash,Write,Agent'
+CODEX = f"""
+export CODEX_HOME="$HOME/.codex"; mkdir "$CODEX_HOME"
+cat > "$CODEX_HOME/config.toml" <<END
+{CODEX_SETTINGS}END
+{BIN}/codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"""
 
 
-async def codex(stage: Stage, work: Path) -> Episode:
-    script = (
-        f'export CODEX_HOME="$HOME/.codex"; mkdir "$CODEX_HOME"\n'
-        f'cat > "$CODEX_HOME/config.toml" <<END\n{CODEX_SETTINGS}END\n'
-        f"exec {BIN}/codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json "
-        f'"{QUESTION}" < /dev/null'
-    )
-    return await run(stage, work, script)
+async def claude(stage: Stage, work: Path, then: str = "") -> Episode:
+    env = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return await run(stage, work, CLAUDE + then, env)
+
+
+async def codex(stage: Stage, work: Path, then: str = "") -> Episode:
+    return await run(stage, work, CODEX + then)
 
 
 async def test_claude_code_uses_its_tools(tmp_path: Path, work: Path) -> None:
@@ -122,3 +121,12 @@ async def test_codex_uses_its_tools(tmp_path: Path, work: Path) -> None:
     assert "the word is tide" in results[0]
     assert "close_agent" not in results[1]
     episode.assert_one_line(4)
+
+
+async def test_both_know_what_a_prompt_that_does_not_fit_is(tmp_path: Path, work: Path) -> None:
+    async with scripted(tmp_path, [], FakeEngine) as stage:
+        episode = await claude(stage, work, " || true")
+        assert episode.saw["terminal_reason"] == "prompt_too_long"
+        episode = await codex(stage, work, " || true")
+        assert "ran out of room in the model's context window" in episode.output
+        assert stage.engine.requests == []
