@@ -6,7 +6,11 @@ ones over trainer, agents' process, gateway and engine. At last the run goes on 
 always raise, so that failures are written down too. What became of every episode is then read from
 ledger, trajectories and checkpoints by `lineage.py`, which shares no code with what wrote them.
 
-    python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0] [--keep DIR]
+With `--keep DIR --for SECONDS` it is done in pieces: each stops after its time (the run is killed once more)
+with exit code 2, and the next one with the same DIR goes on.
+
+    python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0]
+                               [--keep DIR [--for SECONDS]]
 """
 
 from __future__ import annotations
@@ -33,12 +37,13 @@ from tidegate.trainer.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo" / "config.toml"
-GROUPS_PER_BATCH = 16
+GROUPS_PER_BATCH = 8
 WRITES = (
     "config", "metrics.line", "metrics.truncated", "trajectories.step", "trajectories.eval",
     "trajectories.failed", "trajectories.taken_back", "checkpoint.weights", "checkpoint.state",
     "checkpoint.marker", "checkpoint.unmarked", "checkpoint.removed", "best.copied", "best.link",
-    "publish.weights", "ledger.run.started", "ledger.run.publishing", "ledger.run.quarantined",
+    "publish.weights", "dead_letters", "ledger.run.started",
+    "ledger.run.publishing", "ledger.run.quarantined",
     "ledger.group.issued", "ledger.group.stepped", "ledger.group.stale", "ledger.group.filtered",
     "ledger.group.failed", "ledger.group.cancelled", "ledger.group.put_back", "ledger.attempt.issued",
     "ledger.attempt.stepped", "ledger.attempt.stale", "ledger.attempt.filtered", "ledger.attempt.failed",
@@ -54,10 +59,14 @@ GATEWAY = (
 back. The gateway's own crash tests have all of them."""
 AT_ONCE = 4
 """Places in the gateway that are armed in one start of the trainer, which restarts it five times."""
+WHILE_TRAINING = 0.8
+"""The share of starts after which the next random kill waits until the run is under way."""
 PROCESSES = ("trainer", "agents", "gateway", "engine")
-STARTED_S, QUIET_S, LIMIT_S = 90.0, 60.0, 1500.0
+STARTED_S, QUIET_S = 90.0, 120.0
 GAVE_UP = 3
 """The exit code of a run whose gateway or engine died too often for one start."""
+UNFINISHED = 2
+"""Our own exit code where the time for this piece is over."""
 
 
 @dataclass
@@ -69,8 +78,12 @@ class Chaos:
     tasks: int
     rng: random.Random
     starts: int = 0
+    seconds: float = 0.0
+    """Of the pieces before this one."""
     exits: Counter[int] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
+    unreached: list[str] = field(default_factory=list)
+    """Places given up, as the run did not come there for a while."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -96,8 +109,10 @@ class Chaos:
                 [
                     sys.executable, "-m", "tidegate", "train", str(DEMO), *resume,
                     f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}", "--run.live=false",
-                    f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2", "--eval.every=3",
-                    "--eval.interim_tasks=16", f"--eval.tasks={self.tasks}", "--agent.deadline_s=20",
+                    f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2",
+                    f"--trainer.groups_per_batch={GROUPS_PER_BATCH}", "--trainer.learning_rate=3e-4",
+                    "--trainer.schedule=constant", "--eval.every=3", "--eval.interim_tasks=16",
+                    f"--eval.tasks={self.tasks}", "--agent.deadline_s=20",
                     f"--agent.use={ROOT}/benchmarks/raising_solver.py:RaisingSolver",
                 ],
                 cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
@@ -135,12 +150,35 @@ class Chaos:
                     found[name] = int(child)
         return found
 
+    # ------------------------------------------------------------------ pieces
+
+    def recall(self) -> None:
+        """Go on from the piece before, if there was one."""
+        if not self._state.exists():
+            return
+        known = json.loads(self._state.read_text())
+        self.starts, self.seconds, self.unreached = known["starts"], known["seconds"], known["unreached"]
+        self.exits = Counter({int(code): number for code, number in known["exits"].items()})
+        self.killed, self.steps = Counter(known["killed"]), max(self.steps, known["steps"])
+        self.rng.seed(f"{known['seed']}/{self.starts}")
+
+    def remember(self, seed: int, seconds: float) -> None:
+        known = {
+            "seed": seed, "starts": self.starts, "seconds": self.seconds + seconds, "steps": self.steps,
+            "exits": self.exits, "killed": self.killed, "unreached": self.unreached,
+        }  # fmt: skip
+        self._state.write_text(json.dumps(known))
+
+    @property
+    def _state(self) -> Path:
+        return self.run_dir.parent / "chaos.json"
+
     # ------------------------------------------------------------------ the phases
 
     def failpoints(self, trainer: list[str], gateway: list[str], until: float) -> None:
         """Die at each of these places once; goes on without those that are not reached for a while."""
         while time.monotonic() < until and (
-            left := [one for one in trainer + gateway if one not in self.passed]
+            left := [one for one in trainer + gateway if one not in {*self.passed, *self.unreached}]
         ):
             mine = {one: self.rng.choice([1, 1, 2, 3, 5, 8]) for one in left if one in trainer}
             theirs = [one for one in left if one in gateway]
@@ -151,19 +189,29 @@ class Chaos:
                 if len(self.passed) > seen:
                     seen, since = len(self.passed), time.monotonic()
                 done = not mine and not set(some) - self.passed
-                if done or time.monotonic() - since > QUIET_S:
+                if done or time.monotonic() > min(since + QUIET_S, until):
                     self.kill("trainer", counted=False)
             if time.monotonic() - since > QUIET_S and seen == len(self.passed):
-                return
+                self.unreached += left
 
     def random_kills(self, number: int, until: float) -> None:
         while self.killed.total() < number and time.monotonic() < until:
             if self.process is None:
                 self.start({})
+                if self.rng.random() < WHILE_TRAINING:
+                    self._under_way(min(until, time.monotonic() + STARTED_S))
             if self.ended(self.rng.uniform(0.3, 7.0)):
                 continue
             there = self.owned()
             self.kill(self.rng.choice([name for name in PROCESSES if name in there]))
+
+    def _under_way(self, until: float) -> None:
+        """Wait until the run that was just started has written into its ledger."""
+        book = self.run_dir / "ledger.jsonl"
+        before = book.stat().st_size if book.exists() else 0
+        while self.process is not None and time.monotonic() < until:
+            if self.ended(0.1) or (book.exists() and book.stat().st_size > before):
+                return
 
     def kill(self, name: str, *, counted: bool = True) -> None:
         pid = self.owned().get(name)
@@ -174,20 +222,22 @@ class Chaos:
         if name == "trainer":
             self.ended(STARTED_S)
 
-    def to_the_end(self, steps: int, places: list[str], until: float) -> None:
-        """Until the run says by itself that it is complete."""
+    def to_the_end(self, steps: int, places: list[str], until: float) -> bool:
+        """Until the run says by itself that it is complete; whether it did in time."""
         complete = self.exits[0]
         while time.monotonic() < until:
             if self.process is None:
                 self.steps = max(steps, _last_step(self.run_dir))
                 self.start({one: 1 for one in places if one not in self.passed})
             if self.ended(1.0) and self.exits[0] > complete:
-                return
+                return True
+        return False
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            self.process = None
 
 
 def _last_step(run_dir: Path) -> int:
@@ -211,6 +261,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=64, help="held-out problems of each set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the run here")
+    parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="of this piece")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     trainer = [f"{write}.{when}" for write in WRITES for when in ("before", "after")]
@@ -223,20 +274,29 @@ def main() -> int:
         trainer, gateway, last = ([one for one in some if one in wanted] for some in (trainer, gateway, last))
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
     chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng)
+    chaos.recall()
     began = time.monotonic()
+    until = began + arguments.seconds
     try:
-        chaos.failpoints(trainer, gateway, began + LIMIT_S)
-        chaos.random_kills(arguments.kills, began + LIMIT_S)
-        chaos.to_the_end(arguments.steps, last, began + LIMIT_S)
-        planned = {*trainer, *gateway, *last}
-        return conclude(chaos, planned, arguments, time.monotonic() - began)
+        chaos.failpoints(trainer, gateway, until)
+        chaos.random_kills(arguments.kills, until)
+        complete = chaos.to_the_end(arguments.steps, last, until)
+        chaos.stop()
+        chaos.remember(arguments.seed, time.monotonic() - began)
+        if not complete:
+            left = len({*trainer, *gateway} - chaos.passed)
+            print(f"not at its end after {chaos.starts} starts: {left} places and "
+                  f"{arguments.kills - chaos.killed.total()} kills are left; go on with the same --keep",
+                  file=sys.stderr)  # fmt: skip
+            return UNFINISHED
+        return conclude(chaos, {*trainer, *gateway, *last}, arguments)
     finally:
         chaos.stop()
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace, seconds: float) -> int:
+def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> int:
     found = lineage_of(chaos.run_dir, GROUPS_PER_BATCH)
     audit = audit_run(chaos.run_dir)
     missed = sorted(planned - chaos.passed)
@@ -246,7 +306,7 @@ def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace, sec
     for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
         print(problem, file=sys.stderr)
     results = {
-        "seconds": round(seconds, 1),
+        "seconds": round(json.loads((chaos.run_dir.parent / "chaos.json").read_text())["seconds"], 1),
         "steps": found.steps,
         "starts": chaos.starts,
         "failpoints": len(planned) - len(missed),

@@ -73,6 +73,10 @@ FAULTS = [
     Fault("resume_loses_tickets", "return Progress(self._cursor, [*self._recycled, *open_tickets],", "return Progress(self._cursor, [*self._recycled],"),
     Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
     Fault("resume_forgets_quarantine", "        self.quarantined = set(progress.quarantined)\n", ""),
+    Fault("filtered_for_ever", "        self.filtered_in_a_row += 1\n", ""),
+    Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        for", "        for"),
+    Fault("given_up_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self"),
+    Fault("given_up_twice", "return last and group.task not in self.quarantined", "return last"),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
 ]  # fmt: skip
 

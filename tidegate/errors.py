@@ -3,7 +3,9 @@
 **A bad episode is data, not a crash.** An agent that raises, a reward that hangs, an engine that
 drops a connection: each ends one slot attempt with an `Outcome` of its own, is entered in the
 ledger, and the run goes on. Only `completed` and `truncated` episodes are trained on; a failure is
-never reward 0. A failed slot is attempted again, `max_attempts` times; then its task is quarantined.
+never reward 0. A failed slot is attempted again, `max_attempts` times; then its task is quarantined
+and `dead_letters.jsonl` says why. Where group after group fails, or has rewards that are all alike,
+nothing can be learned: the run stops and says so.
 
 **A bad setting, a bad file, a dead component is an error.** It is raised as one of the classes
 below, reaches the person who runs the command as one sentence that says what was wrong, where, and
@@ -78,7 +80,7 @@ class StalledError(TidegateError):
 
 
 class HopelessError(TidegateError):
-    """Nothing can succeed: every group so far failed. The message carries the last reasons."""
+    """Nothing can be learned: group after group failed, or was filtered. The message carries the reasons."""
 
 
 class RewardError(TidegateError):

@@ -1,30 +1,37 @@
-"""What the tests of the learning side share: a tiny random model, rows, and random trees of turns."""
+"""What the tests of the learning side share: a tiny random model, rows, and random trees of turns.
+
+What imports torch is imported where it is needed: most of these tests do without it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import make_tiny_model
 from tidegate.trainer.batch import Row
-from tidegate.trainer.layout import Microbatch, microbatches
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+
+if TYPE_CHECKING:
+    from tidegate.trainer.layout import Microbatch
 
 VOCABULARY = 48
 
 
 def make_model(path: Path, seed: int = 0) -> Path:
     """A random Qwen3 with a tokenizer and a chat template, in Hugging Face format."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.tiny import make_tiny_model
+
     make_tiny_model(path, VOCABULARY, hidden=32, seed=seed)
     words = {f"w{number}": number for number in range(VOCABULARY)}
     words_tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -93,6 +100,8 @@ def make_group(
 
 def lay(rows: list[Row], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
+    from tidegate.trainer.layout import microbatches
+
     return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, most_padding=1.0)
 
 

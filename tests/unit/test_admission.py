@@ -182,11 +182,55 @@ def test_hopeless_only_after_a_run_of_failures() -> None:
     driver = Driver(max_attempts=1)
     for _ in range(7):
         driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert not driver.core.hopeless()
+    assert driver.core.hopeless() is None
     driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert driver.core.hopeless()
+    assert "8 groups all failed" in str(driver.core.hopeless())
     driver.finish(driver.start())
-    assert not driver.core.hopeless()
+    assert driver.core.hopeless() is None
+
+
+def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
+    driver = Driver(groups_per_batch=10)
+
+    def filtered(number: int) -> None:
+        for _ in range(number):
+            driver.core.filter_group(driver.ready(0))
+
+    filtered(319)
+    assert driver.core.hopeless() is None
+    filtered(1)
+    assert "320 groups were filtered" in str(driver.core.hopeless())
+    for _ in range(10):
+        driver.ready(0)
+    cut = driver.core.cut()
+    assert cut is not None
+    driver.core.step(cut, 1)
+    assert driver.core.hopeless() is None
+
+
+def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
+    driver = Driver(max_attempts=2)
+    group = driver.start()
+    first = driver.core.start_attempt(group, 0)
+    assert not driver.core.gives_up(first, Outcome.TIMEOUT)
+    driver.core.end_attempt(first, Outcome.TIMEOUT)
+    assert not driver.core.gives_up(first, Outcome.TIMEOUT), "it ended already"
+    second, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
+    assert not driver.core.gives_up(second, Outcome.CANCELLED)
+    assert not driver.core.gives_up(second, Outcome.COMPLETED)
+    assert not driver.core.gives_up(other, Outcome.TIMEOUT)
+    assert driver.core.gives_up(second, Outcome.TIMEOUT)
+    driver.core.end_attempt(second, Outcome.TIMEOUT)
+    assert driver.core.quarantined == {"task0"}
+
+
+def test_a_task_is_given_up_once() -> None:
+    driver = Driver(max_attempts=1, group_size=3)
+    group = driver.start()
+    one, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
+    assert driver.core.gives_up(one, Outcome.TIMEOUT)
+    driver.core.end_attempt(one, Outcome.TIMEOUT)
+    assert not driver.core.gives_up(other, Outcome.TIMEOUT), "the group may still be partial"
 
 
 def test_versions_only_rise_and_are_announced_first() -> None:

@@ -17,6 +17,7 @@ from tidegate.trainer.evaluate import _metrics
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.record import Recorder
+from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Task, Trajectory
 
@@ -68,11 +69,40 @@ def test_tool_calls_are_those_of_the_recorded_messages(tmp_path: Path) -> None:
     assert found["tool_calls/malformed_ratio"] == 0.5
 
 
+def test_what_was_dropped_is_compared_with_what_was_trained_on(tmp_path: Path) -> None:
+    """Trained: 3 tokens each, rewards 1 and 0.5. Dropped: 3 tokens with reward 0, and one that has none."""
+    some = batch(episode(), episode(reward=0.5))
+    found = recorder(tmp_path, []).batch_metrics(some, 1)
+    assert found["selection/dropped_ratio"] == 0
+    assert "selection/dropped_reward" not in found
+    long = make_trajectory([make_turn(0, None, [1], [2] * 9, version=1)])
+    long.reward = None
+    some.dropped += [
+        (Group("g2", "t2", [episode(reward=0.0)]), State.FILTERED), (Group("g3", "t3", [long]), State.STALE),
+    ]  # fmt: skip
+    found = recorder(tmp_path, []).batch_metrics(some, 1)
+    assert {name: value for name, value in found.items() if name.startswith("selection/")} == {
+        "selection/dropped_ratio": 0.5,
+        "selection/trained_length": 3, "selection/trained_reward": 0.75,
+        "selection/dropped_length": 6, "selection/dropped_reward": 0.0,
+    }  # fmt: skip
+
+
+def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
+    tokens = Tokens()
+    assert not [name for name in tokens.metrics() if name.startswith("selection/")]
+    for number, cause, episodes in [(30, State.FAILED, 1), (10, State.FAILED, 1), (64, State.STALE, 8)]:
+        tokens.waste(number, cause, episodes)
+    told = tokens.metrics()
+    assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
+
+
 def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
     made = {
         *_of_a_mixed_batch(tmp_path / "run"),
         *_of_a_step_with_a_reference(tmp_path),
         *_of_an_evaluation(),
+        *_of_what_was_lost(),
     }
     assert unexplained(made) == set()
     always = {"line", "step", "steps that publish", "eval"}
@@ -92,6 +122,13 @@ def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
 def _of_a_step_with_a_reference(directory: Path) -> dict[str, float]:
     base = make_model(directory / "base")
     return Policy.load(base, TrainerSettings(reference=base)).update(make_rows(4), 3)
+
+
+def _of_what_was_lost() -> dict[str, float]:
+    tokens = Tokens()
+    tokens.waste(1, State.STALE, 1)
+    tokens.waste(1, State.FAILED, 1)
+    return {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}
 
 
 def _of_an_evaluation() -> dict[str, float]:

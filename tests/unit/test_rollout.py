@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ class Script:
     sealed: dict[str, list[str]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
     cancelled: int = 0
     kept: list[str] = field(default_factory=list)
+    letters: list[Any] = field(default_factory=list)
     broken: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -42,6 +45,7 @@ class Script:
         assert arguments["epoch"] == EPOCH
         attempt = arguments["metadata"]["attempt"]
         self.opened.append(attempt)
+        self.seeds.append(arguments["seed"])
         self.changed.set()
         return SimpleNamespace(session_id=f"s-{attempt}", base_url="", api_key="")
 
@@ -136,7 +140,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         core = Admission(rules, book.append)
         episodes = Episodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
         keep = lambda trajectory, attempt: script.kept.append(attempt)  # noqa: E731
-        return Stage(Rollout(settings, core, episodes, Tasks(), keep), core, book, script)
+        letter = lambda *told: script.letters.append((*told, len(book)))  # noqa: E731
+        return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter), core, book, script)
 
     return build
 
@@ -155,6 +160,7 @@ async def test_a_failed_slot_is_attempted_again_as_a_new_session(make: Callable[
     await stage.until(lambda: len(stage.script.sealed) == 2)
     assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.2", "s-g1-000001.1.1"]
     assert stage.script.kept == ["g1-000001.0.1"]
+    assert len(set(stage.script.seeds)) == len(stage.script.opened), "each attempt has a seed of its own"
 
 
 async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
@@ -166,6 +172,34 @@ async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
     assert stage.core.quarantined == {"t0"}
     tries = Counter(one.rpartition(".")[0] for one in stage.script.opened)
     assert max(tries.values()) == stage.core.rules.max_attempts
+
+
+async def test_a_task_that_is_given_up_leaves_one_letter_that_says_why(make: Callable[..., Stage]) -> None:
+    stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001" in name else Outcome.COMPLETED))
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    ((task, group, slot, attempts, entered),) = stage.script.letters
+    assert (task.id, group) == ("t0", "g1-000001")
+    assert [one.attempt for one in attempts] == [f"g1-000001.{slot}.{n}" for n in (1, 2, 3)]
+    assert {(one.outcome, one.why) for one in attempts} == {(Outcome.TIMEOUT, "timeout")}
+    assert "quarantined" in {one["event"] for one in stage.book[entered:]}, "the letter comes first"
+
+
+async def test_failed_slots_wait_longer_each_time(
+    make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(module, "backoff_s", lambda failures, _: waits.append(failures) or 0.0)
+    stage = make(Script(lambda name: Outcome.TIMEOUT if "000001.0." in name else Outcome.COMPLETED))
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    assert waits == [1, 2], "after the third attempt nothing is waited for"
+
+
+def test_the_back_off_doubles_up_to_a_bound_and_spreads() -> None:
+    rng = random.Random(0)
+    for failures, longest in [(0, 0.5), (1, 0.5), (2, 1.0), (5, 8.0), (50, 8.0)]:
+        drawn = [module.backoff_s(failures, rng) for _ in range(200)]
+        assert longest / 2 <= min(drawn) < 0.55 * longest
+        assert 0.95 * longest < max(drawn) <= longest
 
 
 async def test_when_everything_fails_it_says_so_with_the_last_reason(make: Callable[..., Stage]) -> None:
@@ -224,3 +258,15 @@ async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage
     stage.core.quarantined = {f"t{n}" for n in range(module.MAX_SKIPPED + 1)}
     with pytest.raises(HopelessError, match="every task is quarantined"):
         await stage.until(lambda: False)
+
+
+async def test_where_every_group_is_filtered_it_says_so(make: Callable[..., Stage]) -> None:
+    stage = make(Script())
+    stage.core.filtered_in_a_row = 255
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
+        stage.core.lease("g1-000001", 0)
+        stage.core.filter_group("g1-000001")
+        stage.rollout.wake()
+        with pytest.raises(HopelessError, match=r"256 groups were filtered since the last step.* all alike"):
+            await stage.settle(rollout, lambda: False)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tidegate.cli import main
+from tidegate.config import load_settings
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.simulation.calibrate import scenario_of
+from tidegate.simulation.calibrate import Sample, engine_of, scenario_of
 from tidegate.simulation.clock import Clock
 from tidegate.simulation.engines import Engine, Pool, Request
 from tidegate.simulation.scenario import (
@@ -130,11 +131,8 @@ def test_the_same_seed_gives_the_same_figures_and_lost_engines_are_counted() -> 
 
 def test_where_every_attempt_fails_it_says_so() -> None:
     hopeless = LONG_TAIL.with_(agent={"alike": 1.0}, rules={"max_staleness": 0})
-    world = World(hopeless)
-    for _ in range(20_000):
-        world.clock.step()
     with pytest.raises(TidegateError, match="trained on nothing"):
-        world._tally.figures(0, hopeless)
+        World(hopeless).run()
 
 
 def test_a_sweep_tries_every_split_with_every_bound() -> None:
@@ -202,6 +200,21 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     assert found.agent.alike == pytest.approx(1 / 3)
     assert len(found.agent.episodes) == 800
     assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * 800, abs=1e-3)
+
+
+@pytest.mark.parametrize("prompt_token_s", [0.0, 5e-4])
+def test_what_a_prompt_costs_everyone_is_told_from_what_a_reply_costs_itself(prompt_token_s: float) -> None:
+    """All prompts are of one length, as a task's often are; 0.05 s of each reply are spent outside."""
+    rng = random.Random(2)
+    model = EngineModel(iteration_s=0.004, request_s=0.0002, prompt_token_s=prompt_token_s, slots=64)
+    arrivals = [(rng.triangular(0, 20, 5), 40.0, float(rng.randint(5, 60))) for _ in range(400)]
+    samples = [
+        Sample(at, end - at + 0.05, prompt, tokens)
+        for (at, prompt, tokens), end in zip(arrivals, ends_of(model, arrivals), strict=True)
+    ]
+    found, overhead = engine_of(load_settings(None, ["--model.path=m"]), samples)
+    assert found.prompt_token_s == pytest.approx(prompt_token_s, rel=0.4, abs=5e-5)
+    assert overhead == pytest.approx(0.05, abs=0.04)
 
 
 def test_too_small_a_run_is_refused(tmp_path: Path) -> None:

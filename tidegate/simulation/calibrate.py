@@ -86,7 +86,7 @@ def scenario_of(run_dir: Path) -> Scenario:
         raise TidegateError(
             f"{run_dir}: {len(rows)} steps and {len(episodes)} episodes are too few to calibrate with"
         )
-    engine, overhead = _engine(settings, [sample for one in episodes for sample in one.samples])
+    engine, overhead = engine_of(settings, [sample for one in episodes for sample in one.samples])
     return Scenario(
         steps=settings.trainer.steps,
         engine=engine,
@@ -119,18 +119,19 @@ def _recording(episode: dict[str, Any], book: Book) -> Recording:
     return Recording(samples, episode["seconds"], setup)
 
 
-def _engine(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
+def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
     """The decoding model that explains the replies' durations best, and each reply's fixed overhead.
 
-    Least squares over seconds = overhead + prompt · p + tokens · (a + c · b), b being the mean number of
-    replies under way meanwhile on one engine. A term that comes out negative is left out.
+    Least squares over seconds = overhead + read · p + tokens · (a + c · b), b being the mean number of
+    replies under way meanwhile on one engine and `read` the prompt tokens of all that came to it meanwhile,
+    its own included: they are read before anybody's next token. A term that comes out negative is left out.
     """
     engines = len(settings.engine.urls) or 1
     at_once = _overlap(samples) / engines
     tokens = np.array([one.tokens for one in samples])
     columns = {
         "overhead": np.ones(len(samples)),
-        "prompt": np.array([one.prompt for one in samples]),
+        "read": _read_meanwhile(samples) / engines,
         "iteration": tokens,
         "request": tokens * at_once,
     }
@@ -140,7 +141,7 @@ def _engine(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel,
         slots=settings.engine.max_slots,
         iteration_s=max(found["iteration"], 1e-7),
         request_s=found["request"],
-        prompt_token_s=found["prompt"],
+        prompt_token_s=found["read"],
     )
     return model, found["overhead"]
 
@@ -157,6 +158,19 @@ def _overlap(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]
         return float((begun * moment - sum_starts[begun]) - (ended * moment - sum_ends[ended]))
 
     return np.array([(area(one.ended) - area(one.started)) / max(one.seconds, 1e-6) for one in samples])
+
+
+def _read_meanwhile(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The prompt tokens of the replies that began during each one, itself included; shape [samples]."""
+    ordered = sorted(samples, key=lambda one: one.started)
+    starts = [one.started for one in ordered]
+    known = np.cumsum([0.0, *(one.prompt for one in ordered)])
+    return np.array(
+        [
+            known[bisect.bisect_right(starts, one.ended)] - known[bisect.bisect_left(starts, one.started)]
+            for one in samples
+        ]
+    )
 
 
 def _non_negative(columns: dict[str, Any], wanted: Any) -> dict[str, float]:

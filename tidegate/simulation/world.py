@@ -74,7 +74,7 @@ class World:
     def run(self) -> Figures:
         warm = max(1, self.scenario.steps // 10)
         self._start_groups()
-        while self._step < self.scenario.steps and self.clock.step():
+        while self._step < self.scenario.steps and not self._core.hopeless() and self.clock.step():
             if self._step == warm and not self._tally.begun:
                 self._tally.begin(warm)
         return self._tally.figures(self._step, self.scenario)

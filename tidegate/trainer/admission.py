@@ -86,6 +86,8 @@ class Admission:
         self.group_counts: Counter[State] = Counter()
         self.attempt_counts: Counter[State] = Counter()
         self.failed_in_a_row = 0
+        self.filtered_in_a_row = 0
+        """Since the last step."""
         self._book = book
         self._cursor = 0
         self._recycled: deque[Ticket] = deque()
@@ -209,9 +211,25 @@ class Admission:
                 entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
             )
 
-    def hopeless(self) -> bool:
-        """Whether so many groups failed in a row that nothing can be expected to succeed."""
-        return self.failed_in_a_row >= max(8, self.rules.capacity)
+    def hopeless(self) -> str | None:
+        """Why nothing can be expected to be learned any more, in words; None while there is hope."""
+        if self.failed_in_a_row >= max(8, self.rules.capacity):
+            return f"the last {self.failed_in_a_row} groups all failed"
+        if self.filtered_in_a_row >= max(256, 32 * self.rules.groups_per_batch):
+            return (
+                f"{self.filtered_in_a_row} groups were filtered since the last step, each with rewards that "
+                "are all alike: its tasks are all solved, or all too hard"
+            )
+        return None
+
+    def gives_up(self, attempt: str, outcome: Outcome) -> bool:
+        """Whether an attempt that ends so is the one for which its task is quarantined."""
+        if outcome.trainable or outcome is Outcome.CANCELLED or attempt not in self._of_attempt:
+            return False
+        group_id, slot = self._of_attempt[attempt]
+        group = self.groups[group_id]
+        last = group.slots[slot].failures + 1 >= self.rules.max_attempts
+        return last and group.task not in self.quarantined
 
     def cancel_group(self, group_id: str) -> None:
         """The run is stopping: the group ends `cancelled`, and its task is issued again if it goes on."""
@@ -233,6 +251,7 @@ class Admission:
 
     def filter_group(self, group_id: str) -> None:
         """The group can teach nothing (rewards alike, or a loss that is not finite): it makes room."""
+        self.filtered_in_a_row += 1
         self._end_group(self.groups[group_id], State.FILTERED)
 
     def staleness(self, oldest: int | None) -> int | None:
@@ -276,6 +295,7 @@ class Admission:
     def step(self, cut: Cut, step: int) -> None:
         """The optimiser stepped on the batch; its groups make room at the next publish."""
         self.step_done = step
+        self.filtered_in_a_row = 0
         for group_id, age in zip(cut.groups, cut.staleness, strict=True):
             group = self.groups[group_id]
             group.phase = Phase.UNPUBLISHED

@@ -86,8 +86,10 @@ class Batches:
         self._leased_at[group.id] = time.monotonic()
 
     async def next(self, number: int | None = None) -> Batch:
-        """Wait for `number` groups, or a batch of them, and cut. It may wait for ever; the watchdog says when
-        that is too long."""
+        """Wait for `number` groups, or a batch of them, and cut.
+
+        What bounds the wait: every attempt has a deadline, admission says when too many groups in a row
+        failed or were filtered, and the watchdog when nothing moves."""
         started = time.monotonic()
         dropped: list[tuple[Group, State]] = []
         while True:
@@ -125,7 +127,8 @@ class Batches:
         self.freed()
         group = self._held.pop(group_id)
         self._leased_at.pop(group_id, None)
-        self.tokens.waste(sum(one.sampled_tokens() for one in group.trajectories), state)
+        sampled = sum(one.sampled_tokens() for one in group.trajectories)
+        self.tokens.waste(sampled, state, len(group.trajectories))
         await self._ack(group, state)
         return group, state
 

@@ -141,5 +141,6 @@ def _selection(trained: list[Trajectory], dropped: list[Trajectory]) -> dict[str
     for name, ones in (("trained", trained), ("dropped", dropped)):
         if ones:
             found[f"selection/{name}_length"] = float(np.mean([one.sampled_tokens() for one in ones]))
-            found[f"selection/{name}_reward"] = float(np.mean([one.reward or 0.0 for one in ones]))
+        if rewards := [one.reward for one in ones if one.reward is not None]:
+            found[f"selection/{name}_reward"] = float(np.mean(rewards))
     return found

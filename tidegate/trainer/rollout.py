@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError
 from tidegate.gateway.client import GatewayClient, Summary
 from tidegate.trainer.admission import Admission, Verdict
+from tidegate.trainer.dead_letters import Attempted
 from tidegate.trainer.entries import State
 from tidegate.trainer.groups import GroupState, Phase, Ticket
 from tidegate.trainer.tokens import Tokens
@@ -96,6 +97,8 @@ class Rollout:
     episodes: Episodes
     tasks: Tasks
     record_failure: Callable[[Trajectory, str], None]
+    dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
+    """Told of a task, and of a group's slot and its attempts, before the task is quarantined."""
     tokens: Tokens = field(default_factory=Tokens)
     sessions: dict[str, str] = field(default_factory=dict)
     """Session id of every attempt that is live."""
@@ -128,11 +131,9 @@ class Rollout:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
-        if self.admission.hopeless():
-            raise HopelessError(
-                f"the last {self.admission.failed_in_a_row} groups all failed, so nothing can be learned; "
-                f"the last reason: {self.last_failure}"
-            )
+        if (why := self.admission.hopeless()) is not None:
+            failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
+            raise HopelessError(f"nothing can be learned, for {why}{failure}")
 
     def _start(self, ticket: Ticket) -> None:
         task = self.tasks.train_task(ticket.index)
@@ -176,17 +177,19 @@ class Rollout:
 
     async def _slot(self, group: GroupState, task: Task, slot: int) -> Verdict:
         """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
+        tried: list[Attempted] = []
         while True:
             attempt = self.admission.start_attempt(group.id, slot)
             outcome, why = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
+            tried.append(Attempted(attempt, outcome, why))
+            if self.admission.gives_up(attempt, outcome):
+                self.dead_letter(task, group.id, slot, tried)
             verdict = self.admission.end_attempt(attempt, outcome, why)
             if verdict is not Verdict.RETRY:
                 return verdict
             self.sessions.pop(attempt, None)
-            failures = max(1, group.slots[slot].failures)
-            longest = min(BACKOFF_MAX_S, BACKOFF_S * 2**failures)
-            await asyncio.sleep(self._jitter.uniform(longest / 2, longest))
+            await asyncio.sleep(backoff_s(group.slots[slot].failures, self._jitter))
 
     async def _attempt(
         self, attempt: str, group: GroupState, task: Task, slot: int
@@ -206,7 +209,7 @@ class Rollout:
         if not summary.outcome.trainable:
             self.last_failure = f"{summary.outcome}: {summary.error}"
             cancelled = summary.outcome is Outcome.CANCELLED
-            self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED)
+            self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1)
             await self._keep_failure(attempt, summary)
         return summary.outcome, summary.error
 
@@ -223,7 +226,7 @@ class Rollout:
         """Have the gateway forget a group that ended in `state`, and abort what it still generates."""
         try:
             sampled = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
-            self.tokens.waste(sampled, state)
+            self.tokens.waste(sampled, state, self.admission.rules.group_size)
         except GatewayError as error:
             # The gateway frees the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"
@@ -257,6 +260,13 @@ async def cancel_doomed(
     """Before `version` is published: end what it would make inadmissible."""
     oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
     await end(admission.doomed(version, oldest))
+
+
+def backoff_s(failures: int, rng: random.Random) -> float:
+    """Seconds until a slot that failed so often is attempted again: twice as long each time, up to a bound,
+    and drawn from the upper half, so that slots which failed together do not come back together."""
+    longest = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** max(1, failures))
+    return rng.uniform(longest / 2, longest)
 
 
 def attempt_seed(run_seed: int, attempt: str) -> int:

@@ -19,6 +19,7 @@ from tidegate.trainer.audit import audit_run, summary
 from tidegate.trainer.batches import Batches
 from tidegate.trainer.best import Best
 from tidegate.trainer.credit import Credit, GroupCredit
+from tidegate.trainer.dead_letters import DeadLetters
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
@@ -145,8 +146,9 @@ class Run:
         )
         self.tokens = Tokens()
         self.rollout = Rollout(
-            settings, self.admission, episodes, self.environment, files.failure, self.tokens
-        )
+            settings, self.admission, episodes, self.environment, files.failure,
+            DeadLetters(self.dir).write, self.tokens,
+        )  # fmt: skip
         self.batches = Batches(
             self.gateway,
             self.admission,

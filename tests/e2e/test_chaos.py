@@ -1,0 +1,27 @@
+"""A short chaos: trainer and gateway die where they write, one process dies at random, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ENVIRONMENT, REPO
+
+pytestmark = pytest.mark.slow
+PLACES = ("checkpoint.marker.before", "leased.within")
+
+
+def test_a_short_chaos_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+    small = ["--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/chaos.py", "--json", *small, f"--failpoints={','.join(PLACES)}"],
+        cwd=REPO, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout, done.stderr, (tmp_path / "out").read_text()[-3000:])
+    told = json.loads(done.stdout.splitlines()[-1])
+    checks = {one["name"]: one["value"] for one in told["checks"]}
+    assert (checks["lost"], checks["doubled"], checks["kills"], checks["failpoints_missed"]) == (0, 0, 1, 0)

@@ -1,0 +1,31 @@
+"""The file of the tasks that were given up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tidegate.trainer.dead_letters import Attempted, DeadLetters
+from tidegate.types import Outcome, Task
+
+
+def test_a_letter_says_what_was_asked_and_why_each_attempt_failed(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "How many?"}]
+    tried = [
+        Attempted("g1.0.1", Outcome.AGENT_ERROR, "ValueError: no"),
+        Attempted("g1.0.2", Outcome.TIMEOUT, None),
+    ]
+    letters = DeadLetters(tmp_path)
+    assert not letters.path.exists(), "a run that gives nothing up has none"
+    letters.write(Task("t1", "arithmetic", asked, answer="42"), "g1", 0, tried)
+    letters.write(Task("t2", "arithmetic", asked), "g7", 3, tried[1:])
+    first, second = (json.loads(line) for line in letters.path.read_text().splitlines())
+    assert first.pop("time") > 0
+    assert first == {
+        "task": "t1", "env": "arithmetic", "messages": asked, "group": "g1", "slot": 0,
+        "attempts": [
+            {"attempt": "g1.0.1", "outcome": "agent_error", "why": "ValueError: no"},
+            {"attempt": "g1.0.2", "outcome": "timeout", "why": None},
+        ],
+    }  # fmt: skip
+    assert (second["task"], second["group"], second["slot"]) == ("t2", "g7", 3)
