@@ -1,4 +1,4 @@
-"""Make the search demo's base model: `python examples/search_base/make.py --out DIR` (a minute and a half).
+"""Make the search demo's base model: `python -m examples.search_base.make --out DIR` (a minute and a half).
 
 A Qwen3-shaped model of under a million parameters with a tokenizer of its own. It is cold-started on
 demonstrations of the search agent at work in worlds of random names, which are deliberately often wrong:
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from examples.bases import recipe
 from tidegate.envs.search_world import FACTS, KINDS, QUERIES, SYLLABLES, Fact, Kind, held_out_name
 
 SEED = 17
@@ -28,7 +29,6 @@ MATRIX_RATE = 0.02  # Muon's
 OTHER_RATE = 3e-3  # AdamW's, of the embeddings and norms
 VOCABULARY = 1000
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
 # A name is its two syllables wherever it stands, for a blank is never part of the first; other words take
 # their blank along. The keys of a tool call are one piece each.
@@ -54,29 +54,7 @@ and nobody can go too far, more of them stop early."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE over this world's words; the same every time."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(MARKS),
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_words(), trainer)
-    tokenizer.add_tokens(list(MARKS))  # ordinary text: a reader of the output must see them
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=1024
-    )
-    template = Path(__file__).parents[1] / "tiny_base" / "chat_template.jinja"
-    fast.chat_template = template.read_text(encoding="utf-8")
-    return fast
+    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
 
 
 def _words() -> Iterator[str]:
@@ -92,28 +70,7 @@ def _words() -> Iterator[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
+    return recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.06)
 
 
 def draw_name(rng: random.Random) -> str:
@@ -175,44 +132,15 @@ def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> 
     return messages
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *, last_only: bool = False
-) -> tuple[list[int], list[int]]:
-    """An episode's ids, and which of them are learned: what the model says, or only its last reply."""
-    said = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids: list[int] = []
-    mask: list[int] = []
-    for end, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = tokenizer.apply_chat_template(
-            messages[:end], tools=TOOLS, add_generation_prompt=True, return_dict=False
-        )
-        whole = tokenizer.apply_chat_template(messages[: end + 1], tools=TOOLS, return_dict=False)
-        whole = whole[: len(whole) - whole[::-1].index(said)]
-        learned = 0 if last_only and end < len(messages) - 1 else 1
-        mask += [0] * (len(prompt) - len(ids)) + [learned] * (len(whole) - len(prompt))
-        ids = whole
-    return ids, mask
-
-
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of (ids, labels), each [BATCH, length]; labels are −100 where nothing is learned."""
+    """Batches of (ids, labels), each [BATCH, length]."""
     rng = random.Random(SEED)
     endless = demonstrations(rng)
     for stage, steps in STAGES:
         for _ in range(round(steps * scale)):
-            rows = [
-                encode(tokenizer, fragment(next(endless), stage, rng), last_only=stage != "episodes")
-                for _ in range(BATCH)
-            ]
-            longest = max(len(ids) for ids, _ in rows)
-            ids_bt = torch.full((BATCH, longest), tokenizer.pad_token_id)
-            labels_bt = torch.full((BATCH, longest), -100)
-            for row, (ids, mask) in enumerate(rows):
-                ids_bt[row, : len(ids)] = torch.tensor(ids)
-                labels_bt[row, : len(ids)] = torch.where(torch.tensor(mask) == 1, torch.tensor(ids), -100)
-            yield ids_bt, labels_bt
+            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH)]
+            rows = [recipe.encode(tokenizer, part, TOOLS, last_only=stage != "episodes") for part in parts]
+            yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
 def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -227,27 +155,14 @@ def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Every stage, each with `scale` times its steps."""
-    steps = sum(round(count * scale) for _, count in STAGES)
-    both = optimizers(model)
-    warmup = max(1, steps // 20)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            one, lambda step: min((step + 1) / warmup, 1.0, max(0.05, 2 * (1 - step / steps)))
-        )
-        for one in both
-    ]
-    model.train()
-    for step, (ids_bt, labels_bt) in enumerate(batches(tokenizer, scale)):
-        # Padding is on the right, after every token that counts: causal attention never sees it.
-        loss = model(input_ids=ids_bt, labels=labels_bt).loss
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for one in (*both, *schedules):
-            one.step()
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
-    model.eval()
+    recipe.learn(
+        model,
+        batches(tokenizer, scale),
+        optimizers(model),
+        steps=sum(round(count * scale) for _, count in STAGES),
+        falls=lambda part: max(0.05, 2 * (1 - part)),
+        say_every=20,
+    )
 
 
 def main() -> None:
@@ -255,15 +170,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the model is written")
     parser.add_argument("--scale", type=float, default=1.0, help="times the steps of every stage")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the recorded output was made so; more threads add in another order
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    train(model, tokenizer, arguments.scale)
-    model.save_pretrained(arguments.out)
-    tokenizer.save_pretrained(arguments.out)
-    size = sum(file.stat().st_size for file in arguments.out.iterdir())
-    print(f"{arguments.out}: {size / 1e6:.2f} MB")
+    recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, scale=arguments.scale))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The search demo's base model: made by its recipe, small, and ignorant of the held-out world."""
+"""The search demo's base model: what it is taught, and what it cannot know of the held-out world."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from collections import Counter
@@ -12,47 +11,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from examples.bases.recipe import encode
+from examples.search_base import make as recipe
 from tidegate.agents.search_tools import offered
 from tidegate.envs.search_qa import SearchQA
 from tidegate.envs.search_world import KINDS, held_out_name, make_world
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "search_base"
-MODEL = EXAMPLE / "model"
-
-
-@pytest.fixture(scope="module")
-def recipe() -> Any:
-    spec = importlib.util.spec_from_file_location("search_base_make", EXAMPLE / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+MODEL = Path(recipe.__file__).parent / "model"
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
-
-
-def test_it_is_small_enough_for_a_repository() -> None:
-    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4_000_000
-
-
-def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
-    recipe.make_tokenizer().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), f"{name}: run make.py again"
-
-
-def test_it_loads_as_any_other_model(recipe: Any, tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
-    assert model.config.model_type == "qwen3"
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters() < 1_000_000
 
 
 def test_a_name_has_the_same_two_tokens_wherever_it_stands(tokenizer: Any) -> None:
@@ -70,35 +40,35 @@ def test_a_name_has_the_same_two_tokens_wherever_it_stands(tokenizer: Any) -> No
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_recipe_and_the_agent_offer_the_same_tool(recipe: Any, tokenizer: Any) -> None:
+def test_the_recipe_and_the_agent_offer_the_same_tool(tokenizer: Any) -> None:
     def prompt(tools: Any) -> str:
         return tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=tools, tokenize=False)
 
     assert prompt(recipe.TOOLS) == prompt(offered(False))
 
 
-def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
+def test_prompts_and_replies_are_short(tokenizer: Any) -> None:
     """Tokens are the cost of the demo."""
     endless = recipe.demonstrations(random.Random(0))
     for _ in range(100):
-        ids, mask = recipe.encode(tokenizer, next(endless))
+        ids, mask = encode(tokenizer, next(endless), recipe.TOOLS)
         assert len(ids) <= 160
         assert sum(mask) <= 60
 
 
-def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, tokenizer: Any) -> None:
+def test_demonstrations_are_trained_on_where_the_model_speaks(tokenizer: Any) -> None:
     facts = recipe.draw_facts(random.Random(1))[1:2]
     messages = recipe.demonstration("?", facts)
-    ids, mask = recipe.encode(tokenizer, messages)
+    ids, mask = encode(tokenizer, messages, recipe.TOOLS)
     said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
     call = json.dumps({"name": "search", "arguments": {"query": f"{facts[0].subject} based"}})
     answer = f"<answer>{facts[0].object}</answer><|im_end|>"
     assert said == f"<tool_call>\n{call}\n</tool_call><|im_end|>{answer}"
-    _, last = recipe.encode(tokenizer, messages, last_only=True)
+    _, last = encode(tokenizer, messages, recipe.TOOLS, last_only=True)
     assert sum(last) == len(tokenizer.encode(answer))
 
 
-def test_demonstrations_know_nothing_of_held_out_worlds(recipe: Any) -> None:
+def test_demonstrations_know_nothing_of_held_out_worlds() -> None:
     endless = recipe.demonstrations(random.Random(5))
     text = " ".join(str(message) for _ in range(500) for message in next(endless))
     closed = make_world(0, "held_out").entities()
@@ -108,7 +78,7 @@ def test_demonstrations_know_nothing_of_held_out_worlds(recipe: Any) -> None:
     assert not [question for question in questions if question in text]
 
 
-def test_demonstrations_often_go_too_far_or_stop_early(recipe: Any) -> None:
+def test_demonstrations_often_go_too_far_or_stop_early() -> None:
     rng = random.Random(6)
     depths = {
         kind.name: Counter(
@@ -124,7 +94,7 @@ def test_demonstrations_often_go_too_far_or_stop_early(recipe: Any) -> None:
 
 @pytest.mark.slow
 def test_some_steps_of_the_recipe_bring_the_loss_down(
-    recipe: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe.train(recipe.make_model(tokenizer), tokenizer, 0.1)
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]

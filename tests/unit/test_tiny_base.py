@@ -1,58 +1,26 @@
-"""The tiny base model: made by its recipe, small, and with a template whose histories only ever grow."""
+"""The tiny base model: what it is taught, and a template whose histories only ever grow."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from examples.bases.recipe import encode
+from examples.tiny_base import make as recipe
 from tidegate.agents.solver import TOOLS
 from tidegate.envs.arithmetic import TEMPLATES, Arithmetic
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_base"
-MODEL = EXAMPLE / "model"
-
-
-@pytest.fixture(scope="module")
-def recipe() -> Any:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import make
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    return make
+MODEL = Path(recipe.__file__).parent / "model"
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
-
-
-def test_it_is_small_enough_for_a_repository() -> None:
-    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 4_000_000
-
-
-def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
-    recipe.make_tokenizer().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), f"{name}: run make.py again"
-
-
-def test_it_loads_as_any_other_model(recipe: Any, tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
-    assert model.config.model_type == "qwen3"
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert {one.dtype for one in model.parameters()} == {__import__("torch").float32}
-    assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters()
 
 
 def test_digits_stand_alone_and_any_text_comes_back(tokenizer: Any) -> None:
@@ -67,7 +35,7 @@ def test_tool_calls_survive_the_decoding_of_replies(tokenizer: Any) -> None:
     assert text == '<tool_call>\n{"name": "calculator"}\n</tool_call>'
 
 
-def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
+def test_prompts_and_replies_are_short(tokenizer: Any) -> None:
     """Tokens are the cost of the demo."""
     rng = random.Random(0)
     environment = Arithmetic()
@@ -77,7 +45,7 @@ def test_prompts_and_replies_are_short(recipe: Any, tokenizer: Any) -> None:
     prompts = [render(tokenizer, task.messages, add_generation_prompt=True) for task in tasks]
     assert max(map(len, prompts)) <= 70
     for _ in range(100):
-        _, mask = recipe.encode(tokenizer, next(recipe.demonstrations(rng)))
+        _, mask = encode(tokenizer, next(recipe.demonstrations(rng)), TOOLS)
         assert sum(mask) <= 60
 
 
@@ -163,8 +131,8 @@ Thinking.
     )
 
 
-def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, tokenizer: Any) -> None:
-    ids, mask = recipe.encode(tokenizer, recipe.demonstration("1 + 2?", "1 + 2"))
+def test_demonstrations_are_trained_on_where_the_model_speaks(tokenizer: Any) -> None:
+    ids, mask = encode(tokenizer, recipe.demonstration("1 + 2?", "1 + 2"), TOOLS)
     said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
     assert said == (
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>'
@@ -172,7 +140,7 @@ def test_demonstrations_are_trained_on_where_the_model_speaks(recipe: Any, token
     )
 
 
-def test_demonstrations_are_often_wrong_and_never_of_held_out_problems(recipe: Any) -> None:
+def test_demonstrations_are_often_wrong_and_never_of_held_out_problems() -> None:
     endless = recipe.demonstrations(random.Random(5))
     environment = Arithmetic()
     closed = {task.messages[0]["content"] for tasks in environment.eval_sets().values() for task in tasks}
@@ -190,7 +158,7 @@ def test_demonstrations_are_often_wrong_and_never_of_held_out_problems(recipe: A
 
 @pytest.mark.slow
 def test_some_steps_of_the_recipe_bring_the_loss_down(
-    recipe: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = recipe.make_model(tokenizer)
     recipe.train(model, tokenizer, 60)

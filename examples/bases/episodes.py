@@ -1,0 +1,86 @@
+"""An agent's loop over batches with plain `generate`: what a model can do, told apart from everything that
+Tidegate does with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """Model and tokenizer, drawing the same replies every time."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+
+
+def continuations(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], greedy: bool, max_tokens: int
+) -> list[list[int]]:
+    """One sampled (T = 1) or greedy reply to each prompt, without the end token."""
+    longest = max(map(len, prompts))
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
+    mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    how = (
+        {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    )
+    with torch.inference_mode():
+        out_bt = model.generate(ids_bt, attention_mask=mask_bt, max_new_tokens=max_tokens, **how)
+    replies = out_bt[:, longest:].tolist()
+    return [reply[: reply.index(end)] if end in reply else reply for reply in replies]
+
+
+def episodes(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Sequence[Any]],
+    *,
+    tools: Sequence[Any],
+    answer: Callable[[str], str | None],
+    turns: int,
+    max_tokens: int,
+    greedy: bool,
+) -> list[list[str]]:
+    """The texts of each task's episode: question, call, result, …; the last is the agent's output.
+
+    `tasks` are their messages; `answer` is what a tool says to a reply, None where it calls nothing.
+    """
+    texts = [[str(messages[-1]["content"])] for messages in tasks]
+    prompts = [
+        tokenizer.apply_chat_template(
+            list(messages), tools=list(tools), add_generation_prompt=True, return_dict=False
+        )
+        for messages in tasks
+    ]
+    live = list(range(len(tasks)))
+    for _ in range(turns):
+        replies = continuations(model, tokenizer, [prompts[one] for one in live], greedy, max_tokens)
+        still = []
+        for one, reply in zip(live, replies, strict=True):
+            texts[one].append(tokenizer.decode(reply))
+            result = answer(texts[one][-1])
+            if result is not None:
+                texts[one].append(result)
+                more = (
+                    f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
+                )
+                prompts[one] += reply + tokenizer.encode(more + "<|im_start|>assistant\n")
+                still.append(one)
+        live = still
+        if not live:
+            break
+    return texts
+
+
+def show(said: Sequence[list[str]], rewards: Sequence[float]) -> None:
+    """Print episodes, each with its reward."""
+    for texts, reward in zip(said, rewards, strict=False):
+        print("\n".join([*texts, f"-> reward {reward:g}", ""]))

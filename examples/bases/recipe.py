@@ -1,0 +1,155 @@
+"""What the recipes of the small base models share: tokenizer, shape, batches of demonstrations, training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = Path(__file__).parents[1] / "tiny_base" / "chat_template.jinja"
+
+Message = dict[str, Any]
+
+
+def train_tokenizer(
+    words: Iterable[str], *, pieces: str, marks: Sequence[str], vocabulary: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over a world's words, which never join `pieces`; the same every time."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(marks),
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.add_tokens(list(marks))  # ordinary text: a reader of the output must see them
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=1024
+    )
+    fast.chat_template = TEMPLATE.read_text(encoding="utf-8")
+    return fast
+
+
+def random_model(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int, spread: float
+) -> Qwen3ForCausalLM:
+    """A Qwen3 of about a million parameters; `spread` is the standard deviation of its weights."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[Message],
+    tools: Sequence[Any],
+    *,
+    last_only: bool = False,
+) -> tuple[list[int], list[int]]:
+    """An episode's ids, and which of them are learned: what the model says, or only its last reply."""
+    said = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids: list[int] = []
+    mask: list[int] = []
+    for end, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(
+            messages[:end], tools=list(tools), add_generation_prompt=True, return_dict=False
+        )
+        whole = tokenizer.apply_chat_template(messages[: end + 1], tools=list(tools), return_dict=False)
+        whole = whole[: len(whole) - whole[::-1].index(said)]
+        learned = 0 if last_only and end < len(messages) - 1 else 1
+        mask += [0] * (len(prompt) - len(ids)) + [learned] * (len(whole) - len(prompt))
+        ids = whole
+    return ids, mask
+
+
+def padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, labels), each [rows, length]; labels are −100 where nothing is learned."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids_bt = torch.full((len(rows), longest), pad)
+    labels_bt = torch.full((len(rows), longest), -100)
+    for row, (ids, mask) in enumerate(rows):
+        ids_bt[row, : len(ids)] = torch.tensor(ids)
+        labels_bt[row, : len(ids)] = torch.where(torch.tensor(mask) == 1, torch.tensor(ids), -100)
+    return ids_bt, labels_bt
+
+
+def learn(
+    model: Qwen3ForCausalLM,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    steps: int,
+    falls: Callable[[float], float],
+    say_every: int,
+) -> None:
+    """A step a batch; the rates rise over the first twentieth, then `falls` says their share at each part
+    of the way."""
+    warmup = max(1, steps // 20)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            one, lambda step: min((step + 1) / warmup, 1.0, falls(step / steps))
+        )
+        for one in optimizers
+    ]
+    model.train()
+    for step, (ids_bt, labels_bt) in enumerate(batches):
+        # Padding is on the right, after every token that counts: causal attention never sees it.
+        loss = model(input_ids=ids_bt, labels=labels_bt).loss
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for one in (*optimizers, *schedules):
+            one.step()
+        if step % say_every == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
+    model.eval()
+
+
+def make(
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    model: Qwen3ForCausalLM,
+    train: Callable[[Qwen3ForCausalLM, PreTrainedTokenizerFast], None],
+) -> None:
+    """Train the model and write both."""
+    torch.set_num_threads(1)  # the recorded output was made so; more threads add in another order
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    train(model, tokenizer)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: {size / 1e6:.2f} MB")

@@ -1,0 +1,45 @@
+"""The bundled base models: each is small, and what its recipe makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.search_base import make as search_base
+from examples.tiny_base import make as tiny_base
+
+RECIPES = [pytest.param(tiny_base, id="tiny_base"), pytest.param(search_base, id="search_base")]
+pytestmark = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def model_of(recipe: ModuleType) -> Path:
+    assert recipe.__file__ is not None
+    return Path(recipe.__file__).parent / "model"
+
+
+def test_it_is_small_enough_for_a_repository(recipe: ModuleType) -> None:
+    assert sum(file.stat().st_size for file in model_of(recipe).iterdir()) <= 4_000_000
+
+
+def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
+    recipe.make_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (model_of(recipe) / name).read_text(), (
+            f"{name}: run make.py again"
+        )
+
+
+def test_it_loads_as_any_other_model(recipe: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_of(recipe))
+    model = AutoModelForCausalLM.from_pretrained(model_of(recipe))
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters() < 1_000_000
