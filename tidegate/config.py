@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.sections import Section, check, load
+from tidegate.sections import Section, load
 
 
 class RunSettings(Section):
@@ -358,8 +358,3 @@ class Settings(Section):
 def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
     """A run's settings from a TOML file and dotted overrides, as `sections.load` reads them."""
     return load(Settings, path, overrides)
-
-
-def check_settings(raw: dict[str, Any], where: str) -> Settings:
-    """Check a run's settings that were read already; raises ConfigError."""
-    return check(Settings, raw, where)

@@ -36,7 +36,7 @@ def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -
     raw = _read_toml(path) if path is not None else {}
     for key, value in _pairs(overrides):
         _lay(raw, key, value)
-    return check(model, raw, str(path) if path is not None else "the command line")
+    return _check(model, raw, str(path) if path is not None else "the command line")
 
 
 def overlay(model: Model, overrides: Sequence[str]) -> Model:
@@ -44,10 +44,10 @@ def overlay(model: Model, overrides: Sequence[str]) -> Model:
     raw = model.model_dump()
     for key, value in _pairs(overrides):
         _lay(raw, key, value)
-    return check(type(model), raw, "the command line")
+    return _check(type(model), raw, "the command line")
 
 
-def check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
+def _check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
     """Check settings that were read already, at `where`; raises ConfigError."""
     try:
         return model.model_validate(raw)

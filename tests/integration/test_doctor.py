@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeEngine, Fault
-from tidegate.config import check_settings
+from tidegate.config import Settings
 from tidegate.doctor.examine import Examination
 from tidegate.doctor.findings import Finding, Level
 from tidegate.gateway.render import Renderer
@@ -94,7 +94,7 @@ class Patient:
         if not self.engine.replies:  # the engine's own check takes one
             self.engine.replies.append(self.renderer.encode("It is 12 + 30 of them."))
         self.engine.replies.extend(self.replies)
-        settings = check_settings(self.settings, "the test")
+        settings = Settings.model_validate(self.settings)
         findings = await Examination(settings, self.folder / "work", lambda _: None).run()
         return {one.code: one for one in findings if one.level is not Level.OK}
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.cli import doctor
-from tidegate.config import Settings, check_settings
+from tidegate.config import Settings
 from tidegate.doctor import environment as rooms
 from tidegate.doctor import rewards as grading
 from tidegate.doctor.deadline import within
@@ -38,7 +38,7 @@ from tidegate.types import Task
 
 
 def settings_of(model: Path = TINY_BASE, **more: dict[str, Any]) -> Settings:
-    return check_settings({"model": {"path": str(model)}, **more}, "the test")
+    return Settings.model_validate({"model": {"path": str(model)}, **more})
 
 
 def codes(findings: Sequence[Finding]) -> list[str]:

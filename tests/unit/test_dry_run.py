@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tests.tiny import make_tiny_model
-from tidegate.config import check_settings
+from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
 from tidegate.plan.memory import FLOAT32, memory_plan, read_shape, readable
@@ -22,7 +22,7 @@ BASE = EXAMPLES / "tiny_base" / "model"
 
 
 def settings_of(model: Path, run_dir: Path, **more: dict[str, object]):
-    return check_settings({"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, **more}, "the test")
+    return Settings.model_validate({"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, **more})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

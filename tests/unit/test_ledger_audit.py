@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidegate import sections
-from tidegate.config import check_settings
+from tidegate.config import Settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission import Admission, Rules
 from tidegate.trainer.audit import audit_run, summary, table
@@ -32,7 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A small run's files, written by the real admission core and ledger: three steps, one checkpoint."""
-    (tmp_path / "config.toml").write_text(sections.dump(check_settings(RAW, "test")))
+    (tmp_path / "config.toml").write_text(sections.dump(Settings.model_validate(RAW)))
     (tmp_path / "trajectories").mkdir()
     with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
         core = Admission(Rules(2, 2, 2, 1, max_attempts=2), ledger.book)
