@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tidegate.envs.base import Environment
+from tidegate.envs.finite import Finite
 from tidegate.envs.graders import GRADERS
-from tidegate.envs.order import Order
 from tidegate.envs.prompts import Prompt
 from tidegate.envs.rewards import Reward
 from tidegate.envs.rows import Row, read_rows
@@ -24,7 +23,7 @@ EVAL_FRACTION = 0.1
 _REWARD_KEYS = ("use", "weight", "name")
 
 
-class Dataset(Environment):
+class Dataset(Finite):
     """Rows of a file as tasks.
 
     `path`: a `.jsonl` or `.parquet` file. Held out is `eval_path`, another such file, or `eval_fraction`
@@ -61,20 +60,11 @@ class Dataset(Environment):
         self._answer = answer
         tasks = self._tasks(read_rows(Path(path)), "row")
         if eval_path is not None:
-            self._train, self._eval = tasks, self._tasks(read_rows(Path(eval_path)), "eval")
+            train, held_out = tasks, self._tasks(read_rows(Path(eval_path)), "eval")
         else:
             fraction = EVAL_FRACTION if eval_fraction is None else eval_fraction
-            self._train, self._eval = _split(tasks, fraction, path)
-        self._order = Order(len(self._train), seed)
-
-    def train_task(self, index: int) -> Task:
-        return self._train[self._order[index]]
-
-    def train_size(self) -> int:
-        return len(self._train)
-
-    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
-        return {"": self._eval}
+            train, held_out = _split(tasks, fraction, path)
+        self._hold(train, {"": held_out}, seed)
 
     def gold_output(self, task: Task) -> str | None:
         answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tidegate.envs import verl
-from tidegate.envs.base import Environment
+from tidegate.envs.finite import Finite
 from tidegate.envs.graders import GRADERS
-from tidegate.envs.order import Order
 from tidegate.envs.prompts import Prompt
 from tidegate.envs.rewards import Reward
 from tidegate.envs.rows import Row, read_rows
@@ -30,7 +28,7 @@ HUB_ID = "openai/gsm8k"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class GSM8K(Environment):
+class GSM8K(Finite):
     """The published splits: `train` is trained on, `test` is held out.
 
     `path` is a directory with `train.jsonl` and `test.jsonl` as published, or a dataset's id on the
@@ -61,18 +59,11 @@ class GSM8K(Environment):
         self.rewards = (Reward("correct", GRADERS[MODES[mode]]),)
         self._prompt = Prompt(prompt, system)
         splits = _load(path)
-        self._train = [self._task(f"train-{n}", row) for n, row in enumerate(splits["train"])]
-        self._test = [self._task(f"test-{n}", row) for n, row in enumerate(splits["test"])]
-        self._order = Order(len(self._train), seed)
-
-    def train_task(self, index: int) -> Task:
-        return self._train[self._order[index]]
-
-    def train_size(self) -> int:
-        return len(self._train)
-
-    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
-        return {"": self._test}
+        train, test = (
+            [self._task(f"{split}-{n}", row) for n, row in enumerate(splits[split])]
+            for split in ("train", "test")
+        )
+        self._hold(train, {"": test}, seed)
 
     def gold_output(self, task: Task) -> str:
         """The published solution, whose last line is `#### answer`."""

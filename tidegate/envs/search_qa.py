@@ -7,8 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from tidegate.envs.base import Environment
-from tidegate.envs.order import Order
+from tidegate.envs.finite import Finite
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.search_data import read_questions
 from tidegate.envs.search_grade import METRICS, extract, recall, well_formed
@@ -19,7 +18,7 @@ from tidegate.loading import construct, nearest
 from tidegate.types import Message, Task
 
 
-class SearchQA(Environment):
+class SearchQA(Finite):
     """Questions with gold answers, and gold documents where the data names them.
 
     `path`: questions to train on, a `.jsonl` or `.parquet` file (see `search_data.read_questions`);
@@ -70,25 +69,16 @@ class SearchQA(Environment):
         if format_weight:
             self.rewards += (Reward("format", well_formed, format_weight),)
         if path is not None and eval_path is not None:
-            self._train = self._read(path, canary, "train")
-            self._eval = {"": self._read(eval_path, canary, "eval")}
+            train = self._read(path, canary, "train")
+            held_out = {"": self._read(eval_path, canary, "eval")}
         else:
-            self._train = self._of_world(make_world(seed, "train"), hops, seed)
-            held_out = make_world(seed, "held_out")
-            self._eval = {
-                "": self._of_world(held_out, 2, seed),
-                "three_hops": self._of_world(held_out, 3, seed),
+            train = self._of_world(make_world(seed, "train"), hops, seed)
+            unseen = make_world(seed, "held_out")
+            held_out = {
+                "": self._of_world(unseen, 2, seed),
+                "three_hops": self._of_world(unseen, 3, seed),
             }
-        self._order = Order(len(self._train), seed)
-
-    def train_task(self, index: int) -> Task:
-        return self._train[self._order[index]]
-
-    def train_size(self) -> int:
-        return len(self._train)
-
-    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
-        return self._eval
+        self._hold(train, held_out, seed)
 
     def gold_output(self, task: Task) -> str:
         """The first gold answer, as often as one is looked for."""
