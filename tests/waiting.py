@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -12,3 +16,13 @@ async def eventually(wanted: Callable[[], Any], timeout_s: float = 10.0) -> None
     async with asyncio.timeout(timeout_s):
         while not wanted():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
+
+
+def announced(file: Path, process: subprocess.Popen[Any], timeout_s: float = 60.0) -> str:
+    """The URL that a server in a process of its own writes once it serves."""
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        assert process.poll() is None, f"{process.args} ended with status {process.returncode}"
+        assert time.monotonic() < deadline, f"{process.args} does not serve after {timeout_s:g} s"
+        time.sleep(0.02)
+    return str(json.loads(file.read_text())["url"])

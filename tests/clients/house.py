@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.fakes import FakeEngine, Stage, staged
 from tests.tiny_tokenizer import make_model_dir
+from tests.waiting import announced
 from tidegate.agents.base import Session
 from tidegate.agents.command import CommandAgent
 from tidegate.gateway.client import GatewayClient
@@ -54,12 +55,7 @@ def process(announce: Path, *arguments: str) -> Iterator[str]:
     ]
     running = subprocess.Popen(words, stdin=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + START_S
-        while not announce.exists():
-            assert running.poll() is None, f"{arguments[0]} ended with status {running.returncode}"
-            assert time.monotonic() < deadline, f"{arguments[0]} did not start within {START_S:g} s"
-            time.sleep(0.02)  # polling for a file that another process writes
-        yield json.loads(announce.read_text())["url"]
+        yield announced(announce, running, START_S)
     finally:
         running.kill()
         running.wait()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.dashboard_run import EVIL, write_dashboard_run, write_step
+from tests.waiting import announced
 from tidegate.trainer.entries import entry
 
 pytestmark = [
@@ -29,17 +29,12 @@ TIP = "document.getElementById('tooltip')"
 @contextlib.contextmanager
 def viewed(run_dir: Path, scratch: Path) -> Iterator[str]:
     """Serves a run; gives the address."""
-    announced = scratch / f"{run_dir.name}.address"
+    address = scratch / f"{run_dir.name}.address"
     command = [sys.executable, "-m", "tidegate", "view", str(run_dir), "--port", "0", "--owned",
-               "--announce", str(announced)]  # fmt: skip
+               "--announce", str(address)]  # fmt: skip
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not announced.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield json.loads(announced.read_text())["url"]
+        yield announced(address, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import pytest
 import transformers
 
 from tests.tiny import make_tiny_model
+from tests.waiting import announced
 from tidegate.engine.model import load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.server import serve
@@ -165,12 +165,7 @@ def start(tmp_path: Path, before: str = "") -> tuple[subprocess.Popen[str], str]
     announce = tmp_path / "engine.json"
     command = [sys.executable, "-c", SERVE.format(before=before), str(tmp_path / "model"), str(announce)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not announce.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return process, json.loads(announce.read_text())["url"]
+    return process, announced(announce, process)
 
 
 def generate(url: str, tokens: int) -> tuple[int, Any]:

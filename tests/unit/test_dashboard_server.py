@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.dashboard_run import EVIL, SECRET, Writer, write_dashboard_run, write_step
+from tests.waiting import announced
 from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.trainer.entries import entry
@@ -369,19 +369,14 @@ def test_without_a_run_the_runs_are_listed(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_verb_serves_and_ends_with_its_owner(small: Path, tmp_path: Path) -> None:
-    announced = tmp_path / "address"
+    address = tmp_path / "address"
     command = [sys.executable, "-m", "tidegate", "view", small.name, "--dir", str(small.parent),
-               "--port", "0", "--owned", "--announce", str(announced)]  # fmt: skip
+               "--port", "0", "--owned", "--announce", str(address)]  # fmt: skip
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        deadline = time.monotonic() + 30
-        while not announced.exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        url = json.loads(announced.read_text())["url"]
+        url = announced(address, process)
         assert url in first
         with urllib.request.urlopen(f"{url}/api/state", timeout=20) as reply:
             assert json.load(reply)["name"] == "small"
