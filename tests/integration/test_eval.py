@@ -29,6 +29,12 @@ async def access(task, session):
     """Says what it was given."""
     return json.dumps([session.base_url, session.api_key, session.model])
 
+async def impatient(task, session):
+    """Asks once."""
+    llm = session.openai().with_options(max_retries=0)
+    reply = await llm.chat.completions.create(model=session.model, messages=task.messages)
+    return reply.choices[0].message.content
+
 async def first_only(task, session):
     if task.id != "eval-1":
         await asyncio.sleep(600)
@@ -228,10 +234,10 @@ async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agent
     assert "sk-1" not in (tmp_path / "out" / "results.json").read_text()
 
 
-async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path) -> None:
+async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path, agents: Path) -> None:
     code, _, err = await cli(
         "--url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", "20", "--sets", "main",
-        "--out", str(tmp_path / "out"),
+        "--agent", f"{agents}:impatient", "--out", str(tmp_path / "out"),
     )  # fmt: skip
     assert code == 1
     assert re.search(r"none of 16 episodes succeeded; 16 of them: agent_error: .*[Cc]onnection", err)
