@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import orjson
-import uvicorn
 from aiohttp import web
 from openai import AsyncOpenAI
 
+from tests.serving import served as served
 from tests.waiting import eventually as eventually
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
@@ -192,45 +191,6 @@ def logprob_of(token: int, position: int) -> float:
 
 def _dumps(value: Any) -> str:
     return orjson.dumps(value).decode()
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-        self.stop = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self.stop.wait()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        finally:
-            self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
-    """An ASGI app on uvicorn in this loop; its URL."""
-    sock = socket.create_server(("127.0.0.1", port))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        async with asyncio.timeout(10):
-            await server.up.wait()
-        assert server.started, "the app did not start"
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.stop.set()
-        await task
-        sock.close()
 
 
 @dataclass(slots=True)

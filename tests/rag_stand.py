@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
-
+from tests.serving import served
 from tests.waiting import eventually
 from tidegate.rag.app import create_app
 from tidegate.rag.corpus import Document
@@ -78,16 +75,6 @@ async def serving(
     """Serve an index until the block is left."""
     settings = RagOptions(directory=Path("index"), **options)
     retrieval = Retrieval(settings, open_index or (lambda directory, options: index))
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", port))
-    config = uvicorn.Config(create_app(retrieval), log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        await eventually(lambda: server.started and (retrieval.ready or open_index is not None))
-        yield Stand(f"http://127.0.0.1:{sock.getsockname()[1]}", retrieval)
-    finally:
-        server.should_exit = True
-        await task
-        sock.close()
+    async with served(create_app(retrieval), port) as url:
+        await eventually(lambda: retrieval.ready or open_index is not None)
+        yield Stand(url, retrieval)

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
-import uvicorn
 
+from tests.serving import served
 from tidegate.engine.engine import Engine
 from tidegate.engine.server import create_app
-from tidegate.serve import Listen, bind, url_of
 
 DEADLINE_S = 30.0
 
@@ -63,17 +62,6 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Client]:
-    sock = bind(Listen())
-    server = uvicorn.Server(uvicorn.Config(create_app(engine), log_level="warning", access_log=False))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                await asyncio.sleep(0.005)
-        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            yield Client(url_of(sock), http)
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, DEADLINE_S)
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with served(create_app(engine)) as url, aiohttp.ClientSession(timeout=timeout) as http:
+        yield Client(url, http)
