@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidegate.agents.base import load_agent
 from tidegate.config import Settings
@@ -14,17 +15,21 @@ from tidegate.errors import StartError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
 from tidegate.trainer.observers.several import Several
-from tidegate.trainer.run import Result, Run
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
+
+if TYPE_CHECKING:
+    from tidegate.trainer.run import Result, Run
 
 
 def launch(settings: Settings, *, resume: bool = False, fresh: bool = False) -> int:
     """Train and show it; returns the exit code. Everything that can be checked before a start is."""
     check(settings)
+    environment = load_environment(settings.env.use, settings.env.options)
+    from tidegate.trainer.run import Result, Run  # torch takes seconds; what is wrong has been said by now
+
     if fresh:
         set_aside(settings.run_dir)
-    environment = load_environment(settings.env.use, settings.env.options)
     view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
     observer = Several([view, *loggers_of(settings, view.note)])
     run = Run(settings, environment, observer, resume=resume)

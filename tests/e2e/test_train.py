@@ -92,7 +92,11 @@ async def never_calls(task, session):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("raises", "my tool server is down"), ("never_calls", "never called the gateway")]
+    ("name", "words"),
+    [
+        ("raises", "my tool server is down"),
+        pytest.param("never_calls", "never called the gateway", marks=pytest.mark.slow),
+    ],
 )
 def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
     tmp_path: Path, name: str, words: str
@@ -106,9 +110,12 @@ def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
     assert held(tmp_path / "run").groups.total() == 0, "it was found out before the first group"
 
 
-def tidegate(*arguments: str) -> tuple[int, str]:
+def tidegate(*arguments: str, torch: bool = True) -> tuple[int, str]:
+    """The verb's exit code and what it said; without torch it could not be imported."""
+    code = "import sys\n" + ("" if torch else "sys.modules['torch'] = None\n")
+    code += "from tidegate.cli import main\nsys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-m", "tidegate", *arguments],
+        [sys.executable, "-c", code, *arguments],
         cwd=REPO, capture_output=True, text=True, env=ENVIRONMENT, timeout=100,
     )  # fmt: skip
     return done.returncode, done.stderr
@@ -129,10 +136,10 @@ DEMO = "examples/demo/config.toml"
         (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
     ],
 )
-def test_a_wrong_setting_is_one_clear_sentence(
+def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(
     tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
-    found, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", *arguments)
+    found, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", *arguments, torch=False)
     assert (found, words in said, "Traceback" in said) == (code, True, False), said
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
