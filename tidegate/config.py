@@ -51,14 +51,14 @@ ToolParser = Literal[
 class EngineSettings(Section):
     urls: list[str] = []
     """Engines that already run. Empty: `count` embedded engines are started and owned by the run."""
-    kind: Literal["embedded", "sglang"] = "embedded"
-    """What is started where no urls are given: Tidegate's own engine, or SGLang from `python`."""
+    kind: Literal["embedded", "sglang", "vllm"] = "embedded"
+    """What is started where no urls are given: Tidegate's own engine, or SGLang or vLLM from `python`."""
     count: Annotated[int, Field(ge=1)] = 1
     """Engines that are started, each a process of its own with the settings below."""
     python: Path | None = None
-    """The interpreter of the environment that SGLang is installed in."""
+    """The interpreter of the environment that SGLang or vLLM is installed in."""
     arguments: list[str] = []
-    """Passed to SGLang's server as they are; {index} becomes the engine's number, from 0."""
+    """Passed to its server as they are; {index} becomes the engine's number, from 0."""
     device: str = "cpu"
     """Of the embedded engines: cpu, cuda, cuda:1; all of them share it. So with the rest below."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -79,13 +79,17 @@ class EngineSettings(Section):
                 f"engine.count = {self.count} is of engines to start, but engine.urls names running ones"
             )
         if self.kind == "embedded" and (self.python or self.arguments):
-            raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang"')
-        if self.kind == "sglang" and not self.urls and self.python is None:
+            raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')
+        if self.kind != "embedded" and not self.urls and self.python is None:
             raise ValueError(
-                'engine.kind = "sglang" needs engine.python: the interpreter of the environment that SGLang '
-                "is in, which pins other versions of torch and openai than this one; or engine.urls"
+                f'engine.kind = "{self.kind}" needs engine.python: the interpreter of the environment that '
+                "it is in, as it pins other versions of torch and openai than this one; or engine.urls"
             )
         return self
+
+    def numbered(self, index: int) -> list[str]:
+        """The arguments of one of several engines."""
+        return [one.replace("{index}", str(index)) for one in self.arguments]
 
 
 class GatewaySettings(Section):

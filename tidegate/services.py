@@ -69,7 +69,8 @@ class Service:
 
         Raises StartError with the end of its log where it dies or takes longer than `ready_s`.
         """
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if not self._shares_log:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
         if self._host is not None and self._socket is None:
             self._socket = bind(Listen(self._host, self._port))
         held = [self._socket.fileno()] if self._socket is not None else []
@@ -95,6 +96,7 @@ class Service:
 
     def command(self) -> list[str]:
         """What is run at this start."""
+        self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
         return [
             sys.executable, "-m", "tidegate", self.verb, *self._arguments(),

@@ -20,11 +20,11 @@ def through_sglang(python: str) -> list[str]:
 
 
 def test_the_demo_learns_and_a_killed_server_comes_back(tmp_path: Path, python: str) -> None:
-    """The demo's own settings, with publishes under running requests."""
+    """The demo's own batches and learning rate over fewer steps, with publishes under running requests."""
     run_dir = tmp_path / "run"
     demo = [
-        "--trainer.groups_per_batch=16", "--trainer.group_size=8", "--agent.max_concurrency=128",
-        "--eval.tasks=200", "--eval.every=0", "--trainer.checkpoint_every=20",
+        "--trainer.steps=28", "--trainer.groups_per_batch=16", "--trainer.group_size=8",
+        "--agent.max_concurrency=128", "--eval.tasks=128", "--eval.every=0", "--trainer.checkpoint_every=20",
     ]  # fmt: skip
     with training(run_dir, *through_sglang(python), *demo) as run:
         run.until_step(3, timeout=300)

@@ -62,6 +62,20 @@ async def test_it_is_started_with_what_is_live_and_ready_when_it_is_well(
     assert gone(pid)
 
 
+async def test_a_killed_servers_workers_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGLangServer, "poll_s", 0.02)
+    worker = "import pathlib, subprocess\npid = subprocess.Popen(['sleep', '60']).pid\n"
+    note = f"pathlib.Path({str(tmp_path / 'worker')!r}).write_text(str(pid))\n"
+    python = stand_in(tmp_path, SERVER.replace("class Well", worker + note + "class Well"))
+    settings = EngineSettings(kind="sglang", python=python)
+    server = SGLangServer(settings, lambda: (tmp_path, 0), tmp_path, "engine", 0)
+    await server.start()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    assert "SIGKILL" in await server.died()
+    assert gone(int((tmp_path / "worker").read_text()), timeout=5)
+
+
 async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     python = stand_in(tmp_path, "#!{python}\nraise SystemExit('no GPU here')\n")
     settings = EngineSettings(kind="sglang", python=python)
@@ -100,6 +114,7 @@ def test_a_program_whose_parent_died_already_is_not_started() -> None:
         (["--engine.kind=sglang"], "needs engine.python"),
         (["--engine.python=/x/python"], 'are for engine.kind = "sglang"'),
         (["--engine.arguments=['-x']"], 'are for engine.kind = "sglang"'),
+        (["--engine.kind=vllm"], "needs engine.python"),
         (["--engine.kind=sgl"], "embedded"),
     ],
 )

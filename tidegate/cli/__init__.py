@@ -22,10 +22,26 @@ from tidegate.cli import (
     simulate,
     train,
     view,
+    vllm,
 )
 from tidegate.errors import TidegateError
 
-VERBS = (init, doctor, train, evaluate, gateway, engine, rag, audit, view, report, replay, export, simulate)
+VERBS = (
+    init,
+    doctor,
+    train,
+    evaluate,
+    gateway,
+    engine,
+    vllm,
+    rag,
+    audit,
+    view,
+    report,
+    replay,
+    export,
+    simulate,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.processes import engine_arguments, gateway_arguments
+from tidegate.trainer.vllm import vllm_arguments
 
 MASK = "…"
 
@@ -55,6 +56,8 @@ def _engine(settings: Settings) -> list[str]:
     if engine.kind == "sglang":
         server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
         return [*server, "--weight-version", "0", *engine.arguments]
+    if engine.kind == "vllm":
+        return ["tidegate", "vllm", *vllm_arguments(engine, lambda: (model, 0), 0)]
     return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]
 
 

@@ -17,8 +17,10 @@ from tidegate.config import EngineSettings, Settings
 from tidegate.errors import StartError, TidegateError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
+from tidegate.tethered import READY_S
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.sglang import SGLangServer
+from tidegate.trainer.vllm import VLLMServer
 from tidegate.trainer.workers import AgentWorker
 
 MAX_ENGINE_RESTARTS = 5
@@ -83,7 +85,7 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
 
 def restart_s(settings: EngineSettings) -> float:
     """How long an engine that died may take until it serves again."""
-    return SGLangServer.ready_s if settings.kind == "sglang" else Service.ready_s
+    return READY_S if settings.kind != "embedded" else Service.ready_s
 
 
 def engine_services(settings: Settings, run_dir: Path, live: Live) -> list[Service]:
@@ -97,6 +99,8 @@ def engine_services(settings: Settings, run_dir: Path, live: Live) -> list[Servi
 
         if settings.engine.kind == "sglang":
             return SGLangServer(settings.engine, own, run_dir, name, index)
+        if settings.engine.kind == "vllm":
+            return VLLMServer(settings.engine, own, run_dir, name, index)
         return Service("engine", lambda: engine_arguments(settings, own), run_dir, name=name)
 
     return [service(index, name) for index, name in enumerate(names)]

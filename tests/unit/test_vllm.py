@@ -1,0 +1,187 @@
+"""vLLM behind SGLang's protocol, as far as it needs no vLLM: files, words, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tidegate.config import EngineSettings
+from tidegate.engine.checks import RequestError
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import parse_generate
+from tidegate.errors import ConfigError, EngineError, StartError
+from tidegate.trainer.vllm import vllm_arguments
+from tidegate.vllm import weights
+from tidegate.vllm.inside.tidegate_worker import ReloadsTied
+from tidegate.vllm.model import ModelFiles
+from tidegate.vllm.options import VLLMOptions
+from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
+
+LIMITS = Limits(100, 50, frozenset({7}), has_tokenizer=True)
+
+
+def save(directory: Path, **shapes: tuple[int, ...]) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, directory / "a.safetensors"
+    )
+    return directory
+
+
+def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
+    served = weights.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
+    assert served == {"a": (2, 3), "b": (4,)}
+    weights.check(save(tmp_path / "new", a=(2, 3), b=(4,)), served, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({"a": (2, 3)}, "has no b"),
+        ({"a": (2, 3), "b": (4,), "c": (1,)}, "the model has not, c"),
+        ({"a": (3, 2), "b": (4,)}, r"'a' has shape \[3, 2\], the model \[2, 3\]"),
+    ],
+)
+def test_other_weights_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str) -> None:
+    with pytest.raises(weights.WeightsError, match=said):
+        weights.check(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, tied=False)
+
+
+def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
+    whole = save(tmp_path / "new", a=(2,), **{weights.TIED: (2,)})
+    weights.check(whole, {"a": (2,)}, tied=True)
+    with pytest.raises(weights.WeightsError, match=weights.TIED):
+        weights.check(whole, {"a": (2,)}, tied=False)
+
+
+def test_files_that_are_cut_short_or_missing_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "new", a=(20, 30)) / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(weights.WeightsError, match="not a whole safetensors file"):
+        weights.manifest(path.parent)
+    path.unlink()
+    with pytest.raises(weights.WeightsError, match="has no"):
+        weights.manifest(path.parent)
+    (path.parent / weights.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    with pytest.raises(weights.WeightsError, match=r"b\.safetensors"):
+        weights.manifest(path.parent)
+
+
+def test_what_the_models_files_say(tmp_path: Path) -> None:
+    text = {"vocab_size": 9, "tie_word_embeddings": True, "eos_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    model = ModelFiles(tmp_path)
+    assert (model.vocab_size, model.tied, model.eos_ids) == (9, True, {3, 4})
+    with pytest.raises(StartError, match=r"config\.json"):
+        ModelFiles(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("argument", ["--logprobs-mode", "--port=3", "--data_parallel_size", "-dp"])
+def test_arguments_that_cannot_be_passed_are_named(argument: str) -> None:
+    with pytest.raises(ConfigError, match=argument.partition("=")[0].replace("_", "-")):
+        VLLMOptions(Path("python"), Path("model"), arguments=("--dtype", "float32", argument))
+
+
+def test_the_command_line_that_a_run_starts() -> None:
+    settings = EngineSettings(kind="vllm", python=Path("/py"), arguments=["--gpu", "{index}"])
+    words = vllm_arguments(settings, lambda: (Path("/w"), 3), 1)
+    assert words == [
+        "--python", "/py", "--model", "/w", "--weight-version", "3", "--argument=--gpu", "--argument=1",
+    ]  # fmt: skip
+
+
+def asked(**params: Any) -> Any:
+    return parse_generate({"input_ids": [1, 2], "sampling_params": params, "return_logprob": True}, LIMITS)
+
+
+def test_a_request_in_vllms_words() -> None:
+    body = request_body(
+        asked(temperature=0.5, sampling_seed=2**63 + 1, stop="x", json_schema="{}", stop_token_ids=[9]), "0-a"
+    )
+    assert (body["request_id"], body["token_ids"]) == ("0-a", [1, 2])
+    params = body["sampling_params"]
+    assert (params["temperature"], params["top_k"], params["seed"], params["max_tokens"]) == (0.5, 0, 1, 48)
+    assert (params["stop"], params["detokenize"], params["stop_token_ids"]) == (["x"], True, [7, 9])
+    assert (params["ignore_eos"], params["structured_outputs"]) == (
+        True,
+        {"json": "{}", "disable_any_whitespace": True},
+    )
+    assert request_body(asked(ignore_eos=True), "0-a")["sampling_params"]["stop_token_ids"] == []
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, {"repetition_penalty": 1.1}])
+def test_what_vllm_does_in_another_way_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(params))):
+        refuse_unsupported(asked(**params).params)
+
+
+def piece(ids: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "token_ids": ids,
+        "logprobs": {"content": [{"token_id": one, "logprob": -0.5} for one in ids]},
+        **more,
+    }
+
+
+def test_pieces_of_a_stream_become_a_reply() -> None:
+    generation = asked()
+    take(generation, piece([5, 6]))
+    assert answer(generation, "3")["meta_info"]["finish_reason"] is None
+    spans = [{"version": "3", "start": 0, "end": 3}]
+    take(generation, piece([7], finish_reason="stop", stop_reason=7, weight_versions=spans))
+    take_usage(generation, {"prompt_tokens_details": {"cached_tokens": 1}})
+    reply = answer(generation, "3")
+    assert reply["output_ids"] == [5, 6, 7]
+    meta = reply["meta_info"]
+    assert (meta["finish_reason"], meta["weight_versions"]) == ({"type": "stop", "matched": 7}, spans)
+    assert (meta["cached_tokens"], meta["output_token_logprobs"][2]) == (1, (-0.5, 7, None))
+
+
+class Layer:
+    """As vLLM's: `packed` is what products go through; None on a GPU."""
+
+    def __init__(self, weight: np.ndarray, packed: bool) -> None:
+        self.weight = SimpleNamespace(values=weight, numel=lambda: weight.size)
+        self.quant_method = self
+        if packed:
+            self.cpu_linear = weight.copy()
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        layer.cpu_linear = layer.weight.values.copy()
+
+
+def test_a_reload_packs_anew_what_is_tied() -> None:
+    shared = np.zeros(3)
+    head, on_gpu, freed = Layer(shared, True), Layer(shared, False), Layer(np.zeros(0), True)
+    worker = ReloadsTied()
+    worker.model_runner = SimpleNamespace(
+        get_model=lambda: SimpleNamespace(modules=lambda: [head, on_gpu, freed])
+    )
+    worker.reload_weights = lambda weights_path: shared.fill(len(weights_path))
+    worker.reload_published("four")
+    assert head.cpu_linear.tolist() == [4, 4, 4]
+    assert not hasattr(on_gpu, "cpu_linear")
+
+
+def test_an_abort_before_the_first_token_is_an_end_without_tokens() -> None:
+    generation = asked()
+    take(generation, {"token_ids": [], "logprobs": None, "finish_reason": "abort"})
+    reply = answer(generation, "3")
+    assert (reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+
+
+def test_answers_that_make_no_sense_are_errors() -> None:
+    lost = piece([5])
+    lost["logprobs"]["content"][0]["logprob"] = -9999.0
+    for choice in (lost, {"token_ids": [5], "logprobs": None}, {**piece([5]), "token_ids": [6]}):
+        with pytest.raises(EngineError, match="no logprobs"):
+            take(asked(), choice)
+    with pytest.raises(EngineError, match="repetition"):
+        take(asked(), piece([5], finish_reason="repetition"))

@@ -1,0 +1,73 @@
+"""Real vLLM servers, from the environment that `make test-vllm` makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.integration.engine_http import Client
+from tests.tiny import make_tiny_model
+from tests.tiny_tokenizer import make_tokenizer
+from tidegate.config import EngineSettings
+from tidegate.services import Service
+from tidegate.trainer.vllm import VLLMServer
+
+PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON", "")
+ARGUMENTS = [
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32",
+    "--max-num-seqs", "128", "--gpu-memory-utilization", "0.2",
+]  # fmt: skip
+CALL_S = 120.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The interpreter of vLLM's environment."""
+    if not PYTHON:
+        pytest.skip("needs vLLM in an environment of its own: make test-vllm")
+    return PYTHON
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a random model's weights."""
+    paths = [tmp_path_factory.mktemp(f"v{version}") for version in range(2)]
+    for seed, path in enumerate(paths):
+        make_tiny_model(path, vocab=640, hidden=128, seed=seed)  # attention heads of 32: vLLM has none of 16
+        make_tokenizer().save_pretrained(path)
+    return paths
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "vllm"])
+async def engine(
+    request: pytest.FixtureRequest,
+    python: str,
+    versions: list[Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Client]:
+    """The same calls go to the embedded engine and to vLLM."""
+    place = tmp_path_factory.mktemp(request.param)
+    service: Service
+    if request.param == "vllm":
+        settings = EngineSettings(kind="vllm", python=Path(python), arguments=ARGUMENTS)
+        service = VLLMServer(settings, lambda: (versions[0], 0), place, "engine", 0)
+    else:
+        arguments = ["--model", str(versions[0]), "--max-context", "2048", "--weight-version", "0"]
+        service = Service("engine", lambda: arguments, place)
+    try:
+        url = await service.start()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as http:
+            yield Client(url, http)
+    finally:
+        await service.stop()

@@ -1,0 +1,1 @@
+"""A vLLM server behind SGLang's protocol: `tidegate vllm`."""

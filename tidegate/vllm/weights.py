@@ -1,0 +1,70 @@
+"""Weights are looked at before vLLM sees them: it warns of tensors that are missing and goes on with the old
+ones, and what it makes of others it finds out half-way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from tidegate.errors import TidegateError
+
+INDEX_FILE = "model.safetensors.index.json"
+TIED = "lm_head.weight"
+"""Need not be there where it is the embedding again."""
+NAMED = 5
+
+Manifest = dict[str, tuple[int, ...]]
+"""A tensor's name: its shape."""
+
+
+class WeightsError(TidegateError):
+    """Weights that are not those of the model that is served; nothing was changed."""
+
+
+def manifest(directory: Path) -> Manifest:
+    """What a directory of safetensors has. Only the files' heads are read, which tell how long a file is.
+
+    Raises WeightsError where a file is missing, cut short, or no safetensors.
+    """
+    found: Manifest = {}
+    for path in _files(directory):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    found[name] = tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path}: not a whole safetensors file: {error}") from None
+    return found
+
+
+def check(directory: Path, served: Manifest, *, tied: bool) -> None:
+    """Raises WeightsError where the directory has other tensors than the model that is served."""
+    found = manifest(directory)
+    optional = {TIED} if tied else set()
+    for what, names in (
+        ("has no", served.keys() - found.keys() - optional),
+        ("has, and the model has not,", found.keys() - served.keys() - optional),
+    ):
+        if names:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            raise WeightsError(f"{directory} {what} {', '.join(sorted(names)[:NAMED])}{more}")
+    for name in found.keys() & served.keys():
+        if found[name] != served[name]:
+            shapes = f"{list(found[name])}, the model {list(served[name])}"
+            raise WeightsError(f"{directory}: {name!r} has shape {shapes}")
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{index}: not a safetensors index: {error!r}") from None
+        return sorted(directory / name for name in names)
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise WeightsError(f"{directory} has no *.safetensors file")
+    return paths
