@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tidegate.types import Ids, Turn
 
 
@@ -18,5 +16,5 @@ def drifts(prompt: Ids, parent: Turn, added: int) -> bool:
     start = middle - len(parent.delta_ids)
     if start < 0 or (parent.parent is None and start > 0):
         return True
-    same = np.array_equal(prompt[middle:end], parent.output_ids)
-    return not (same and np.array_equal(prompt[start:middle], parent.delta_ids))
+    recorded = parent.delta_ids.tobytes() + parent.output_ids.tobytes()  # all are int32
+    return prompt[start:end].tobytes() != recorded
