@@ -166,6 +166,9 @@ class TrainerSettings(Section):
     publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
     """Optimiser steps between publishes; the last step is published too. `never` is for benchmarks: the
     engines keep the weights that they began with, and nobody waits for a publish."""
+    publish_transport: Literal["files", "broadcast"] = "files"
+    """How weights reach engines: as files that they read, or sent over a process group (gloo). They are
+    written either way, for engines that are started again."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts of one slot before its group is partial or failed and its task is quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
@@ -216,6 +219,8 @@ class TrainerSettings(Section):
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"
     """Of the trainer: cpu, cuda, cuda:1."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes that train together, each with a shard of the policy (FSDP2); on `cuda` a GPU each."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
@@ -268,6 +273,11 @@ class TrainerSettings(Section):
         if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
             raise ValueError(
                 f"length_penalty = {list(self.length_penalty)}: it begins before it ends, at ≥ 0"
+            )
+        if self.ranks > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device = {self.device!r} is one device, but ranks = {self.ranks} have one each: "
+                "set it to 'cuda'"
             )
         self._loss_is_consistent()
         return self

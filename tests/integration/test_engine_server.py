@@ -111,9 +111,9 @@ async def test_a_body_that_is_not_json_and_an_unknown_path(client: Client) -> No
     async with client.http.post(client.url + "/generate", data=b"{") as reply:
         assert reply.status == 400
         assert "not JSON" in (await reply.json())["error"]["message"]
-    status, body = await client.post("/init_weights_update_group")
+    status, body = await client.post("/update_weights_from_tensor")
     assert status == 404
-    assert "/init_weights_update_group" in body["error"]["message"]
+    assert "/update_weights_from_tensor" in body["error"]["message"]
 
 
 async def test_abort_ends_requests_with_that_prefix_and_no_others(client: Client) -> None:

@@ -25,6 +25,7 @@ CORE = {
     "failpoints",
     "prometheus",
     "key",
+    "weights_group",
     "__init__",
 }
 ALLOWED = {
@@ -75,6 +76,7 @@ ALLOWED = {
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }
 TORCH = {
+    "weights_group",
     "trainer/policy",
     "trainer/loss",
     "trainer/diagnostics",
@@ -82,6 +84,11 @@ TORCH = {
     "trainer/forward",
     "trainer/publish",
     "trainer/checkpoint",
+    "trainer/pretrained",
+    "trainer/sender",
+    "trainer/sharded",
+    "trainer/ranks",
+    "trainer/follower",
     "trainer/observers/tensorboard",
     "engine/",
     "rag/encode",

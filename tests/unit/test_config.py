@@ -120,3 +120,9 @@ def test_a_settings_file_is_found_wherever_it_stands() -> None:
 def test_a_number_of_engines_beside_engines_that_run_already_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.count = 2 is of engines to start"):
         load_settings(None, ["--model.path=x", "--engine.count=2", '--engine.urls=["http://e:1"]'])
+
+
+def test_ranks_need_a_device_each():
+    with pytest.raises(ConfigError, match=r"one device, but ranks = 2"):
+        load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda:1"])
+    load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])

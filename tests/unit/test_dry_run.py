@@ -99,6 +99,21 @@ def test_engines_that_run_already_take_nothing_here(tmp_path: Path) -> None:
     assert sizes["optimiser"] == 2 * sizes["weights"] == 2 * FLOAT32 * shape.parameters
 
 
+def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
+    shape = read_shape(BASE)
+
+    def plan(**trainer: object) -> dict[str, int]:
+        items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
+        return {item.what: item.size for item in items if item.owner == "trainer"}
+
+    alone, two, gpus = plan(), plan(ranks=2), plan(ranks=2, device="cuda")
+    assert two["weights"] == alone["weights"] == 2 * gpus["weights"]
+    assert two["activations"] == 2 * alone["activations"] == 2 * gpus["activations"]
+    settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
+    assert "this process and 2 followers of it, on cuda" in describe(settings)
+    assert "each of 3 GPUs" in describe(settings)
+
+
 def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "Qwen3-0.6B", tmp_path / "runs", gateway={"admin_key": "s3cret"})
     text = describe(settings)

@@ -266,7 +266,7 @@ def test_a_save_that_fails_leaves_nothing_half_written(base, tmp_path, monkeypat
     policy = load(base)
     target = policy.save_weights(tmp_path / "v1")
 
-    def fail(directory: Path) -> None:
+    def fail(directory: Path, **_: object) -> None:
         (directory / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

@@ -17,6 +17,7 @@ from tidegate.engine.requests import Generation
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.text import Text
 from tidegate.engine.weights import CheckedWeights
+from tidegate.engine.weights_receiver import WeightsReceiver
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class Engine:
         )
         self.grammars = Grammars(text.tokenizer, model.vocab_size, self.limits.eos_ids)
         self.loading = asyncio.Lock()
+        self.receiver = WeightsReceiver()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_death: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(

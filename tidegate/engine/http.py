@@ -19,6 +19,14 @@ def error_reply(message: str, status: int) -> Response:
     return json_reply({"error": {"message": message}}, status)
 
 
+def done(message: str, **more: Any) -> Response:
+    return json_reply({"success": True, "message": message, **more})
+
+
+def refused(message: str) -> Response:
+    return json_reply({"success": False, "message": message}, 400)
+
+
 async def read_body(request: Request) -> dict[str, Any]:
     """Raises RequestError where it is not a JSON object, ClientDisconnect where it does not come."""
     raw = await request.body()

@@ -7,7 +7,7 @@ token is sampled in one place, and a retracted request comes back the way a new 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tidegate.engine.slots import Slots
 from tidegate.engine.weights import (
     CheckedWeights,
     WeightsError,
+    check_weights,
     converts_weights,
     copy_weights,
     read_weights,
@@ -138,6 +139,10 @@ class Model:
     def read_weights(self, directory: Path) -> CheckedWeights:
         """Read and check weights without touching the live ones; raises WeightsError."""
         return read_weights(self.hf_model, directory)
+
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> CheckedWeights:
+        """Check weights that are in memory; raises WeightsError."""
+        return check_weights(self.hf_model, (("what was sent", *one) for one in tensors.items()))
 
     def copy_weights(self, weights: CheckedWeights) -> None:
         copy_weights(weights)

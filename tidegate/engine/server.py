@@ -18,9 +18,10 @@ from starlette.routing import Route
 
 from tidegate.engine.checks import RequestError
 from tidegate.engine.generate import generate
-from tidegate.engine.http import error_reply, json_reply, read_body
+from tidegate.engine.http import done, error_reply, json_reply, read_body, refused
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import parse_generate
+from tidegate.engine.weights_routes import WEIGHTS_ROUTES
 from tidegate.errors import EngineError, TidegateError
 from tidegate.serve import Listen, bind, run_app
 
@@ -98,7 +99,7 @@ async def _abort(engine: Engine, request: Request) -> Response:
     if not everything and (not isinstance(rid, str) or not rid):
         raise RequestError(f"rid = {rid!r}: give the beginning of a request id, or abort_all: true")
     aborted = await engine.call(lambda: engine.scheduler.abort(rid or "", everything=everything))
-    return _done(f"{aborted} requests aborted", aborted=aborted)
+    return done(f"{aborted} requests aborted", aborted=aborted)
 
 
 async def _pause(engine: Engine, request: Request) -> Response:
@@ -106,12 +107,12 @@ async def _pause(engine: Engine, request: Request) -> Response:
     if mode not in PAUSE_MODES:
         raise RequestError(f"mode = {mode!r}: it is one of {', '.join(PAUSE_MODES)}")
     await engine.call(lambda: engine.scheduler.pause(mode))
-    return _done(f"paused ({mode})")
+    return done(f"paused ({mode})")
 
 
 async def _continue(engine: Engine, _: Request) -> Response:
     await engine.call(engine.scheduler.resume)
-    return _done("continued")
+    return done("continued")
 
 
 # -- weights
@@ -132,11 +133,11 @@ async def _update_weights(engine: Engine, request: Request) -> Response:
         except EngineError:
             raise
         except TidegateError as error:
-            return _refused(f"{error}; the old weights stay")
+            return refused(f"{error}; the old weights stay")
         in_flight = await engine.call(
             lambda: scheduler.load(weights, version, keep_cache=keep_cache, abort_all=abort_all)
         )
-    return _done(f"loaded {path}", num_paused_requests=in_flight, weight_version=scheduler.version)
+    return done(f"loaded {path}", num_paused_requests=in_flight, weight_version=scheduler.version)
 
 
 async def _update_version(engine: Engine, request: Request) -> Response:
@@ -147,7 +148,7 @@ async def _update_version(engine: Engine, request: Request) -> Response:
     if body.get("abort_all_requests", True):
         await engine.call(lambda: engine.scheduler.abort("", everything=True))
     await engine.call(lambda: engine.scheduler.relabel(version))
-    return _done(f"the weights are version {version}", new_version=version)
+    return done(f"the weights are version {version}", new_version=version)
 
 
 def _version(value: Any, name: str) -> str | None:
@@ -160,16 +161,8 @@ def _version(value: Any, name: str) -> str | None:
 
 async def _flush(engine: Engine, _: Request) -> Response:
     if await engine.call(engine.scheduler.flush):
-        return _done("the cache is empty")
-    return _refused("requests are running; pause with mode 'retract', or abort them, before a flush")
-
-
-def _done(message: str, **more: Any) -> Response:
-    return json_reply({"success": True, "message": message, **more})
-
-
-def _refused(message: str) -> Response:
-    return json_reply({"success": False, "message": message}, 400)
+        return done("the cache is empty")
+    return refused("requests are running; pause with mode 'retract', or abort them, before a flush")
 
 
 # -- what state it is in
@@ -225,6 +218,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/flush_cache", _flush),
     ("POST", "/update_weights_from_disk", _update_weights),
     ("POST", "/update_weight_version", _update_version),
+    *WEIGHTS_ROUTES,
     ("GET", "/model_info", _model_info),
     ("GET", "/get_model_info", _model_info),
     ("GET", "/health", _health),

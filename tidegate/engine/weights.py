@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,26 +44,40 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
     """
     if converts_weights(hf_model):
         return _read_converted(hf_model, directory)
+    with ExitStack() as stack:
+        files = _files(directory)
+        return check_weights(
+            hf_model, ((path, *one) for path in files for one in _tensors(path, stack)), directory
+        )
+
+
+def check_weights(
+    hf_model: Any, tensors: Iterable[tuple[Path | str, str, Tensor]], whole: Path | str = "what was sent"
+) -> CheckedWeights:
+    """Tensors, each (where it is from, name, values), against the live model's names, shapes and types.
+
+    `whole` is what all of them are from. Raises WeightsError, which names the place and the tensor.
+    """
+    if converts_weights(hf_model):
+        raise WeightsError(f"{whole}: its files hold other tensors than the model: load a directory")
     names_of = _live_tensors(hf_model)
     targets = {name: tensor for names, tensor in names_of for name in names}
     found: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for path in _files(directory):
-            for name, tensor in _tensors(path, stack):
-                if name in found:
-                    raise WeightsError(f"{path}: the tensor {name!r} is in another file too")
-                if name in targets:
-                    _check(path, name, tensor, targets[name])
-                    found[name] = tensor
-                elif not _ignored(hf_model, name):
-                    raise WeightsError(f"{path}: the model has no tensor {name!r}")
+    for where, name, tensor in tensors:
+        if name in found:
+            raise WeightsError(f"{where}: the tensor {name!r} is in another file too")
+        if name in targets:
+            _check(where, name, tensor, targets[name])
+            found[name] = tensor
+        elif not _ignored(hf_model, name):
+            raise WeightsError(f"{where}: the model has no tensor {name!r}")
     pairs = []
     for names, tensor in names_of:
         values = [found[name] for name in names if name in found]
         if not values:
-            raise WeightsError(f"{directory}: the tensor {names[0]!r} is missing")
+            raise WeightsError(f"{whole}: the tensor {names[0]!r} is missing")
         if any(not torch.equal(values[0], other) for other in values[1:]):
-            raise WeightsError(f"{directory}: {names} are tied in the model, but differ here")
+            raise WeightsError(f"{whole}: {names} are tied in the model, but differ here")
         pairs.append((tensor, values[0]))
     return CheckedWeights(pairs)
 
@@ -134,7 +148,7 @@ def _tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Tensor]]:
         raise WeightsError(f"{path}: not a whole safetensors file: {error}") from None
 
 
-def _check(path: Path, name: str, new: Tensor, live: Tensor) -> None:
+def _check(path: Path | str, name: str, new: Tensor, live: Tensor) -> None:
     if new.shape != live.shape:
         raise WeightsError(f"{path}: {name!r} has shape {list(new.shape)}, the model {list(live.shape)}")
     if new.dtype != live.dtype and not (new.dtype in FLOATS and live.dtype in FLOATS):

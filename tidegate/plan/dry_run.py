@@ -48,7 +48,9 @@ def processes(settings: Settings) -> Iterator[str]:
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]
     yield f"agents    python -m tidegate.agents.worker {shlex.join(agent)}"
-    yield f"trainer   this process, on {settings.trainer.device}, {settings.trainer.steps} steps"
+    trainer = settings.trainer
+    others = f" and {trainer.ranks - 1} followers of it" if trainer.ranks > 1 else ""
+    yield f"trainer   this process{others}, on {trainer.device}, {trainer.steps} steps"
 
 
 def _engine(settings: Settings) -> list[str]:

@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import Settings
+from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 
 FLOAT32 = 4
@@ -175,7 +175,7 @@ class Item:
 def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     """What engine and trainer will hold, in the order it is shown."""
     engine, trainer = settings.engine, settings.trainer
-    number, tokens = shape.parameters, trainer.microbatch_tokens
+    number = shape.parameters
     held = f"{number:,} parameters"
     items = []
     if not engine.urls and engine.kind == "embedded":
@@ -194,19 +194,31 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
             ),
         ]  # fmt: skip
         items += each * engine.count
-    device = trainer.device
+    return items + _trainer_plan(trainer, shape)
+
+
+def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
+    """Of the trainer: its ranks share host memory, and have a GPU each."""
+    number, tokens, device, ranks = shape.parameters, trainer.microbatch_tokens, trainer.device, trainer.ranks
+    held, passes = f"{number:,} parameters", 1
+    if ranks > 1 and device == "cpu":
+        passes = ranks
+    elif ranks > 1:
+        device, held = f"each of {ranks} GPUs", f"{held} ÷ {ranks}"
+        number = -(-number // ranks)
+    each = f" on each of {passes} ranks" if passes > 1 else ""
     return [
-        *items,
         Item(device, "trainer", "weights", f"{held} × 4 B", number * FLOAT32),
         Item(device, "trainer", "gradients", f"{held} × 4 B", number * FLOAT32),
         Item(device, "trainer", "optimiser", f"{held} × 8 B (AdamW)", number * 2 * FLOAT32),
         Item(
             device, "trainer", "activations",
-            f"about, of {tokens:,} tokens a microbatch", shape.activation_bytes(tokens),
+            f"about, of {tokens:,} tokens a microbatch{each}", passes * shape.activation_bytes(tokens),
         ),
         Item(
             device, "trainer", "logits",
-            f"about, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3", shape.logit_bytes(tokens),
+            f"about, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3{each}",
+            passes * shape.logit_bytes(tokens),
         ),
     ]  # fmt: skip
 

@@ -58,6 +58,19 @@ class Diagnostics:
         total = value_n.double().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
+    def on_cpu(self) -> Diagnostics:
+        """The same in host memory."""
+        found = Diagnostics(self._version)
+        found._sums = {name: value.cpu() for name, value in self._sums.items()}
+        found._worst = [value.cpu() for value in self._worst]
+        return found
+
+    def merge(self, other: Diagnostics) -> None:
+        """Enter all that was entered there."""
+        for name, value in other._sums.items():
+            self._sum(name, value)
+        self._worst += other._worst
+
     def metrics(self) -> dict[str, float]:
         """The figures over everything entered; NaN where a figure has no tokens."""
         sums = {name: float(value) for name, value in self._sums.items()}

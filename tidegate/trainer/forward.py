@@ -66,7 +66,7 @@ class Forward:
         self.model = model
         self.device = next(model.parameters()).device
         self._backbone, self._head = _split(model, self.device)
-        self.shares = self._head is not None and _attends_to_all(model) and self._agrees()
+        self.shares = self._may_share()
 
     def prefix(self, bundle: Bundle) -> Prefix | None:
         """Compute the bundle's prefixes, if it has any."""
@@ -110,9 +110,13 @@ class Forward:
             prefix = self.prefix(bundle)
             for batch in bundle.microbatches:
                 logprobs_n, _ = self(batch.to(self.device), prefix)
-                for at, index in enumerate(batch.rows):
-                    found[index][rows[index].mask] = logprobs_n.cpu()[batch.row_n == at].numpy()
+                for index, values in by_row(batch, logprobs_n).items():
+                    found[index][rows[index].mask] = values
         return found
+
+    def _may_share(self) -> bool:
+        """Whether rows may go on from prefixes."""
+        return self._head is not None and _attends_to_all(self.model) and self._agrees()
 
     def _agrees(self) -> bool:
         """Whether rows that go on from prefixes get the logprobs of whole rows."""
@@ -123,6 +127,12 @@ class Forward:
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # its cache or its mask is of another kind
         return all(np.allclose(one, other, atol=1e-4) for one, other in zip(whole, shared, strict=True))
+
+
+def by_row(batch: Microbatch, logprobs_n: Tensor) -> dict[int, Logprobs]:
+    """The logprobs of each row's trained tokens, by its place in the batch."""
+    values_n, row_n = logprobs_n.cpu(), batch.row_n.cpu()
+    return {index: values_n[row_n == at].numpy() for at, index in enumerate(batch.rows)}
 
 
 @torch.no_grad()

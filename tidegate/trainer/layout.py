@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,18 @@ SHORTEST_SAVING = 16
 """And at least so many tokens."""
 PREFIX_SHARE = 8
 """A prefix's keys and values take about an eighth of the memory that a computed token's activations do."""
+
+
+class Pass(Protocol):
+    """What goes through the model at once."""
+
+    @property
+    def positions(self) -> int:
+        """Inputs with padding."""
+
+    @property
+    def tokens(self) -> int:
+        """Inputs without padding."""
 
 
 @dataclass(slots=True)
@@ -118,7 +130,7 @@ class Bundle:
     microbatches: list[Microbatch]
 
     @property
-    def passes(self) -> list[Microbatch | Prefixes]:
+    def passes(self) -> list[Pass]:
         """All that goes through the model."""
         return [*self.prefixes, *self.microbatches]
 
@@ -173,11 +185,11 @@ def microbatches(
     order = sorted(chosen, key=lambda index: (-lengths[index], index))
     # A prefix is not computed again, but its keys and values are laid out for every row.
     margin = max((length for _, length in known.values()), default=0) // PREFIX_SHARE
-    cuts = _fine_cuts([lengths[index] for index in order], max_tokens, overhead, margin, most_padding)
-    return [_microbatch(rows, order[start:end], known) for start, end in cuts]
+    cuts = fine_cuts([lengths[index] for index in order], max_tokens, overhead, margin, most_padding)
+    return [microbatch(rows, order[start:end], known) for start, end in cuts]
 
 
-def padding_ratio(passes: Iterable[Microbatch | Prefixes]) -> float:
+def padding_ratio(passes: Iterable[Pass]) -> float:
     """The share of the computed positions that is padding, 0 ≤ ratio < 1; 0 for no passes."""
     laid = [(one.positions, one.tokens) for one in passes]
     computed = sum(positions for positions, _ in laid)
@@ -227,7 +239,7 @@ def _bundle(rows: Sequence[Row], clusters: Sequence[_Cluster], max_tokens: int) 
         index: (number, cluster.shared) for number, cluster in enumerate(clusters) for index in cluster.rows
     }
     prefixes = []
-    for start, end in _fine_cuts([one.shared for one in clusters], max_tokens):
+    for start, end in fine_cuts([one.shared for one in clusters], max_tokens):
         beginnings = [rows[one.rows[0]].ids[: one.shared] for one in clusters[start:end]]
         lengths = torch.tensor([len(one) for one in beginnings])
         prefixes.append(Prefixes(_padded(beginnings), lengths))
@@ -235,14 +247,15 @@ def _bundle(rows: Sequence[Row], clusters: Sequence[_Cluster], max_tokens: int) 
     return Bundle(prefixes, laid)
 
 
-def _fine_cuts(
+def fine_cuts(
     lengths: Sequence[int],
     max_tokens: int,
     overhead: int = MICROBATCH_OVERHEAD,
     margin: int = 0,
     most_padding: float = MOST_PADDING,
 ) -> list[tuple[int, int]]:
-    """The cheapest cut, at the highest price of a run up to `overhead` at which little enough is padding."""
+    """Descending lengths cut into runs, as (start, end): the cheapest cut, at the highest price of a run up
+    to `overhead` at which little enough is padding."""
     while True:
         cuts = _cuts(lengths, max_tokens, overhead, margin)
         laid = sum((end - start) * lengths[start] for start, end in cuts)
@@ -280,9 +293,8 @@ def _padded(sequences: Sequence[Ids]) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def _microbatch(
-    rows: Sequence[Row], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]
-) -> Microbatch:
+def microbatch(rows: Sequence[Row], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]) -> Microbatch:
+    """The chosen rows as one microbatch; `prefixes` gives a row's prefix, as (number, length)."""
     taken = [rows[index] for index in chosen]
     numbers, starts = zip(*(prefixes.get(index, (0, 0)) for index in chosen), strict=True)
     inputs = [row.ids[start : row.inputs] for row, start in zip(taken, starts, strict=True)]

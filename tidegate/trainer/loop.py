@@ -13,7 +13,7 @@ from tidegate.errors import TrainingError
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.batches import Batch, Batches
 from tidegate.trainer.credit import Credit
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.policy import Learner
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.record import Recorder
 
@@ -30,7 +30,7 @@ class Loop:
     settings: TrainerSettings
     admission: Admission
     batches: Batches
-    policy: Policy
+    policy: Learner
     publisher: Publisher
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]

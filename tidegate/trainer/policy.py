@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import math
-import re
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from errno import EIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch import Row, minibatches
-from tidegate.trainer.checkpoint import sync_tree
 from tidegate.trainer.diagnostics import Diagnostics
-from tidegate.trainer.forward import Forward
-from tidegate.trainer.layout import Bundle, Microbatch, Prefixes, bundles, padding_ratio
+from tidegate.trainer.forward import Forward, Prefix
+from tidegate.trainer.layout import Bundle, Microbatch, Pass, bundles, padding_ratio
 from tidegate.trainer.loss import make_loss
+from tidegate.trainer.pretrained import read_model, tokenizer_files, write_model
 from tidegate.types import Logprobs
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates",
-)
-"""What a base model's directory holds besides weights and configs that an engine needs."""
 
 FINAL_RATE = 0.1
 """What is left of the learning rate at the last step of a linear schedule."""
 
 
 @dataclass(slots=True)
-class _Descent:
+class Descent:
     """The gradient of one optimiser step: summed over its rows part by part, then divided by their N."""
 
     rows: list[Row] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    passes: list[Microbatch | Prefixes] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     denominator: float = 0.0
     loss: float = math.nan
     grad_norm: float = math.nan
@@ -67,8 +50,22 @@ class _UnderWay:
     """A batch that is being learned from."""
 
     diagnostics: Diagnostics
-    descents: list[_Descent] = field(default_factory=list)
+    descents: list[Descent] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class Learner(Protocol):
+    """What a run does with its policy, in one process or in several."""
+
+    @property
+    def non_finite(self) -> list[str]: ...
+    def add(self, rows: Sequence[Row], version: int) -> None: ...
+    def finish(self) -> dict[str, float]: ...
+    def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def save_state(self, path: Path) -> None: ...
+    def load_weights(self, directory: Path) -> None: ...
+    def load_state_from(self, path: Path) -> None: ...
 
 
 class Policy:
@@ -80,6 +77,8 @@ class Policy:
     steps of the last batch were.
     """
 
+    _way: ClassVar[type[Forward]] = Forward
+
     def __init__(self, model: Any, base: Path, settings: TrainerSettings, reference: Any = None) -> None:
         self.model = model
         self.settings = settings
@@ -87,14 +86,14 @@ class Policy:
         self.steps = 0
         self.non_finite: list[str] = []
         self._under_way: _UnderWay | None = None
-        self._tokenizer = _tokenizer_files(base)
+        self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
+        self._forward = self._way(model)
+        self._reference = None if reference is None else self._way(reference)
         self._optimizer = _optimizer(model, settings)
-        self._forward = Forward(model)
-        self._reference = None if reference is None else Forward(reference)
 
     @classmethod
-    def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Policy:
+    def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Self:
         """Load a model in float32 and make its optimiser.
 
         Sets torch's thread count and its global generator and turns transformers' progress bars off: all
@@ -106,11 +105,11 @@ class Policy:
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        device = torch.device(settings.device)
-        model = _read_model(path).to(device).eval()
+        device = cls._loaded_on(settings)
+        model = read_model(path).to(device).eval()
         if settings.reference is None:
             return cls(model, path, settings)
-        reference = _read_model(settings.reference).to(device).eval().requires_grad_(False)
+        reference = read_model(settings.reference).to(device).eval().requires_grad_(False)
         sizes = [one.config.get_text_config().vocab_size for one in (model, reference)]
         if sizes[0] != sizes[1]:
             raise StartError(
@@ -118,6 +117,10 @@ class Policy:
                 f"{sizes[0]}: the reference must be a model with the same tokens"
             )
         return cls(model, path, settings, reference)
+
+    @staticmethod
+    def _loaded_on(settings: TrainerSettings) -> torch.device:
+        return torch.device(settings.device)
 
     def update(self, rows: Sequence[Row], version: int) -> dict[str, float]:
         """Train on the rows of a batch; `version` is that of the weights it starts from.
@@ -173,7 +176,7 @@ class Policy:
             "learning_rate": learning_rate,
             "optimizer_steps": float(taken),
             "skipped": float(not taken),
-            **batch.diagnostics.metrics(),
+            **self._pooled(batch.diagnostics).metrics(),
             "tokens/trained": float(sum(row.trained for descent in descents for row in descent.rows)),
             "tokens/computed": float(sum(one.tokens for one in passes)),
             "padding_ratio": padding_ratio(passes),
@@ -190,23 +193,18 @@ class Policy:
         It is written beside its place and renamed when complete; what was there before is replaced.
         `durable` also waits until the files are on disk. Raises OSError.
         """
-        partial = directory.with_name(f".{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            self._write_model(partial)
-            for name, content in self._tokenizer.items():
-                (partial / name).parent.mkdir(exist_ok=True)
-                (partial / name).write_bytes(content)
-            if durable:
-                sync_tree(partial)
-            if directory.exists():
-                shutil.rmtree(directory)
-            partial.rename(directory)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        return self._write_weights(directory, self.model.state_dict(), durable)
+
+    def _write_weights(self, directory: Path, values: dict[str, Tensor], durable: bool) -> Path:
+        write_model(directory, self.model, values, self._tokenizer, durable=durable)
         return directory
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live values of the parameters by name, of tied ones the first; read them before the next step.
+
+        Where there are several ranks it is rank 0 that has them.
+        """
+        return {name: one.detach() for name, one in self.model.named_parameters()}
 
     def load_weights(self, directory: Path) -> None:
         """Replace the weights by those of a directory that `save_weights` wrote.
@@ -214,9 +212,12 @@ class Policy:
         Raises CheckpointError where it holds another model.
         """
         try:
-            self.model.load_state_dict(_read_model(directory).state_dict())
+            self._take_weights(read_model(directory).state_dict())
         except (StartError, RuntimeError) as error:
             raise CheckpointError(f"{directory} does not hold this run's model: {error}") from error
+
+    def _take_weights(self, values: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(values)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs besides the weights: optimiser, steps so far, random generators."""
@@ -238,9 +239,12 @@ class Policy:
 
     def save_state(self, path: Path) -> None:
         """Write `state` to a file. Raises OSError."""
+        self._write_state(path, self.state())
+
+    def _write_state(self, path: Path, state: dict[str, Any]) -> None:
         try:
             with path.open("wb") as file:
-                torch.save(self.state(), file)
+                torch.save(state, file)
         except RuntimeError as error:
             # torch reports a failed write in words of its own; the reason lies beneath.
             if isinstance(error.__context__, OSError):
@@ -250,16 +254,9 @@ class Policy:
     def load_state_from(self, path: Path) -> None:
         """Take up a state that `save_state` wrote. Raises CheckpointError."""
         try:
-            self.load_state(torch.load(path, map_location=self.device, weights_only=True))
+            self.load_state(torch.load(path, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"{path}: not a trainer's state of this model: {error}") from error
-
-    def _write_model(self, directory: Path) -> None:
-        try:
-            self.model.save_pretrained(directory)
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else EIO, str(error), str(directory)) from error
 
     def _anchored(self, rows: list[Row]) -> list[Row]:
         """The rows with the logprobs of the policies that stand still while they are trained on."""
@@ -280,11 +277,11 @@ class Policy:
             if not self._step(batch.descents[-1], self._learning_rate()):
                 break
 
-    def _begin(self) -> _Descent:
+    def _begin(self) -> Descent:
         self._optimizer.zero_grad(set_to_none=True)
-        return _Descent()
+        return Descent()
 
-    def _descend(self, descent: _Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
+    def _descend(self, descent: Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
         """Add the gradient of the loss over the rows, times N, to the parameters'."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
@@ -299,15 +296,17 @@ class Policy:
         prefix = self._forward.prefix(bundle)
         losses = []
         for laid in bundle.microbatches:
-            batch = laid.to(self.device)
-            logprobs_n, entropy_n = self._forward(batch, prefix)
-            loss, cut_n = self._loss(logprobs_n, batch, 1.0)
-            loss.backward()
-            diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
-            losses.append(loss.detach())
+            losses.append(self._backward(laid.to(self.device), prefix, diagnostics))
         if prefix is not None:
             prefix.backward()
         return torch.stack(losses).sum()
+
+    def _backward(self, batch: Microbatch, prefix: Prefix | None, diagnostics: Diagnostics) -> Tensor:
+        logprobs_n, entropy_n = self._forward(batch, prefix)
+        loss, cut_n = self._loss(logprobs_n, batch, 1.0)
+        loss.backward()
+        diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
+        return loss.detach()
 
     def _learning_rate(self) -> float:
         """A linear warm-up over `warmup_steps`, then constant, or linear to FINAL_RATE at `steps`."""
@@ -318,13 +317,13 @@ class Policy:
         done = min(1.0, self.steps / max(1, settings.steps - 1))
         return rate * (1.0 - (1.0 - FINAL_RATE) * done)
 
-    def _step(self, descent: _Descent, learning_rate: float) -> bool:
+    def _step(self, descent: Descent, learning_rate: float) -> bool:
         """Take the step if it is finite; returns whether it was."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         torch._foreach_div_(gradients, descent.denominator)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        descent.loss = float(torch.stack(descent.losses).sum()) / descent.denominator
-        descent.grad_norm = float(norm)
+        descent.loss = self._whole(torch.stack(descent.losses).sum()) / descent.denominator
+        descent.grad_norm = self._whole(norm)
         if not descent.finite:
             self.non_finite = self._suspects(descent.rows)
             return False
@@ -332,6 +331,14 @@ class Policy:
             group["lr"] = learning_rate
         self._optimizer.step()
         return True
+
+    def _whole(self, value: Tensor) -> float:
+        """A sum whose parts the processes that train together have; here it is one process."""
+        return float(value)
+
+    def _pooled(self, diagnostics: Diagnostics) -> Diagnostics:
+        """The diagnostics of all that processes that train together computed."""
+        return diagnostics
 
     def _suspects(self, rows: Sequence[Row]) -> list[str]:
         """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""
@@ -344,21 +351,6 @@ class Policy:
         return sorted(bad or {row.group_id for row in rows})
 
 
-def _read_model(path: Path) -> Any:
-    if not (path / "config.json").is_file():
-        raise StartError(f"{path}: no model there (no config.json); model.path is a Hugging Face directory")
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise StartError(f"{path}: cannot load a causal language model: {error}") from error
-    if info["missing_keys"]:
-        # transformers makes random ones and says so in passing.
-        raise StartError(f"{path}: these weights are missing: {', '.join(sorted(info['missing_keys']))}")
-    return model
-
-
 def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only, as usual."""
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -369,11 +361,3 @@ def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
     )
-
-
-def _tokenizer_files(base: Path) -> dict[str, bytes]:
-    """The base model's tokenizer files by relative path. Held in memory (some MB at most), because a
-    resumed run starts from a checkpoint that is removed while it goes on."""
-    found = [path for pattern in TOKENIZER_FILES for path in base.glob(pattern)]
-    files = [one for path in found for one in ([path] if path.is_file() else path.rglob("*"))]
-    return {str(path.relative_to(base)): path.read_bytes() for path in files if path.is_file()}

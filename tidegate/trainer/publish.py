@@ -1,6 +1,6 @@
 """Publish: make a new policy version live on every engine.
 
-    write the weights → end what can no longer be admitted → pause → load → verify → resume
+    write the weights → end what can no longer be admitted → pause → load or send → verify → resume
 
 Every move may be repeated safely, and the engines are resumed whatever happens. `retract` is the pause
 mode: running requests keep their tokens, and their KV is computed again under the new weights.
@@ -23,6 +23,7 @@ import orjson
 
 from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError
+from tidegate.trainer.sender import Sender
 
 CALL_S = 60.0
 KEPT = 2
@@ -82,18 +83,26 @@ class EngineControl:
         return True
 
     async def load(self, weights: Path, version: int) -> None:
-        """Bring the engine to `version`; whatever happens, it is asked to go on afterwards."""
+        """Bring the engine to `version`, the one in that directory."""
+        await self.bring(version, lambda: self._read(weights, version))
+
+    async def _read(self, weights: Path, version: int) -> None:
+        await self.call(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(weights),
+                "weight_version": str(version),
+                "flush_cache": True,
+                "abort_all_requests": False,
+            },
+        )
+
+    async def bring(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Bring the engine to `version`, which it is at after `load`; whatever happens, it is asked to go on
+        afterwards."""
         await self.call("/pause_generation", {"mode": "retract"})
         try:
-            await self.call(
-                "/update_weights_from_disk",
-                {
-                    "model_path": str(weights),
-                    "weight_version": str(version),
-                    "flush_cache": True,
-                    "abort_all_requests": False,
-                },
-            )
+            await load()
             attested = await self.version()
             if attested != version:
                 raise EngineError(f"engine {self.url} attests version {attested} after loading {version}")
@@ -123,6 +132,8 @@ class Publisher:
     restore: Callable[[str], Awaitable[None]]
     live: tuple[Path, int]
     patience_s: float
+    sender: Sender | None = None
+    """Sends the weights to the engines; None: they read the files. Those it fails with read them then."""
     _out: set[str] = field(default_factory=set)
     _kept: list[Path] = field(default_factory=list)
 
@@ -133,7 +144,14 @@ class Publisher:
             await asyncio.to_thread(self.save, weights)
         await self.cancel_doomed(version)
         self.live = (weights, version)
-        await self.bring_all()
+        if self.sender is None:
+            await self.bring_all()
+        else:
+            await asyncio.to_thread(self.sender.take)
+            try:
+                await self.bring_all()
+            finally:
+                self.sender.drop()
         self._prune(weights)
 
     async def bring_all(self) -> None:
@@ -165,7 +183,7 @@ class Publisher:
         failed: dict[str, EngineError] = {}
         trying = list(engines)
         for attempt in itertools.count(1):
-            results = await asyncio.gather(*(_load(engines[url], weights, version) for url in trying))
+            results = await asyncio.gather(*(self._load(engines[url], weights, version) for url in trying))
             for url, error in zip(trying, results, strict=True):
                 failed.pop(url, None)
                 if error is not None:
@@ -180,16 +198,28 @@ class Publisher:
             pause_s = min(BACKOFF_MAX_S, 2 * pause_s)
         return engines.keys() - failed.keys(), failed
 
+    async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
+        try:
+            if not await self._sent(engine, version):
+                await engine.load(weights, version)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _sent(self, engine: EngineControl, version: int) -> bool:
+        """Whether the weights could be sent."""
+        sender = self.sender
+        if sender is None or not sender.ready:
+            return False
+        try:
+            await engine.bring(version, lambda: sender.send(engine, version))
+        except EngineError as error:
+            sender.note(f"version {version} could not be sent, and is read from files: {error}")
+            return False
+        return True
+
     def _prune(self, newest: Path) -> None:
         """Keep the last two published versions."""
         self._kept = [one for one in self._kept if one != newest] + [newest]
         while len(self._kept) > KEPT:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)
-
-
-async def _load(engine: EngineControl, weights: Path, version: int) -> EngineError | None:
-    try:
-        await engine.load(weights, version)
-    except EngineError as error:
-        return error
-    return None

@@ -78,6 +78,12 @@ class Replay:
         Raises TidegateError where there is no checkpoint of it.
         """
         settings = self.settings
+        if settings.trainer.ranks > 1:
+            raise TidegateError(
+                f"{self.run_dir} was trained on {settings.trainer.ranks} ranks, whose sums are in another "
+                "order than those of the one process that replays it: ask for --set trainer.ranks=1, and "
+                "expect the last digits to differ"
+            )
         if self.first == 0:
             return Policy.load(settings.model.path.absolute(), settings.trainer, settings.run.seed)
         kept = checkpoints.committed(self.run_dir)

@@ -26,11 +26,13 @@ from tidegate.trainer.guard import Guard, every, watchdog
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.loop import Loop, unless, whole
 from tidegate.trainer.metrics import MetricsLog, read_metrics
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.policy import Learner
 from tidegate.trainer.processes import restart_s, start_processes
 from tidegate.trainer.publish import Publisher
+from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
+from tidegate.trainer.sender import Sender
 from tidegate.trainer.start import Opened, Start, rules_of, take_over
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -130,7 +132,9 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        loading = asyncio.create_task(asyncio.to_thread(self._load_policy))
+        ranks = Ranks(settings.trainer, self.dir / "logs")
+        stack.push_async_callback(ranks.close)
+        loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         processes = await start_processes(
             settings, self.dir, self._live, self._guard, self.observer.note, stack
@@ -168,10 +172,14 @@ class Run:
         log = MetricsLog(self.dir)
         log.truncate_after(self.start.step)
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
+        sender = None
+        if settings.trainer.publish_transport == "broadcast":
+            sender = Sender(self.policy.weights, self.observer.note)
+            stack.callback(sender.close)
         self.publisher = Publisher(
             self.dir / "weights", self.policy.save_weights, lambda: processes.engines, self._cancel_doomed,
             self._quarantine_engine, self._restore_engine, (self.start.weights, self.start.version),
-            restart_s(settings.engine),
+            restart_s(settings.engine), sender,
         )  # fmt: skip
         self.best = Best.of(self.dir)
         if settings.engine.urls:
@@ -183,10 +191,10 @@ class Run:
         self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
 
-    def _load_policy(self) -> Policy:
-        policy = Policy.load(self.start.weights, self.settings.trainer, self.settings.run.seed)
+    async def _load_policy(self, ranks: Ranks) -> Learner:
+        policy = await ranks.open(self.start.weights, self.settings.run.seed, self._guard.watch)
         if self.start.checkpoint is not None:
-            checkpoints.load(self.start.checkpoint, policy)
+            await asyncio.to_thread(checkpoints.load, self.start.checkpoint, policy)
         return policy
 
     def _live(self) -> tuple[Path, int]:

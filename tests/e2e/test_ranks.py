@@ -1,0 +1,75 @@
+"""Runs whose trainer is two processes, or whose weights are sent: they train, and none outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, gone, held, metrics, training
+from tidegate.errors import TrainingError
+
+pytestmark = pytest.mark.slow
+TWO = "--trainer.ranks=2"
+SENT = "--trainer.publish_transport=broadcast"
+
+
+def follower(run: TrainProcess) -> int:
+    """The pid of the trainer's rank 1."""
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    found = [int(pid) for pid in children if b"trainer.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_two_ranks_train_and_the_run_goes_on_with_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "two"
+    with training(run_dir, "--trainer.steps=3", TWO, SENT) as run:
+        run.until_step(1)
+        other = follower(run)
+        assert run.wait() == 0, run.output()
+        assert gone(other)
+        assert "could not be sent" not in run.output()
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["optimizer_steps"] == 1 for line in lines[1:])
+    assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3
+    assert held(run_dir).groups["trained"] == 12
+    with training(run_dir, "--trainer.steps=4", "--resume") as run:
+        assert run.wait() == 0, run.output()
+    assert held(run_dir).groups["trained"] == 16
+    assert max(line["logprob_max_error"] or 0 for line in metrics(run_dir)[1:]) < 1e-3
+
+
+def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "two"
+    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1", TWO) as run:
+        run.until_step(2)
+        os.kill(follower(run), signal.SIGKILL)
+        assert run.wait(60) == TrainingError.exit_code, run.output()
+        said = " ".join(run.output().split())
+        assert "trainer rank 1 was killed by SIGKILL" in said
+        assert "--resume" in said
+    steps = held(run_dir).steps
+    with training(run_dir, "--trainer.steps=1000", "--resume", TWO) as run:
+        run.until_step(steps + 1)
+        other = follower(run)
+        run.kill()
+        assert gone(other)
+    held(run_dir)
+
+
+def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None:
+    run_dir = tmp_path / "sent"
+    with training(run_dir, "--trainer.steps=6", "--engine.count=2", SENT) as run:
+        run.until_step(2)
+        os.kill(run.owned("engine-1"), signal.SIGKILL)
+        assert run.wait() == 0, run.output()
+        said = " ".join(run.output().split())
+    assert "the engine-1 was killed by SIGKILL; starting it again" in said
+    lines = metrics(run_dir)
+    assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sent as trained"
+    assert all(line["time/publish"] > 0 for line in lines[1:])
+    assert held(run_dir).groups["trained"] == 24

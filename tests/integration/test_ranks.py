@@ -1,0 +1,191 @@
+"""Several trainer ranks, as processes over gloo: the same as one, and never left waiting for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.runs import REPO, gone
+from tests.ranked import train
+from tests.unit.learning_fixtures import make_model, make_rows
+from tidegate.config import TrainerSettings
+from tidegate.errors import StartError, TrainingError
+from tidegate.trainer.follower import Opening
+from tidegate.trainer.policy import Policy
+from tidegate.trainer.ranks import Lead, Ranks
+
+pytestmark = pytest.mark.slow
+UNCLIPPED = 1e9
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def settings(ranks: int, **more: Any) -> TrainerSettings:
+    return TrainerSettings(ranks=ranks, max_grad_norm=UNCLIPPED, microbatch_tokens=100, **more)
+
+
+@asynccontextmanager
+async def opened(
+    base: Path, logs: Path, patience_s: float = 60, **more: Any
+) -> AsyncIterator[tuple[Lead, Ranks]]:
+    """A policy on two ranks, rank 0 of which is this process."""
+    ranks = Ranks(settings(2, **more), logs, patience_s)
+    watching: list[asyncio.Task[None]] = []
+
+    def watch(job: Coroutine[Any, Any, None], _: str) -> None:
+        watching.append(asyncio.create_task(job))
+
+    try:
+        policy = await ranks.open(base, 0, watch)
+        assert isinstance(policy, Lead)
+        yield policy, ranks
+    finally:
+        for task in watching:
+            task.cancel()
+            with suppress(asyncio.CancelledError, TrainingError):
+                await task
+        await ranks.close()
+
+
+def step(policy: Lead | Policy, rows: list[Any]) -> dict[str, float]:
+    policy.add(rows, 3)
+    return policy.finish()
+
+
+def parameters(directory: Path) -> dict[str, torch.Tensor]:
+    return Policy.load(directory, settings(1)).weights()
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """‖a − b‖ ÷ ‖b‖ over all tensors."""
+    assert one.keys() == other.keys()
+    gap = torch.stack([(one[name] - other[name]).norm() for name in other]).norm()
+    return float(gap / torch.stack([value.norm() for value in other.values()]).norm())
+
+
+def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
+    """The first gradient within 1e-6 relative, 20 steps of plain SGD within 1e-5."""
+    losses = ["truncated", "grpo"]
+    batches = [make_rows(7 + number % 3, seed=number) for number in range(20)]
+    opening = Opening(settings(2, learning_rate=1e-3), base, 0, 0, 60)
+    (tmp_path / "plan.pickle").write_bytes(pickle.dumps((opening, losses, batches)))
+    command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
+    try:
+        alone = {
+            loss: train(Policy.load(base, settings(1, learning_rate=1e-3, loss=loss)), batches)
+            for loss in losses
+        }
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    start = parameters(base)
+    for loss in losses:  # by tokens, and by trajectories
+        assert apart(found[loss]["gradients"], alone[loss]["gradients"]) <= 1e-6
+    are_the_same(found["truncated"], alone["truncated"], start)
+
+
+def are_the_same(found: dict[str, Any], alone: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
+    one, other = found["parameters"], alone["parameters"]
+    assert max(float((one[name] - other[name]).abs().max()) for name in start) <= 1e-5
+    ways = [{name: end[name] - start[name] for name in start} for end in (one, other)]
+    assert apart(*ways) <= 1e-2, "not because they hardly moved"
+    for mine, theirs in zip(found["metrics"], alone["metrics"], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "lag_kl"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+        assert mine["tokens/trained"] == theirs["tokens/trained"]
+    for mine, theirs in zip(found["logprobs"], alone["logprobs"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
+    """AdamW's moments and all: written by two and gone on from by one, and the reverse."""
+    first, second, third = (make_rows(6, seed=number) for number in range(3))
+    alone = Policy.load(base, settings(1, learning_rate=1e-3))
+    async with opened(base, tmp_path, learning_rate=1e-3) as (lead, _):
+
+        def by_two() -> None:
+            step(lead, first)
+            lead.save_weights(tmp_path / "two")
+            lead.save_state(tmp_path / "two.pt")
+
+        await asyncio.to_thread(by_two)
+        alone.load_weights(tmp_path / "two")
+        alone.load_state_from(tmp_path / "two.pt")
+        assert (tmp_path / "two" / "tokenizer.json").exists()
+        step(alone, second)
+        alone.save_weights(tmp_path / "one")
+        alone.save_state(tmp_path / "one.pt")
+
+        def go_on() -> None:
+            step(lead, second)  # by itself
+            lead.save_weights(tmp_path / "two")
+            lead.load_weights(tmp_path / "one")
+            lead.load_state_from(tmp_path / "one.pt")
+            step(lead, third)
+            lead.save_weights(tmp_path / "three")
+
+        await asyncio.to_thread(go_on)
+    assert apart(parameters(tmp_path / "two"), parameters(tmp_path / "one")) <= 1e-6
+    step(alone, third)
+    assert apart(parameters(tmp_path / "three"), alone.weights()) <= 1e-6
+    assert apart(parameters(tmp_path / "three"), parameters(tmp_path / "one")) > 1e-4
+
+
+async def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(base: Path, tmp_path: Path) -> None:
+    rows = make_rows(5)
+    rows[2].advantages[:] = float("nan")
+    rows[2].group_id = "bad"
+    async with opened(base, tmp_path, learning_rate=1e-3) as (lead, _):
+        assert (await asyncio.to_thread(step, lead, rows))["skipped"] == 1
+        assert lead.non_finite == ["bad"]
+        await asyncio.to_thread(lead.save_weights, tmp_path / "same")
+        assert (await asyncio.to_thread(step, lead, make_rows(5)))["skipped"] == 0
+    assert apart(parameters(tmp_path / "same"), parameters(base)) == 0
+
+
+async def test_a_rank_that_dies_is_named_and_nobody_waits(base: Path, tmp_path: Path) -> None:
+    async with opened(base, tmp_path) as (lead, ranks):
+        process = ranks.followers[0]._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(TrainingError, match=r"trainer rank 1 was killed by SIGKILL.*--resume"):
+                await asyncio.wait_for(asyncio.to_thread(step, lead, make_rows(5)), 30)
+
+
+async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path: Path) -> None:
+    async with opened(base, tmp_path, patience_s=3) as (lead, ranks):
+        process = ranks.followers[0]._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(TrainingError, match="lost each other"):
+            await asyncio.wait_for(asyncio.to_thread(step, lead, make_rows(5)), 40)
+        os.kill(process.pid, signal.SIGKILL)
+
+
+async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_path: Path) -> None:
+    ranks = Ranks(settings(2), tmp_path)
+    with pytest.raises(StartError, match=r"no model there"):
+        await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
+    process = ranks.followers[0]._process
+    assert process is not None
+    await ranks.close()
+    assert gone(process.pid, 5)

@@ -1,0 +1,188 @@
+"""Weights sent over a process group to the real engine: all of them or none, and files where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from tests.integration.engine_http import Client, serving
+from tests.tiny import make_tiny_model
+from tidegate.engine.engine import Engine
+from tidegate.engine.options import EngineOptions
+from tidegate.errors import EngineError
+from tidegate.trainer.publish import EngineControl, Publisher
+from tidegate.trainer.sender import Sender
+from tidegate.weights_group import buckets, checksum
+
+
+@dataclass
+class Stage:
+    """An engine, a model to be sent to it, and what does it."""
+
+    client: Client
+    engine: Engine
+    model: Any
+    control: EngineControl
+    sender: Sender
+    notes: list[str]
+    directory: Path
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return dict(self.engine.model.hf_model.named_parameters())
+
+    def is_live(self) -> bool:
+        sent = dict(self.model.named_parameters())
+        return all(torch.equal(value, sent[name]) for name, value in self.live().items())
+
+    async def send(self, version: int) -> None:
+        self.sender.take()
+        await self.control.bring(version, lambda: self.sender.send(self.control, version))
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    make_tiny_model(tmp_path / "base", hidden=32)
+    model = make_tiny_model(tmp_path / "other", hidden=32, seed=7)
+    engine = Engine.load(EngineOptions(tmp_path / "base", weight_version=3))
+    notes: list[str] = []
+    sender = Sender(lambda: dict(model.named_parameters()), notes.append, bucket_bytes=20_000)
+    async with serving(engine) as client, aiohttp.ClientSession() as http:
+        yield Stage(client, engine, model, EngineControl(client.url, http), sender, notes, tmp_path / "other")
+        sender.close()
+
+
+def publisher(stage: Stage, tmp_path: Path) -> Publisher:
+    """Publishes `stage.model`; engines that read files get what lies in `stage.directory`."""
+
+    async def nothing(*_: object) -> None:
+        return
+
+    def save(directory: Path) -> None:
+        stage.model.save_pretrained(directory)
+
+    return Publisher(
+        tmp_path, save, lambda: [stage.client.url], nothing, nothing, nothing, (stage.directory, 3), 20.0,
+        stage.sender,
+    )  # fmt: skip
+
+
+def test_a_checksum_is_of_names_and_bits() -> None:
+    one, other = torch.arange(8.0), torch.arange(8.0).flip(0) * 3
+    said = checksum([("a", one), ("b", other)])
+    assert said == checksum([("b", other), ("a", one.clone())])
+    assert said != checksum([("b", one), ("a", other)])
+    assert said != checksum([("a", one)])
+    assert checksum([("a", one.bfloat16())]) != checksum([("a", one.half())])
+    other[3] = torch.nextafter(other[3], torch.tensor(0.0))
+    assert said != checksum([("a", one), ("b", other)])
+
+
+def test_buckets_are_bounded_and_lose_nothing() -> None:
+    sizes = {"a": 10, "b": 5, "c": 30, "d": 1, "e": 4}
+    found = buckets({name: torch.zeros(size) for name, size in sizes.items()}, 60)
+    assert found == [["a", "b"], ["c"], ["d", "e"]]
+
+
+async def test_what_is_sent_is_live_at_once_and_running_requests_go_on(stage: Stage) -> None:
+    before = {name: value.clone() for name, value in stage.live().items()}
+    prompt = list(range(1, 9))
+    running = asyncio.create_task(stage.client.generate(prompt, max_new_tokens=400, temperature=1.0))
+    await stage.client.until(lambda info: info["tokens_sampled"] > 5)
+    await stage.send(4)
+    assert stage.is_live()
+    assert not all(torch.equal(before[name], value) for name, value in stage.live().items())
+    assert len(buckets(stage.sender._taken, 20_000)) > 2
+    reply = await running
+    versions = [span["version"] for span in reply["meta_info"]["weight_versions"]]
+    assert versions == ["3", "4"], "it straddles the publish"
+    with torch.no_grad():
+        for value in stage.model.parameters():
+            value.add_(0.01)
+    await stage.send(5)  # over the group that is there
+    assert stage.is_live()
+    assert len(stage.sender._groups) == 1
+
+
+async def test_an_engine_that_was_started_again_reads_the_files_and_then_joins(
+    stage: Stage, tmp_path: Path
+) -> None:
+    publish = publisher(stage, tmp_path)
+    await publish.publish(4)
+    assert (await stage.client.info())["weight_version"] == "4"
+    assert not stage.notes
+    stage.engine.receiver.leave("tidegate-1")  # as in an engine that has just started
+    with torch.no_grad():
+        stage.model.lm_head.weight.mul_(1.1)
+    await publish.publish(5)
+    assert stage.is_live()
+    assert (await stage.client.info())["weight_version"] == "5"
+    assert len(stage.notes) == 1
+    assert "version 5 could not be sent, and is read from files" in stage.notes[0]
+    await publish.publish(6)
+    assert (await stage.client.info())["weight_version"] == "6"
+    assert len(stage.notes) == 1, "it joined a group of its own"
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "corrupt"])
+async def test_what_did_not_come_whole_is_not_made_live(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    before = {name: value.clone() for name, value in stage.live().items()}
+    stage.sender.take()
+    taken = stage.sender._taken
+    if fault == "missing":
+        taken.pop("model.norm.weight")
+    elif fault == "shape":
+        taken["model.norm.weight"] = torch.zeros(5)
+    else:
+        taken["model.norm.weight"] = taken["model.norm.weight"] + 1
+    words = {"missing": "is missing", "shape": "has shape", "corrupt": "are not those that were sent"}
+    with pytest.raises(EngineError, match=words[fault]):
+        await stage.control.bring(4, lambda: stage.sender.send(stage.control, 4))
+    info = await stage.client.info()
+    assert info["paused"] is None, "it goes on whatever happens"
+    if fault != "corrupt":
+        assert info["weight_version"] == "3"
+        assert all(torch.equal(before[name], value) for name, value in stage.live().items())
+    await stage.send(5)
+    assert stage.is_live()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("init_weights_update_group", {}, "master_port"),
+        (
+            "init_weights_update_group",
+            {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+             "backend": "smoke"},
+            "smoke",
+        ),
+        ("destroy_weights_update_group", {"group_name": "none"}, "no group 'none'"),
+        ("end_weight_update", {}, "no update is open"),
+        ("update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": []}, "0 dtypes"),
+        ("update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, "no update is open"),
+    ],
+)  # fmt: skip
+async def test_what_is_refused_is_named(stage: Stage, path: str, body: Any, words: str) -> None:
+    status, reply = await stage.client.post(f"/{path}", body)
+    assert status == 400
+    assert words in str(reply)
+
+
+async def test_one_update_at_a_time(stage: Stage) -> None:
+    assert (await stage.client.post("/begin_weight_update"))[0] == 200
+    status, reply = await stage.client.post("/begin_weight_update")
+    assert (status, "is open already" in str(reply)) == (400, True)
+    with contextlib.suppress(EngineError):
+        await stage.send(4)
+    await stage.send(5)
+    assert stage.is_live()

@@ -1,0 +1,55 @@
+"""One rank of a policy that is trained by plain SGD: `python -m tests.ranked DIRECTORY RANK`.
+
+Reads plan.pickle; rank 0 writes found.pt.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tidegate.trainer.follower import Opening
+from tidegate.trainer.policy import Policy
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
+    """The steps' metrics, the first one's gradients, and the parameters and logprobs at the end."""
+    policy._optimizer = torch.optim.SGD(policy.model.parameters(), lr=policy.settings.learning_rate)
+    metrics, gradients = [], {}
+    for rows in batches:
+        metrics.append(policy.update(rows, version=3))
+        gradients = gradients or {name: whole(one.grad) for name, one in policy.model.named_parameters()}
+    return {
+        "metrics": metrics,
+        "gradients": gradients,
+        "parameters": {name: whole(one) for name, one in policy.model.named_parameters()},
+        "logprobs": policy.logprobs(batches[0]),
+    }
+
+
+def main(directory: Path, rank: int) -> None:
+    opening, losses, batches = pickle.loads((directory / "plan.pickle").read_bytes())
+    assert isinstance(opening, Opening)
+    policy = opening.join(rank, dist.FileStore(str(directory / "store"), opening.settings.ranks))
+    found = {}
+    for loss in losses:
+        settings = opening.settings.model_copy(update={"loss": loss})
+        found[loss] = train(type(policy).load(opening.model, settings), batches)
+    if rank == 0:
+        torch.save(found, directory / "found.pt")
+    dist.barrier()  # a rank that leaves first takes the others' connections with it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
