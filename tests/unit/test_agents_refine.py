@@ -37,8 +37,9 @@ async def test_the_model_reads_what_was_condensed() -> None:
         scripted_llm(lambda _: next(script)) as (url, requests),
     ):
         agent = SearchAgent([stand.url], k=2, refine={"urls": [refine_url], "model": "small"})
-        await agent.run(TASK, Session(url, "key", "policy", None, time.monotonic() + 30))
+        result = await agent.run(TASK, Session(url, "key", "policy", None, time.monotonic() + 30))
         await agent.aclose()
+    assert result.metrics["refine_seconds"] > 0
     assert requests[1]["messages"][-1]["content"] == "[d/7] holds it."
     assert refined[0]["model"] == "small"
     for part in ("What is in 7?", "Query: 7", "[d/7] Title 7\nText 7 of a.", "[d/8]"):
@@ -73,11 +74,13 @@ async def test_calls_go_where_the_fewest_are_in_flight() -> None:
     assert all(one["calls"] == 2 and one["in_flight"] == 0 for one in refiner.statistics().values())
 
 
-async def test_an_endpoint_that_fails_is_passed_over() -> None:
+async def test_an_endpoint_that_fails_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     async with scripted_llm(says("short")) as (url, requests):
         refiner = Refiner(["http://127.0.0.1:9/v1", url], "m")
         assert [await refine(refiner) for _ in range(3)] == ["short"] * 3
     assert len(requests) == 3
+    assert "http://127.0.0.1:9/v1: APIConnectionError" in caplog.text
+    assert "1 of its 1 calls failed" in caplog.text
     dead, alive = refiner.statistics().values()
     assert (dead["calls"], dead["failures"]) == (1, 1)
     assert (alive["calls"], alive["failures"]) == (3, 0)

@@ -7,6 +7,7 @@ another where that one fails.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from tidegate.errors import ConfigError, InfrastructureError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+log = logging.getLogger("tidegate.agents")
 
 COOL_S = 10.0
 """How long an endpoint that failed is passed over while others are there."""
@@ -87,6 +90,9 @@ class Refiner:
                 endpoint.failures += 1
                 endpoint.cool_until = time.monotonic() + COOL_S
                 failures.append(str(error))
+                log.warning(
+                    "refine service: %s; %d of its %d calls failed", error, endpoint.failures, endpoint.calls
+                )
         raise InfrastructureError(f"the refine service failed: {'; '.join(failures)}")
 
     def statistics(self) -> dict[str, dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,10 @@ class SearchTools:
         text = "\n".join(self._shown(one) for one in found) or "note: nothing was found"
         if self._refiner is None or not found:
             return text
-        return await self._refiner.refine(self._question, query, text)
+        began = time.monotonic()
+        text = await self._refiner.refine(self._question, query, text)
+        self.metrics["refine_seconds"] = self.metrics.get("refine_seconds", 0.0) + time.monotonic() - began
+        return text
 
     async def _open(self, id: str) -> str:
         self.metrics["opens"] += 1

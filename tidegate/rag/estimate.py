@@ -1,6 +1,7 @@
 """What a build will take, worked out from a look at the source before anything is written.
 
-BM25's part was measured on English passages of a hundred words; the rest follows from the formats.
+BM25's part was measured on 2,000 and on 6,000 passages of a hundred English words from the documentation of
+programs; the rest follows from the formats.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from tidegate.rag.source import Extent
 
 _PER_DOCUMENT = 8 + 16
 """Bytes beside the documents: offset, id's hash and row."""
-_BYTES_A_POSTING = 10.0
+_BYTES_A_POSTING = 13.0
 """Of text, for each word that BM25 keeps, once a document."""
-_BM25_DISK, _BM25_SCRATCH, _BM25_RAM = 8, 6, 40
-"""Bytes a posting: in the index, in the file of words, and in memory at the peak."""
+_BM25_DISK, _BM25_SCRATCH, _BM25_RAM = 10, 6, 60
+"""Bytes a posting: in the index, in the file of words, in memory at the peak; 9.9, 5.4 and 58 measured."""
 _PROCESS = 1_000_000_000
 """Python, the libraries and a small encoder: about."""
 
