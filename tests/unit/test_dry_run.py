@@ -165,6 +165,7 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
     ("words", "expected"),
     [
         (["custom_agent/launch.sh"], "874,240 parameters"),
+        (["frameworks/launch.sh"], "874,240 parameters"),
         (["gsm8k/launch.sh", "tiny", "data"], "874,240 parameters"),
         (["gsm8k/launch.sh", "qwen3-0.6b", "data"], "596,049,920 parameters"),
         (["search/launch.sh", "data", "index"], "596,049,920 parameters"),
