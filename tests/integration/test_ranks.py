@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.ranked import train
 from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
+from tidegate.trainer.batch import Row
 from tidegate.trainer.follower import Opening
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.ranks import Lead, Ranks
@@ -80,14 +82,15 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     """The first gradient within 1e-6 relative, 20 steps of plain SGD within 1e-5."""
     losses = ["truncated", "grpo"]
-    batches = [make_rows(7 + number % 3, seed=number) for number in range(20)]
-    opening = Opening(settings(2, learning_rate=1e-3), base, 0, 0, 60)
+    sampler = Policy.load(base, settings(1))
+    batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
+    opening = Opening(settings(2, learning_rate=0.01), base, 0, 0, 60)
     (tmp_path / "plan.pickle").write_bytes(pickle.dumps((opening, losses, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
     try:
         alone = {
-            loss: train(Policy.load(base, settings(1, learning_rate=1e-3, loss=loss)), batches)
+            loss: train(Policy.load(base, settings(1, learning_rate=0.01, loss=loss)), batches)
             for loss in losses
         }
         assert [rank.wait(100) for rank in ranks] == [0, 0]
@@ -97,19 +100,23 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
             rank.wait()
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     start = parameters(base)
-    for loss in losses:  # by tokens, and by trajectories
-        assert apart(found[loss]["gradients"], alone[loss]["gradients"]) <= 1e-6
-    are_the_same(found["truncated"], alone["truncated"], start)
+    for loss in losses:
+        are_the_same(found[loss], alone[loss], start)
+
+
+def sampled(policy: Policy, rows: list[Row]) -> list[Row]:
+    """The rows as if the policy had sampled them: far from it a step's rounding is blown up by the next."""
+    return [replace(row, logprobs=one) for row, one in zip(rows, policy.logprobs(rows), strict=True)]
 
 
 def are_the_same(found: dict[str, Any], alone: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
+    assert apart(found["gradients"], alone["gradients"]) <= 1e-6
     one, other = found["parameters"], alone["parameters"]
     assert max(float((one[name] - other[name]).abs().max()) for name in start) <= 1e-5
-    ways = [{name: end[name] - start[name] for name in start} for end in (one, other)]
-    assert apart(*ways) <= 1e-2, "not because they hardly moved"
+    assert max(float((one[name] - start[name]).abs().max()) for name in start) > 1e-3
     for mine, theirs in zip(found["metrics"], alone["metrics"], strict=True):
         for name in ("loss", "grad_norm", "entropy", "lag_kl"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
         assert mine["tokens/trained"] == theirs["tokens/trained"]
     for mine, theirs in zip(found["logprobs"], alone["logprobs"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
