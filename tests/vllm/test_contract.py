@@ -248,7 +248,7 @@ async def test_abort_matches_by_prefix(engine: Client) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_a_client_that_goes_away_ends_its_request(engine: Client, stream: bool) -> None:
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
     call = asyncio.create_task(engine.http.post(engine.url + "/generate", json={**body, "stream": stream}))
     await engine.until(lambda info: info["num_running"] == 1)
     if stream:
