@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 FILE = "vectors.faiss"
 _SEED = 0
-_BLAS_FROM = 4
+_BLAS_FROM = 3
 """Queries in one search from which a matrix product is faster than a scan for each.
 
-One thread, 50,000 × 384, Flat and mapped, milliseconds for a scan and for BLAS, the shortest of 15 on a busy
-machine: 1 query 29 and 125, 2: 93 and 115, 3: 134 and 134, 4: 155 and 105, 8: 357 and 150, 32: 1730 and 191.
+One thread, 50,000 × 384, Flat and mapped, milliseconds of CPU for a scan and for BLAS, the shortest of 3:
+1 query 5.6 and 13.4, 2: 11.1 and 13.2, 3: 16.4 and 14.6, 4: 21.3 and 12.9, 8: 32.4 and 14.7.
 """
 
 
