@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.e2e.runs import training
+from tests.e2e.runs import held, training
 from tidegate.cli import main
 from tidegate.trainer.trajectories import read_lines, step_files
 
@@ -56,6 +56,18 @@ def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["step"], one["same_weights"]) for one in steps] == [(3, None), (4, True)]
     assert steps[0]["before"]["mismatch_kl"] is not None, "it has tokens of the version that it went on as"
+
+
+def test_a_run_whose_minibatches_stream_is_taken_again_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=3", "--trainer.minibatches=2", "--trainer.streaming=true") as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    assert held(run_dir).groups["trained"] == 3 * 4
+    assert main(["replay", str(run_dir), "--json"]) == 0
+    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["same"] for one in steps] == [True, True, True]
 
 
 def nudge(path: Path) -> None:
