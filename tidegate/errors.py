@@ -122,3 +122,17 @@ class RetrievalRefused(RetrievalError):
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message, status=status, code=code)
+
+
+def unwrapped(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What tasks that ran together failed of: the first error where all are Tidegate's, else all.
+
+    Before Python 3.11.4 what an `except*` raises comes in a group again, so that its type was lost.
+    """
+    known, others = failures.split(TidegateError)
+    if known is None or others is not None:
+        return failures
+    first: BaseException = known
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -21,19 +21,20 @@ PHRASE = 200
 MARKERS = 50
 """How many markers, from the last one back, are looked at for a number."""
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,100}+)"
-_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]{{1,100}}+)?+|\.[0-9]{{1,100}}+)"
+# Only single characters are repeated possessively: Python before 3.11.5 reads possessive groups wrongly.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100}+)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]{{1,100}}+)?|\.[0-9]{{1,100}}+)"
 # Digits, a fraction 3/4, a mixed number 1 3/4, or LaTeX's \frac{3}{4}, with an optional sign and currency.
 # What stands around it must not make it another number: 1.2.3, 3/4/2020 and 1e5 are none.
 _NUMBER = re.compile(
     rf"""
     (?<![\w])(?<![0-9][.,/])
-    (?P<sign>(?<![\w)\]}}])[-−+](?:\ ?(?=[\\$€£]))?+)?+
-    (?:\\?[$€£]\ ?)?+
+    (?P<sign>(?<![\w)\]}}])[-−+](?:\ ?(?=[\\$€£]))?)?
+    (?:\\?[$€£]\ ?)?
     (?:
         \\[dt]?frac\{{(?P<top>[0-9]{{1,100}}+)\}}\{{(?P<bottom>[0-9]{{1,100}}+)\}}
       | (?P<whole>[0-9]{{1,100}}+)\ (?P<part>[0-9]{{1,100}}+)/(?P<of>[0-9]{{1,100}}+)
-      | (?P<value>{_UNSIGNED})(?:\ ?/\ ?(?P<divisor>{_UNSIGNED}))?+
+      | (?P<value>{_UNSIGNED})(?:\ ?/\ ?(?P<divisor>{_UNSIGNED})|(?!\ ?/\ ?\.?[0-9]))
     )
     (?!(?:[.,/]|\ /\ )?[0-9]|[eE][-+]?[0-9])
     """,
@@ -43,7 +44,7 @@ _HASH = re.compile(r"####")
 _SAID = re.compile(r"(?i:\banswer[\s*_]{0,4}(?:is|:|=))|\bA:")
 _BOX = re.compile(r"\\boxed\s{0,4}\{|\\[{}]|[{}]")
 # Between a marker and its number: blanks, emphasis, maths brackets, an equals sign.
-_OPENING = re.compile(r"(?:[\s*_:=~≈(]|\\[(\[]|\$(?=[\s\\$(-])|\$\$)*+")
+_OPENING = re.compile(r"(?:[\s*_:=~≈(]|\\[(\[]|\$(?=[\s\\$(-])|\$\$)*")
 _SPACING = re.compile(r"\\[,;:!> ]|\^\s?(?:\\circ|\{\\circ\})")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s?\{([^{}]*)\}")
 _MINUS = re.compile(r"[-−]\s+")

@@ -17,7 +17,7 @@ ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory")
 """What a reward function may ask for; it gets those it names, and nothing else."""
 
 # Possessive all along: a flood of blanks or digits takes time in proportion to its length.
-_NUMBER = r"-?\s*+\$?\s*+(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)"
+_NUMBER = r"-?\s*+\$?\s*+(?:[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
 # What follows must not make it another number: 1/2, 1e5 and 1.2.3 are none of ours.
 _FINAL = re.compile(rf"####\s*+({_NUMBER})(?![./][0-9]|[eE][+-]?[0-9])")
 

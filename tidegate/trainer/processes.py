@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.config import EngineSettings, Settings
-from tidegate.errors import StartError, TidegateError
+from tidegate.errors import StartError, unwrapped
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
 from tidegate.tethered import READY_S
@@ -54,8 +54,8 @@ async def start_processes(
             own = together.create_task(_start_engines(settings, run_dir, live, guard, note, stack))
             gate = together.create_task(_start_gateway(settings, run_dir, guard, note, stack))
             agents = together.create_task(_start_worker(settings, run_dir, stack))
-    except* TidegateError as failures:
-        raise failures.exceptions[0] from None
+    except ExceptionGroup as failures:
+        raise unwrapped(failures) from None
     engines, gateway, worker = own.result(), gate.result(), agents.result()
     await use_engines(gateway, engines)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
@@ -137,8 +137,8 @@ async def _start_engines(
             for engine in engines:
                 stack.push_async_callback(engine.stop)
                 together.create_task(engine.start())
-    except* TidegateError as failures:
-        raise failures.exceptions[0] from None
+    except ExceptionGroup as failures:
+        raise unwrapped(failures) from None
     for engine in engines:
         guard.watch(_keep_engine(engine, live, note), engine.name)
     return [engine.url for engine in engines]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import StartError, TrainingError
+from tidegate.errors import StartError, TrainingError, unwrapped
 from tidegate.services import signal_child
 from tidegate.trainer.batch import Row
 from tidegate.trainer.follower import HOST, JOIN_S, READY, Opening
@@ -117,8 +117,8 @@ class Ranks:
             async with asyncio.TaskGroup() as together:
                 for follower in self.followers:
                     together.create_task(follower.start())
-        except* StartError as failures:
-            raise failures.exceptions[0] from None
+        except ExceptionGroup as failures:
+            raise unwrapped(failures) from None
         for follower in self.followers:
             watch(self._watch(follower), f"trainer rank {follower.rank}")
         return await asyncio.to_thread(self._open, model, seed)
