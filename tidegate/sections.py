@@ -86,6 +86,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return plain, overrides
 
 
+def split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The settings file that a command line names, if it does, and settings. Raises ConfigError on two."""
+    files, overrides = split_words(words)
+    if len(files) > 1:
+        raise ConfigError(f"one settings file is read, not {' and '.join(files)}")
+    return Path(files[0]) if files else None, overrides
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -32,6 +32,7 @@ from tidegate.doctor.rewards import check_rewards
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward, exact_answer
+from tidegate.errors import ConfigError
 from tidegate.gateway.render import Renderer
 from tidegate.scaffold.init import TINY_BASE
 from tidegate.types import Task
@@ -443,6 +444,15 @@ def test_the_command_takes_the_settings_that_lie_there(
     given = asked("--agent", odd, "--env", "e.py:E", "--engine", "http://x:1", "--sampling.max_tokens", "9")
     assert (given.agent.use, given.env.use, given.engine.urls) == (odd, "e.py:E", ["http://x:1"])
     assert given.sampling.max_tokens == 9
+
+
+def test_the_command_takes_a_named_file_as_train_does(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[model]\npath = "somewhere"\n[gateway]\nport = 7001\n')
+    settings = asked(str(file), "--gateway.port", "7002")
+    assert (settings.model.path, settings.gateway.port) == (Path("somewhere"), 7002)
+    with pytest.raises(ConfigError, match="one settings file is read"):
+        asked("a.toml", "b.toml")
 
 
 # -- small parts

@@ -21,12 +21,13 @@ def add(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "doctor",
         help="find what is wrong before a run is started",
+        usage="tidegate doctor [CONFIG.toml] [--agent FILE.py:NAME] [--env FILE.py:NAME] [--engine URL] "
+        "[--episodes N] [--json] [--section.key value ...]",
         description="Check install, ports, model, environment, rewards and engine, then run one real episode "
         "of the agent. Exits with 1 where something is wrong.",
         epilog="Without settings: ./config.toml if it is there, else the bundled model, `arithmetic` and "
         "`solver`. Any setting can be given as --section.key value.",
     )
-    verb.add_argument("--config", type=Path, help="a TOML file of settings, as for train")
     verb.add_argument("--agent", metavar="FILE.py:NAME", help="the agent to examine (agent.use)")
     verb.add_argument("--env", metavar="FILE.py:NAME", help="the environment to examine (env.use)")
     verb.add_argument("--engine", metavar="URL", help="an engine that runs already; else one is started")
@@ -35,11 +36,11 @@ def add(verbs: Verbs) -> None:
     verb.set_defaults(run=run, takes_settings=True)
 
 
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.doctor.examine import Examination
     from tidegate.doctor.findings import failed
 
-    settings = settings_of(arguments, overrides)
+    settings = settings_of(arguments, rest)
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
     sick = True
@@ -58,12 +59,13 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 1 if sick else 0
 
 
-def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> Settings:
+def settings_of(arguments: argparse.Namespace, rest: list[str]) -> Settings:
     """What is examined: a settings file, named or lying here, with what the command line says over it."""
     from tidegate.config import load_settings
     from tidegate.scaffold.init import TINY_BASE
+    from tidegate.sections import split_file
 
-    config = arguments.config
+    config, settings = split_file(rest)
     if config is None and Path("config.toml").is_file():
         config = Path("config.toml")
     given = {"agent.use": arguments.agent, "env.use": arguments.env}
@@ -72,7 +74,7 @@ def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> Settings
         words.append(f"--engine.urls={json.dumps([arguments.engine])}")
     if config is None:
         words.insert(0, f"--model.path={json.dumps(str(TINY_BASE))}")
-    return load_settings(config, [*words, *overrides])
+    return load_settings(config, [*words, *settings])
 
 
 def _print(finding: Finding) -> None:

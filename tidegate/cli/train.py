@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tidegate.cli.verbs import Verbs
 from tidegate.errors import ConfigError
@@ -29,18 +28,16 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import Settings, load_settings
-    from tidegate.sections import known_keys, split_words
+    from tidegate.sections import known_keys, split_file
 
     if arguments.settings:
         for key, default, text in known_keys(Settings):
             print(f"{key:<31} {default:<15} {' '.join(text.split())}")
         return 0
-    files, overrides = split_words(rest)
-    if len(files) > 1:
-        raise ConfigError(f"one settings file is read, not {' and '.join(files)}")
-    if not files and not overrides:
+    file, overrides = split_file(rest)
+    if file is None and not overrides:
         raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
-    settings = load_settings(Path(files[0]) if files else None, overrides)
+    settings = load_settings(file, overrides)
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe
 
