@@ -1,7 +1,8 @@
 """The journal's writer: one thread that owns the database, and commits what has gathered as one transaction.
 
-While a transaction is being written others wait in the queue; the next one takes them all. So the cost of
-a commit is shared by those who come at the same time, and nobody waits for company.
+What the event loop writes in one pass goes to the thread together; while a transaction is being written
+others wait in the queue, and the next one takes them all. So the cost of a commit is shared by those who
+come at the same time, and nobody waits for company.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Writer:
         self._connection = connection
         self._place = place
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Sequence[Write] | None] = queue.SimpleQueue()
+        self._fresh: list[Write] = []
         self._deleted = False
         self._tended = time.monotonic()
         self.problem: str | None = None
@@ -60,11 +62,19 @@ class Writer:
     def write(self, name: str, *statements: Statement) -> asyncio.Future[None]:
         """Done when it is committed; fails with GatewayError (503) where it is not."""
         done = self._loop.create_future()
-        self._queue.put(Write(name, statements, done))
+        if not self._fresh:
+            self._loop.call_soon(self._hand_over)
+        self._fresh.append(Write(name, statements, done))
         return done
+
+    def _hand_over(self) -> None:
+        if self._fresh:
+            self._queue.put(self._fresh)
+            self._fresh = []
 
     async def close(self) -> None:
         """Write what is queued and close the database."""
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -73,9 +83,7 @@ class Writer:
     def _run(self) -> None:
         going = True
         while going:
-            gathered = self._gather()
-            batch = [write for write in gathered if write is not None]
-            going = len(batch) == len(gathered)
+            batch, going = self._gather()
             if batch:
                 self._commit(batch)
                 self._tell(batch)
@@ -85,15 +93,19 @@ class Writer:
                 self._tend()
         self._connection.close()
 
-    def _gather(self) -> list[Write | None]:
-        """What is queued, at least one write; nothing where it is time for other work."""
-        gathered: list[Write | None] = []
-        idle_s = TEND_S if self._deleted or self.problem is not None else None
+    def _gather(self) -> tuple[list[Write], bool]:
+        """What is queued, and whether more may come; no writes where it is time for other work."""
+        batch: list[Write] = []
+        wait_s = TEND_S if self._deleted or self.problem is not None else None
         with contextlib.suppress(queue.Empty):
-            gathered.append(self._queue.get(timeout=idle_s))
-            while len(gathered) < MOST_AT_ONCE and gathered[-1] is not None:
-                gathered.append(self._queue.get_nowait())
-        return gathered
+            writes = self._queue.get(timeout=wait_s)
+            while writes is not None:
+                batch += writes
+                if len(batch) >= MOST_AT_ONCE:
+                    break
+                writes = self._queue.get_nowait()
+            return batch, writes is not None
+        return batch, True
 
     def _commit(self, batch: list[Write]) -> None:
         try:
