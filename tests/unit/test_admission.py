@@ -266,6 +266,16 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
 
 
+def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
+    driver = Driver()
+    first = driver.start()
+    index = driver.core.groups[first].ticket.index
+    driver.core.cancel_group(first)
+    assert [ticket.index for ticket in driver.core.progress().tickets] == [index]
+    assert driver.core.next_ticket() == Ticket(index, None, 0)  # not as its replacement: nothing was stale
+    assert driver.ends() == {"cancelled": 1}
+
+
 def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced() -> None:
     driver = Driver(max_staleness=2, steps=2)
     groups = [driver.ready(0) for _ in range(4)]
