@@ -50,6 +50,8 @@ EVERY = 2
 ARMS = {"async": ["--trainer.max_staleness=3"], "on_policy": ["--trainer.on_policy=true"]}
 SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
 """A step is half of the demo's: on two cores the whole of it would measure these, and not the waiting."""
+LOSS = ["--trainer.loss=dapo"]
+"""In both arms: of all losses it loses least by staleness (docs/losses.md)."""
 
 
 def settings_of(directory: Path, arm: str, seed: int, steps: int, median_s: float) -> Settings:
@@ -57,7 +59,7 @@ def settings_of(directory: Path, arm: str, seed: int, steps: int, median_s: floa
     overrides = [
         f"--run.dir={directory}", f"--run.name={arm}-{median_s:g}s-seed{seed}", f"--run.seed={seed}",
         f"--agent.use={HERE}/slow_solver.py:SlowSolver", f"--agent.options={{median_s = {median_s}}}",
-        "--trainer.dynamic_sampling=false", *SMALLER,
+        "--trainer.dynamic_sampling=false", *SMALLER, *LOSS,
         f"--trainer.steps={steps + 1}", f"--trainer.checkpoint_every={EVERY}",
         f"--trainer.keep_checkpoints={steps}", "--eval.every=0", "--eval.tasks=16", *ARMS[arm],
     ]  # fmt: skip
