@@ -7,13 +7,13 @@ aborted on the engine, as soon as nobody listens.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidegate.gateway.names import unique_name
 from tidegate.gateway.protocol import Order, Sampled
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.reply import ReplyReader
@@ -35,7 +35,7 @@ class Call:
     idempotency_key: str | None = None
     ordinal: int = 0
     """How many calls of its session had begun before it."""
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    id: str = field(default_factory=unique_name)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
     prompt_tokens: int = 0

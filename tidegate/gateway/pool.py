@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from tidegate.errors import EngineError
 from tidegate.gateway.dispatch import Dispatch
 from tidegate.gateway.engines import Engine, Seat
 from tidegate.gateway.health import Watch, most_calls
+from tidegate.gateway.names import unique_name
 from tidegate.gateway.protocol import WHOLE_CALL_PARAMS, Order, RequestRefusedError, Sampled, request_body
 from tidegate.gateway.wire import EngineWire
 
@@ -190,7 +190,7 @@ class EnginePool:
     ) -> None:
         """One `/generate`; adds to `sampled` what it gave, also where a stream broke off."""
         # Engines match ids by prefix when they abort, so no id may begin another one: fixed length.
-        rid = secrets.token_hex(16)
+        rid = unique_name()
         begun = list(sampled.ids)
         piece, stopped = Sampled(), False
 

@@ -6,10 +6,10 @@ One pipeline serves streamed and whole replies, so that what was streamed is wha
 from __future__ import annotations
 
 import bisect
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tidegate.gateway.names import unique_name
 from tidegate.gateway.toolcalls import Parser, Part, Reasoning, ToolCall
 from tidegate.types import Message
 
@@ -132,7 +132,7 @@ class ReplyReader:
 
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
-        self.call_ids += [f"call_{secrets.token_hex(12)}" for part in parts if isinstance(part, ToolCall)]
+        self.call_ids += [f"call_{unique_name()[:24]}" for part in parts if isinstance(part, ToolCall)]
 
     @property
     def stopped(self) -> str | None:
