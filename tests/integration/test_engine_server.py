@@ -208,7 +208,7 @@ async def test_in_place_keeps_the_cache_only_without_a_flush(
 ) -> None:
     """`flush_cache` is true by default; with it nothing reports failure, and no old keys are left."""
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(client.generate([1, 2, 3], max_new_tokens=100, ignore_eos=True))
+        waiting = group.create_task(client.generate([1, 2, 3], max_new_tokens=LONG, ignore_eos=True))
         await client.until(lambda info: info["tokens_sampled"] > 10)
         await client.post("/pause_generation", {"mode": "in_place"})
         body = {"model_path": str(directories[1]), "weight_version": 4}

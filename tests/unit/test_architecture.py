@@ -38,6 +38,7 @@ ALLOWED = {
     "scaffold": set(),
     "vllm": {
         "engine.checks",
+        "engine.control",
         "engine.http",
         "engine.params",
         "engine.requests",

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from tidegate.engine.http import error_reply, json_reply, read_body
+from tidegate.engine.http import error_reply, event, json_reply, read_body
 from tidegate.engine.requests import Generation, parse_generate, samples_of
 from tidegate.engine.wire import reply
 from tidegate.errors import EngineError
@@ -96,12 +95,12 @@ async def _stream(
                 return
             failed = _failed(samples)
             if failed is not None:
-                yield _event({"error": {"message": failed.error}})
+                yield event({"error": {"message": failed.error}})
                 break
             for track in tracks:
-                event = track.news()
-                if event is not None:
-                    yield event
+                news = track.news()
+                if news is not None:
+                    yield news
     yield b"data: [DONE]\n\n"
 
 
@@ -124,16 +123,12 @@ class _Track:
         count = len(generation.logprobs)
         if generation.ended:
             self.told = True
-            return _event({**_final(self._engine, generation), **self._index})
+            return event({**_final(self._engine, generation), **self._index})
         if count == self._sent:
             return None
         self._sent = count
         value = reply(generation, count, self._following.upto(count), self._engine.scheduler.version)
-        return _event({**value, **self._index})
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+        return event({**value, **self._index})
 
 
 def _final(engine: Engine, generation: Generation) -> dict[str, Any]:

@@ -1,14 +1,54 @@
-"""JSON in and out of the engine's routes."""
+"""The routes of SGLang's protocol: JSON in and out, events, and what becomes of errors."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tidegate.engine.checks import RequestError
+from tidegate.errors import EngineError
+
+Served = TypeVar("Served")
+Handler: TypeAlias = Callable[[Served, Request], Awaitable[Response]]
+
+
+def protocol_app(
+    served: Served,
+    name: str,
+    routes: Sequence[tuple[str, str, Handler[Served]]],
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+) -> Starlette:
+    """An ASGI app whose handlers are given what is `served`; `name` says what has no other route."""
+
+    async def no_such_route(request: Request, _: Exception) -> Response:
+        return error_reply(f"{name} has no {request.method} {request.url.path}", 404)
+
+    return Starlette(
+        routes=[_route(served, *route) for route in routes],
+        lifespan=lifespan,
+        exception_handlers={404: no_such_route, 405: no_such_route},
+    )
+
+
+def _route(served: Served, method: str, path: str, handler: Handler[Served]) -> Route:
+    @wraps(handler)
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(served, request)
+        except RequestError as error:
+            return error_reply(str(error), 400)
+        except EngineError as error:
+            return error_reply(str(error), 503)
+
+    return Route(path, endpoint, methods=[method])
 
 
 def json_reply(value: Any, status: int = 200) -> Response:
@@ -37,3 +77,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

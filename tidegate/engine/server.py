@@ -6,19 +6,24 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from tidegate.engine.checks import RequestError
+from tidegate.engine.control import HEALTH_DEADLINE_S, read_abort, read_mode, read_relabel, read_update
 from tidegate.engine.generate import generate
-from tidegate.engine.http import done, error_reply, json_reply, read_body, refused
+from tidegate.engine.http import (
+    Handler,
+    done,
+    error_reply,
+    json_reply,
+    protocol_app,
+    read_body,
+    refused,
+)
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests import parse_generate
 from tidegate.engine.weights_routes import WEIGHTS_ROUTES
@@ -27,11 +32,9 @@ from tidegate.serve import Listen, bind, run_app
 
 if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
+    from tidegate.engine.scheduler import PauseMode
 
-HEALTH_DEADLINE_S = 20.0
-PAUSE_MODES = ("abort", "retract", "in_place")
-
-Handler = Callable[["Engine", Request], Awaitable[Response]]
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 
 
 def serve(options: EngineOptions, listen: Listen) -> None:
@@ -65,47 +68,20 @@ def create_app(engine: Engine, on_death: Callable[[], None] | None = None) -> St
         yield
         await asyncio.to_thread(engine.scheduler.stop)
 
-    return Starlette(
-        routes=[_route(engine, *route) for route in ROUTES],
-        lifespan=lifespan,
-        exception_handlers={404: _no_such_route, 405: _no_such_route},
-    )
-
-
-def _route(engine: Engine, method: str, path: str, handler: Handler) -> Route:
-    @wraps(handler)
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(engine, request)
-        except RequestError as error:
-            return error_reply(str(error), 400)
-        except EngineError as error:
-            return error_reply(str(error), 503)
-
-    return Route(path, endpoint, methods=[method])
-
-
-async def _no_such_route(request: Request, _: Exception) -> Response:
-    return error_reply(f"the embedded engine has no {request.method} {request.url.path}", 404)
+    return protocol_app(engine, "the embedded engine", ROUTES, lifespan)
 
 
 # -- requests in flight
 
 
 async def _abort(engine: Engine, request: Request) -> Response:
-    body = await read_body(request)
-    rid = body.get("rid")
-    everything = body.get("abort_all") is True
-    if not everything and (not isinstance(rid, str) or not rid):
-        raise RequestError(f"rid = {rid!r}: give the beginning of a request id, or abort_all: true")
-    aborted = await engine.call(lambda: engine.scheduler.abort(rid or "", everything=everything))
+    prefix = read_abort(await read_body(request))
+    aborted = await engine.call(lambda: engine.scheduler.abort(prefix))
     return done(f"{aborted} requests aborted", aborted=aborted)
 
 
 async def _pause(engine: Engine, request: Request) -> Response:
-    mode = (await read_body(request)).get("mode", "abort")
-    if mode not in PAUSE_MODES:
-        raise RequestError(f"mode = {mode!r}: it is one of {', '.join(PAUSE_MODES)}")
+    mode = read_mode(await read_body(request), PAUSE_MODES)
     await engine.call(lambda: engine.scheduler.pause(mode))
     return done(f"paused ({mode})")
 
@@ -119,17 +95,12 @@ async def _continue(engine: Engine, _: Request) -> Response:
 
 
 async def _update_weights(engine: Engine, request: Request) -> Response:
-    body = await read_body(request)
-    path = body.get("model_path")
-    if not isinstance(path, str) or not path:
-        raise RequestError(f"model_path = {path!r}: give a directory of safetensors")
-    version = _version(body.get("weight_version"), "weight_version")
-    keep_cache = body.get("flush_cache", True) is False
-    abort_all = body.get("abort_all_requests", False) is True
+    update = read_update(await read_body(request))
+    version, keep_cache, abort_all = update.version, update.keep_cache, update.abort_all
     scheduler = engine.scheduler
     async with engine.loading:
         try:
-            weights = await engine.read_weights(Path(path))
+            weights = await engine.read_weights(update.directory)
         except EngineError:
             raise
         except TidegateError as error:
@@ -137,26 +108,15 @@ async def _update_weights(engine: Engine, request: Request) -> Response:
         in_flight = await engine.call(
             lambda: scheduler.load(weights, version, keep_cache=keep_cache, abort_all=abort_all)
         )
-    return done(f"loaded {path}", num_paused_requests=in_flight, weight_version=scheduler.version)
+    return done(f"loaded {update.directory}", num_paused_requests=in_flight, weight_version=scheduler.version)
 
 
 async def _update_version(engine: Engine, request: Request) -> Response:
-    body = await read_body(request)
-    version = _version(body.get("new_version"), "new_version")
-    if version is None:
-        raise RequestError("new_version: give the label of the weights that are loaded")
-    if body.get("abort_all_requests", True):
+    version, abort_all = read_relabel(await read_body(request))
+    if abort_all:
         await engine.call(lambda: engine.scheduler.abort("", everything=True))
     await engine.call(lambda: engine.scheduler.relabel(version))
     return done(f"the weights are version {version}", new_version=version)
-
-
-def _version(value: Any, name: str) -> str | None:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    if type(value) is int:
-        return str(value)
-    raise RequestError(f"{name} = {value!r}: it is a string that is not empty")
 
 
 async def _flush(engine: Engine, _: Request) -> Response:
@@ -210,7 +170,7 @@ async def _health_generate(engine: Engine, _: Request) -> Response:
     return json_reply({"status": "ok"})
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: tuple[tuple[str, str, Handler[Engine]], ...] = (
     ("POST", "/generate", generate),
     ("POST", "/abort_request", _abort),
     ("POST", "/pause_generation", _pause),

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidegate.engine.checks import RequestError
+from tidegate.engine.control import read_version
 from tidegate.engine.http import done, read_body, refused
 from tidegate.errors import TidegateError
 
@@ -60,11 +61,11 @@ async def _receive(engine: Engine, request: Request) -> Response:
         raise RequestError(
             f"{len(names)} names, {len(kinds)} dtypes and {len(shapes)} shapes: a tensor has one each"
         )
-    version = body.get("weight_version")
+    version = read_version(body.get("weight_version"), "weight_version")
     async with engine.loading:
         tensors = list(zip(names, kinds, shapes, strict=True))
         update = await asyncio.to_thread(engine.receiver.receive, _text(body, "group_name", GROUP), tensors)
-        update.version = update.version if version is None else str(version)
+        update.version = version or update.version
         update.keep_cache = body.get("flush_cache", True) is False
     return done(f"{len(names)} tensors came")
 

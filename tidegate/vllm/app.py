@@ -6,29 +6,32 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from tidegate.engine.checks import RequestError
-from tidegate.engine.http import error_reply, json_reply, read_body
+from tidegate.engine.control import HEALTH_DEADLINE_S, read_abort, read_mode, read_relabel, read_update
+from tidegate.engine.http import (
+    Handler,
+    done,
+    error_reply,
+    event,
+    json_reply,
+    protocol_app,
+    read_body,
+    refused,
+)
 from tidegate.engine.requests import Generation
 from tidegate.errors import EngineError, TidegateError
 from tidegate.serve import Listen, bind, run_app
-from tidegate.vllm.bridge import Bridge, read_label, read_update
+from tidegate.vllm.bridge import Bridge
 from tidegate.vllm.options import VLLMOptions
 from tidegate.vllm.weights import WeightsError
 
-HEALTH_DEADLINE_S = 20.0
 PAUSE_MODES = ("abort", "retract")
-
-Handler = Callable[[Bridge, Request], Awaitable[Response]]
 
 
 def serve(options: VLLMOptions, listen: Listen) -> None:
@@ -59,35 +62,12 @@ def create_app(bridge: Bridge, failed: Callable[[TidegateError], None]) -> Starl
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    return Starlette(
-        routes=[_route(bridge, *route) for route in ROUTES],
-        lifespan=lifespan,
-        exception_handlers={404: _no_such_route, 405: _no_such_route},
-    )
+    return protocol_app(bridge, "vLLM behind SGLang's protocol", ROUTES, lifespan)
 
 
 async def _watch(bridge: Bridge, failed: Callable[[TidegateError], None]) -> None:
     failed(EngineError(await bridge.process.died()))
     os.kill(os.getpid(), signal.SIGINT)  # uvicorn delivers the replies that are due, then ends
-
-
-def _route(bridge: Bridge, method: str, path: str, handler: Handler) -> Route:
-    @wraps(handler)
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(bridge, request)
-        except RequestError as error:
-            return error_reply(str(error), 400)
-        except WeightsError as error:
-            return _refused(f"{error}; the old weights stay")
-        except EngineError as error:
-            return error_reply(str(error), 503)
-
-    return Route(path, endpoint, methods=[method])
-
-
-async def _no_such_route(request: Request, _: Exception) -> Response:
-    return error_reply(f"vLLM behind SGLang's protocol has no {request.method} {request.url.path}", 404)
 
 
 # -- requests
@@ -121,75 +101,57 @@ async def _events(bridge: Bridge, generation: Generation) -> AsyncIterator[bytes
     try:
         async with contextlib.aclosing(bridge.stream(generation)) as replies:
             async for reply in replies:
-                yield _event(reply)
+                yield event(reply)
     except RequestError as error:
-        yield _event({"error": {"message": str(error), "code": 400}})
+        yield event({"error": {"message": str(error), "code": 400}})
     except EngineError as error:
-        yield _event({"error": {"message": str(error), "code": 503}})
+        yield event({"error": {"message": str(error), "code": 503}})
     yield b"data: [DONE]\n\n"
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
 async def _abort(bridge: Bridge, request: Request) -> Response:
-    body = await read_body(request)
-    rid = body.get("rid")
-    everything = body.get("abort_all") is True
-    if not everything and (not isinstance(rid, str) or not rid):
-        raise RequestError(f"rid = {rid!r}: give the beginning of a request id, or abort_all: true")
-    aborted = await bridge.abort("" if everything else str(rid))
-    return _done(f"{aborted} requests aborted", aborted=aborted)
+    aborted = await bridge.abort(read_abort(await read_body(request)))
+    return done(f"{aborted} requests aborted", aborted=aborted)
 
 
 async def _pause(bridge: Bridge, request: Request) -> Response:
-    mode = (await read_body(request)).get("mode", "abort")
-    if mode not in PAUSE_MODES:
-        raise RequestError(
-            f"mode = {mode!r}: it is one of {', '.join(PAUSE_MODES)}; both end what runs with its tokens"
-        )
+    """Either mode ends what runs, with its tokens."""
+    read_mode(await read_body(request), PAUSE_MODES)
     await bridge.pause()
-    return _done("paused")
+    return done("paused")
 
 
 async def _continue(bridge: Bridge, _: Request) -> Response:
     await bridge.resume()
-    return _done("continued")
+    return done("continued")
 
 
 # -- weights
 
 
 async def _update_weights(bridge: Bridge, request: Request) -> Response:
-    directory, version, abort = read_update(await read_body(request))
-    label = await bridge.load(directory, version, abort=abort)
-    return _done(f"loaded {directory}", weight_version=label)
+    update = read_update(await read_body(request))
+    if update.keep_cache:
+        raise RequestError("flush_cache = false: vLLM's cache does not tell under which weights it was made")
+    try:
+        label = await bridge.load(update.directory, update.version, abort=update.abort_all)
+    except WeightsError as error:
+        return refused(f"{error}; the old weights stay")
+    return done(f"loaded {update.directory}", weight_version=label)
 
 
 async def _update_version(bridge: Bridge, request: Request) -> Response:
-    body = await read_body(request)
-    version = read_label(body.get("new_version"), "new_version")
-    if version is None:
-        raise RequestError("new_version: give the label of the weights that are loaded")
-    if body.get("abort_all_requests", True):
+    version, abort_all = read_relabel(await read_body(request))
+    if abort_all:
         await bridge.abort("")
     await bridge.relabel(version)
-    return _done(f"the weights are version {version}", new_version=version)
+    return done(f"the weights are version {version}", new_version=version)
 
 
 async def _flush(bridge: Bridge, _: Request) -> Response:
     if await bridge.flush():
-        return _done("the cache is empty")
-    return _refused("requests are running; pause, or abort them, before a flush")
-
-
-def _done(message: str, **more: Any) -> Response:
-    return json_reply({"success": True, "message": message, **more})
-
-
-def _refused(message: str) -> Response:
-    return json_reply({"success": False, "message": message}, 400)
+        return done("the cache is empty")
+    return refused("requests are running; pause, or abort them, before a flush")
 
 
 # -- what state it is in
@@ -226,7 +188,7 @@ async def _health_generate(bridge: Bridge, _: Request) -> Response:
     return json_reply({"status": "ok"})
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: tuple[tuple[str, str, Handler[Bridge]], ...] = (
     ("POST", "/generate", _generate),
     ("POST", "/abort_request", _abort),
     ("POST", "/pause_generation", _pause),

@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 
-from tidegate.engine.checks import RequestError
 from tidegate.engine.params import Limits
 from tidegate.engine.requests import Generation, parse_generate
 from tidegate.engine.text import Text
@@ -170,26 +169,3 @@ class Bridge:
     async def flush(self) -> bool:
         """Whether the prefix cache is empty now."""
         return await self.upstream.reset_cache()
-
-
-def read_update(body: Mapping[str, Any]) -> tuple[Path, str | None, bool]:
-    """The directory, the version and whether to abort. Raises RequestError."""
-    path = body.get("model_path")
-    if not isinstance(path, str) or not path:
-        raise RequestError(f"model_path = {path!r}: give a directory of safetensors")
-    if body.get("flush_cache", True) is False:
-        raise RequestError("flush_cache = false: vLLM's cache does not tell under which weights it was made")
-    return (
-        Path(path),
-        read_label(body.get("weight_version"), "weight_version"),
-        body.get("abort_all_requests") is True,
-    )
-
-
-def read_label(value: Any, name: str) -> str | None:
-    """A version on the wire. Raises RequestError."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    if type(value) is int:
-        return str(value)
-    raise RequestError(f"{name} = {value!r}: it is a string that is not empty")
