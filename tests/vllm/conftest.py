@@ -6,13 +6,11 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.engine_contract import embedded, make_versions, served
 from tests.integration.engine_http import Client
-from tests.tiny import make_tiny_model
-from tests.tiny_tokenizer import make_tokenizer
 from tidegate.config import EngineSettings
 from tidegate.services import Service
 from tidegate.trainer.vllm import VLLMServer
@@ -22,7 +20,6 @@ ARGUMENTS = [
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32",
     "--max-num-seqs", "128", "--gpu-memory-utilization", "0.2",
 ]  # fmt: skip
-CALL_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,12 +38,7 @@ def python() -> str:
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two versions of a random model's weights."""
-    paths = [tmp_path_factory.mktemp(f"v{version}") for version in range(2)]
-    for seed, path in enumerate(paths):
-        make_tiny_model(path, vocab=640, hidden=128, seed=seed)  # attention heads of 32: vLLM has none of 16
-        make_tokenizer().save_pretrained(path)
-    return paths
+    return make_versions(tmp_path_factory, hidden=128)  # attention heads of 32: vLLM has none of 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "vllm"])
@@ -63,11 +55,6 @@ async def engine(
         settings = EngineSettings(kind="vllm", python=Path(python), arguments=ARGUMENTS)
         service = VLLMServer(settings, lambda: (versions[0], 0), place, "engine", 0)
     else:
-        arguments = ["--model", str(versions[0]), "--max-context", "2048", "--weight-version", "0"]
-        service = Service("engine", lambda: arguments, place)
-    try:
-        url = await service.start()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as http:
-            yield Client(url, http)
-    finally:
-        await service.stop()
+        service = embedded(versions[0], place)
+    async with served(service) as client:
+        yield client

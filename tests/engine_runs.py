@@ -1,0 +1,51 @@
+"""Runs of the demo through servers from other environments: what holds for each kind of engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.runs import gone, held, metrics, training
+
+
+def through(kind: str, python: str, arguments: Sequence[str]) -> list[str]:
+    """The settings of a run that starts its engine from that environment."""
+    words = ", ".join(f'"{word}"' for word in arguments)
+    return [f"--engine.kind={kind}", f"--engine.python={python}", f"--engine.arguments=[{words}]"]
+
+
+def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) -> None:
+    """The demo's own batches and learning rate over fewer steps, with publishes under running requests."""
+    demo = [
+        "--trainer.steps=28", "--trainer.groups_per_batch=16", "--trainer.group_size=8",
+        "--agent.max_concurrency=128", "--eval.tasks=128", "--eval.every=0", "--trainer.checkpoint_every=20",
+    ]  # fmt: skip
+    with training(run_dir, *settings, *demo) as run:
+        run.until_step(3, timeout=300)
+        first = run.owned("engine")
+        os.kill(first, signal.SIGKILL)
+        run.until_said("the engine is back at version", timeout=180)
+        assert run.owned("engine") != first
+        assert run.wait(timeout=900) == 0, run.output()[-3000:]
+    lines = metrics(run_dir)
+    assert lines[-1]["eval/reward"] >= 0.85
+    assert max(line["logprob_max_error"] for line in lines[1:]) < 1e-3
+    assert any(line["weight_version/mixed_turn_ratio"] > 0 for line in lines[1:])
+    audit = held(run_dir)
+    assert audit.oldest_staleness is not None
+    assert audit.oldest_staleness <= 2
+    assert gone(run.owned("engine"))
+
+
+def engine_ends_with_a_killed_run_which_goes_on(run_dir: Path, settings: list[str]) -> None:
+    with training(run_dir, *settings, "--trainer.steps=1000") as run:
+        run.until_step(3, timeout=300)
+        server = run.owned("engine")
+        run.kill()
+        assert gone(server)
+    with training(run_dir, *settings, "--trainer.steps=6", "--resume") as run:
+        assert run.wait(timeout=300) == 0, run.output()[-3000:]
+    assert [line["step"] for line in metrics(run_dir)] == [0, 1, 2, 3, 4, 5, 6]
+    held(run_dir)
