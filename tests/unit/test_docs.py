@@ -88,7 +88,9 @@ def test_verbs_flags_and_settings_are_there(path: Path) -> None:
 
 
 def test_every_target_explains_itself() -> None:
-    told = subprocess.run(["make", "help"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout
     assert {line.split("\t")[0] for line in told.splitlines()} == {
         one for one in TARGETS if not one.startswith("-")
     }
