@@ -29,3 +29,12 @@ def test_a_letter_says_what_was_asked_and_why_each_attempt_failed(tmp_path: Path
         ],
     }  # fmt: skip
     assert (second["task"], second["group"], second["slot"]) == ("t2", "g7", 3)
+
+
+def test_a_letter_that_was_cut_short_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    task = Task("t1", "arithmetic", [])
+    DeadLetters(tmp_path).write(task, "g1", 0, [])
+    path = DeadLetters(tmp_path).path
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:20])  # killed in the middle of a second one
+    DeadLetters(tmp_path).write(task, "g2", 0, [])
+    assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == ["g1", "g2"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 
 from tidegate import failpoints
+from tidegate.trainer.lines import drop_torn_line
 from tidegate.types import Outcome, Task
 
 
@@ -31,6 +32,7 @@ class DeadLetters:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "dead_letters.jsonl"
+        drop_torn_line(self.path)
 
     def write(self, task: Task, group: str, slot: int, attempts: Sequence[Attempted]) -> None:
         line = {

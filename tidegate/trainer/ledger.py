@@ -19,6 +19,7 @@ import orjson
 from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.entries import Entry
+from tidegate.trainer.lines import whole_lines
 
 
 class Ledger:
@@ -26,7 +27,7 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        kept, self.position = _whole_lines(path)
+        kept, self.position = whole_lines(path)
         self._file = open(path, "ab")  # noqa: SIM115 - owned until close()
         # A line that was torn by a crash was never acted upon: what it announced did not happen.
         self._file.truncate(kept)
@@ -65,7 +66,7 @@ def read_ledger(path: Path) -> Iterator[Entry]:
     """
     if not path.exists():
         raise LedgerError(f"{path}: there is no ledger; is this the directory of a run?")
-    kept, _ = _whole_lines(path)
+    kept, _ = whole_lines(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             if file.tell() > kept:
@@ -74,12 +75,3 @@ def read_ledger(path: Path) -> Iterator[Entry]:
                 yield cast(Entry, orjson.loads(line))
             except orjson.JSONDecodeError as error:
                 raise LedgerError(f"{path}: line {number + 1} is damaged: {error}") from error
-
-
-def _whole_lines(path: Path) -> tuple[int, int]:
-    """Bytes and number of the lines that end in a newline."""
-    if not path.exists():
-        return 0, 0
-    data = path.read_bytes()
-    kept = data.rfind(b"\n") + 1
-    return kept, data.count(b"\n")

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from tidegate import failpoints
 from tidegate.errors import TidegateError
+from tidegate.trainer.lines import drop_torn_line
 
 FILE = "metrics.jsonl"
 Value = float | int | bool | str | None
@@ -27,7 +28,7 @@ class MetricsLog:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
         run_dir.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(self.path)
+        drop_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -106,13 +107,3 @@ def _plain(name: str, value: Any) -> Value:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise TypeError(f"metric {name!r} is a {type(value).__name__}; metrics are flat numbers and texts")
-
-
-def _drop_torn_line(path: Path) -> None:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)

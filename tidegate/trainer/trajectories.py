@@ -21,6 +21,7 @@ from tidegate.errors import TidegateError
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
+from tidegate.trainer.lines import drop_torn_line
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
 
@@ -31,6 +32,8 @@ class TrajectoryFiles:
         self.directory = run_dir / "trajectories"
         self._aside = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._failed = self.directory / "failed.jsonl"
+        drop_torn_line(self._failed)
 
     def batch(self, batch: Batch, step: int) -> None:
         trained = [
@@ -74,7 +77,7 @@ class TrajectoryFiles:
         }
 
     def failure(self, trajectory: Trajectory, attempt: str) -> None:
-        with failpoints.around("trajectories.failed"), open(self.directory / "failed.jsonl", "ab") as file:
+        with failpoints.around("trajectories.failed"), open(self._failed, "ab") as file:
             file.write(_line({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
