@@ -31,7 +31,10 @@ def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) 
         assert run.wait(timeout=900) == 0, run.output()[-3000:]
     lines = metrics(run_dir)
     assert lines[-1]["eval/reward"] >= 0.85
-    assert max(line["logprob_max_error"] for line in lines[1:]) < 1e-3
+    errors = [line["logprob_max_error"] for line in lines[1:]]
+    told = [error for error in errors if error is not None]  # null: no token of that batch was of its version
+    assert len(told) > len(errors) / 2
+    assert max(told) < 1e-3
     assert any(line["weight_version/mixed_turn_ratio"] > 0 for line in lines[1:])
     audit = held(run_dir)
     assert audit.oldest_staleness is not None
