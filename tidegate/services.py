@@ -20,6 +20,7 @@ from pathlib import Path
 from tidegate.errors import StartError
 from tidegate.serve import Listen, bind
 
+LOOPBACK = "127.0.0.1"
 READY_S = 120.0
 STOP_S = 8.0
 POLL_S = 0.05

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tidegate.services import Service
+from tidegate.services import LOOPBACK, Service
 
 READY_S = 1800.0
 """Large weights, and CUDA graphs to capture."""
@@ -28,8 +28,11 @@ class TetheredService(Service):
     ready_s = READY_S
     poll_s = POLL_S
 
-    def __init__(self, directory: Path, name: str, *, shares_log: bool = False) -> None:
+    def __init__(
+        self, directory: Path, name: str, *, shares_log: bool = False, address: str = LOOPBACK
+    ) -> None:
         super().__init__(name, list, directory, shares_log=shares_log)
+        self.address = address
         self._group: int | None = None
 
     async def start(self) -> str:
@@ -55,11 +58,11 @@ class TetheredService(Service):
                 os.killpg(group, signal.SIGKILL)
 
     def program(self, port: int) -> list[str]:
-        """The program and its arguments at this start; it listens on 127.0.0.1."""
+        """The program and its arguments at this start; it listens on `address`."""
         raise NotImplementedError
 
     def command(self) -> list[str]:
-        self._port = self._port or free_port()
+        self._port = self._port or free_port(self.address)
         return [sys.executable, "-m", "tidegate.tether", str(os.getpid()), *self.program(self._port)]
 
     def environment(self) -> dict[str, str]:
@@ -67,7 +70,7 @@ class TetheredService(Service):
         return {key: value for key, value in os.environ.items() if key not in NOT_THEIRS}
 
     async def where(self) -> str | None:
-        url = f"http://127.0.0.1:{self._port}"
+        url = f"http://{self.address}:{self._port}"
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http, http.get(url + "/health") as answer:
@@ -76,8 +79,8 @@ class TetheredService(Service):
             return None
 
 
-def free_port() -> int:
+def free_port(address: str = LOOPBACK) -> int:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((address, 0))
         port: int = sock.getsockname()[1]
         return port

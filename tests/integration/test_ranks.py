@@ -23,6 +23,7 @@ from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.trainer.batch import Row
+from tidegate.trainer.followed import followers
 from tidegate.trainer.follower import Opening
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.ranks import Lead, Ranks
@@ -45,7 +46,7 @@ async def opened(
     base: Path, logs: Path, patience_s: float = 60, **more: Any
 ) -> AsyncIterator[tuple[Lead, Ranks]]:
     """A policy on two ranks, rank 0 of which is this process."""
-    ranks = Ranks(settings(2, **more), logs, patience_s)
+    ranks = Ranks(settings(2, **more), followers(2, logs), patience_s=patience_s)
     watching: list[asyncio.Task[None]] = []
 
     def watch(job: Coroutine[Any, Any, None], _: str) -> None:
@@ -84,7 +85,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     losses = ["truncated", "grpo"]
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
-    opening = Opening(settings(2, learning_rate=0.01), base, 0, 0, 60)
+    opening = Opening(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
     (tmp_path / "plan.pickle").write_bytes(pickle.dumps((opening, losses, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
@@ -189,7 +190,7 @@ async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path:
 
 
 async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_path: Path) -> None:
-    ranks = Ranks(settings(2), tmp_path)
+    ranks = Ranks(settings(2), followers(2, tmp_path))
     with pytest.raises(StartError, match=r"no model there"):
         await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
     process = ranks.followers[0]._process

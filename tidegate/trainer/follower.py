@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import TidegateError
+from tidegate.trainer.followed import READY
 from tidegate.trainer.sharded import ShardedPolicy
 
 JOIN_S = 120.0
-HOST = "127.0.0.1"
-READY = b"ready\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Opening:
     settings: TrainerSettings
     model: Path
     seed: int
-    port: int
+    address: tuple[str, int]
     """Of rank 0's store, at which the ranks meet."""
     patience_s: float
     """How long a rank waits for the others in the middle of something."""
@@ -40,10 +39,10 @@ class Opening:
     def join(self, rank: int, store: dist.Store | None = None) -> ShardedPolicy:
         """Meet the other ranks, and load this one's part of the model. Raises StartError."""
         ranks = self.settings.ranks
-        store = store or dist.TCPStore(HOST, self.port, ranks, timeout=timedelta(seconds=JOIN_S))
+        store = store or dist.TCPStore(*self.address, ranks, timeout=timedelta(seconds=JOIN_S))
         backend = "cpu:gloo"
         if self.settings.device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank if torch.cuda.device_count() > 1 else 0)  # 0: it sees its own alone
             backend = "cpu:gloo,cuda:nccl"
         patience = timedelta(seconds=self.patience_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)

@@ -22,6 +22,7 @@ from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.dead_letters import DeadLetters
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
+from tidegate.trainer.followed import followers
 from tidegate.trainer.guard import Guard, every, watchdog
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.loop import Loop, unless, whole
@@ -132,7 +133,7 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        ranks = Ranks(settings.trainer, self.dir / "logs")
+        ranks = Ranks(settings.trainer, followers(settings.trainer.ranks, self.dir / "logs"))
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)

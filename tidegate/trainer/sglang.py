@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tidegate.config import EngineSettings
 from tidegate.serve import write_whole
+from tidegate.services import LOOPBACK
 from tidegate.tethered import TetheredService
 
 Live = Callable[[], tuple[Path, int]]
@@ -18,8 +19,16 @@ class SGLangServer(TetheredService):
     """`python -m sglang.launch_server` with what is live. Its `/health` is no 200 until its own first request
     went through it."""
 
-    def __init__(self, settings: EngineSettings, live: Live, directory: Path, name: str, index: int) -> None:
-        super().__init__(directory, name)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        live: Live,
+        directory: Path,
+        name: str,
+        index: int,
+        address: str = LOOPBACK,
+    ) -> None:
+        super().__init__(directory, name, address=address)
         self._settings = settings
         self._live = live
         self._index = index
@@ -33,6 +42,6 @@ class SGLangServer(TetheredService):
         weights, version = self._live()
         return [
             str(self._settings.python), "-m", "sglang.launch_server", "--model-path", str(weights),
-            "--host", "127.0.0.1", "--port", str(port), "--weight-version", str(version),
+            "--host", self.address, "--port", str(port), "--weight-version", str(version),
             *self._settings.numbered(self._index),
         ]  # fmt: skip

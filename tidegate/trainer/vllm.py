@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.config import EngineSettings
-from tidegate.services import Service
+from tidegate.services import LOOPBACK, Service
 from tidegate.tethered import READY_S
 
 Live = Callable[[], tuple[Path, int]]
@@ -17,8 +17,19 @@ class VLLMServer(Service):
 
     ready_s = READY_S
 
-    def __init__(self, settings: EngineSettings, live: Live, directory: Path, name: str, index: int) -> None:
-        super().__init__("vllm", lambda: vllm_arguments(settings, live, index), directory, name=name)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        live: Live,
+        directory: Path,
+        name: str,
+        index: int,
+        address: str = LOOPBACK,
+    ) -> None:
+        def arguments() -> list[str]:
+            return [*vllm_arguments(settings, live, index), "--host", address]
+
+        super().__init__("vllm", arguments, directory, name=name)
 
 
 def vllm_arguments(settings: EngineSettings, live: Live, index: int) -> list[str]:
