@@ -23,13 +23,17 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
-    """The steps' metrics, the first one's gradients, and the parameters and logprobs at the end."""
+    """The steps' metrics, the first one's gradients, parameters before and after, and the last logprobs."""
     policy._optimizer = torch.optim.SGD(policy.model.parameters(), lr=policy.settings.learning_rate)
+    start = {name: whole(one) for name, one in policy.model.named_parameters()}
     metrics, gradients = [], {}
     for rows in batches:
         metrics.append(policy.update(rows, version=3))
-        gradients = gradients or {name: whole(one.grad) for name, one in policy.model.named_parameters()}
+        gradients = gradients or {
+            name: whole(one.grad) for name, one in policy.model.named_parameters() if one.grad is not None
+        }
     return {
+        "start": start,
         "metrics": metrics,
         "gradients": gradients,
         "parameters": {name: whole(one) for name, one in policy.model.named_parameters()},
@@ -38,13 +42,13 @@ def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
 
 
 def main(directory: Path, rank: int) -> None:
-    opening, losses, batches = pickle.loads((directory / "plan.pickle").read_bytes())
+    opening, variants, batches = pickle.loads((directory / "plan.pickle").read_bytes())
     assert isinstance(opening, Opening)
     policy = opening.join(rank, dist.FileStore(str(directory / "store"), opening.settings.ranks))
     found = {}
-    for loss in losses:
-        settings = opening.settings.model_copy(update={"loss": loss})
-        found[loss] = train(type(policy).load(opening.model, settings), batches)
+    for name, changed in variants.items():
+        settings = opening.settings.model_copy(update=changed)
+        found[name] = train(type(policy).load(opening.model, settings), batches)
     if rank == 0:
         torch.save(found, directory / "found.pt")
     dist.barrier()  # a rank that leaves first takes the others' connections with it

@@ -221,6 +221,12 @@ class TrainerSettings(Section):
     """Of the trainer: cpu, cuda, cuda:1."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that train together, each with a shard of the policy (FSDP2); on `cuda` a GPU each."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward passes compute in. Parameters, their gradients, AdamW's moments and what is
+    written and published are float32 either way."""
+    activation_checkpointing: bool = False
+    """Keep only what goes into each decoder layer, and compute the rest again on the way back: less memory
+    for a third more arithmetic, and the same gradients."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25

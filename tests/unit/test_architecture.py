@@ -83,6 +83,7 @@ TORCH = {
     "trainer/diagnostics",
     "trainer/layout",
     "trainer/forward",
+    "trainer/recompute",
     "trainer/publish",
     "trainer/checkpoint",
     "trainer/pretrained",

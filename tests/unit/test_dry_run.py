@@ -73,21 +73,40 @@ def test_the_kv_cache_is_what_the_model_fills() -> None:
     assert shape.kv_bytes(3, 17, "float32") == held == 2 * shape.kv_bytes(3, 17, "bfloat16")
 
 
-def test_the_activations_are_what_pytorch_keeps() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_activations_are_what_pytorch_keeps(dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(BASE)
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    shapes = {one.shape for one in model.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in weights and tensor.shape not in shapes:  # a weight, or one in bfloat16
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = model.model(input_ids=torch.randint(0, 500, (4, 128))).last_hidden_state
     assert hidden.requires_grad
-    assert read_shape(BASE).activation_bytes(4 * 128) == pytest.approx(sum(kept.values()), rel=0.1)
+    assert read_shape(BASE).activation_bytes(4 * 128, dtype) == pytest.approx(sum(kept.values()), rel=0.1)
+
+
+def test_layers_that_are_computed_again_keep_their_inputs_and_one_layer(tmp_path: Path) -> None:
+    def plan(**trainer: object) -> dict[str, int]:
+        items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
+        return {item.what: item.size for item in items if item.owner == "trainer"}
+
+    shape = read_shape(BASE)
+    plain, again = plan(), plan(activation_checkpointing=True)
+    inputs = 8192 * shape.layers * shape.hidden * FLOAT32
+    assert again["activations"] == inputs + plain["activations"] // shape.layers
+    assert {name for name in plain if plain[name] != again[name]} == {"activations"}
+    short = plan(compute_dtype="bfloat16")
+    assert short["activations"] == int(0.7 * plain["activations"]) + 2 * shape.parameters
+    assert short["weights"] == plain["weights"]
 
 
 def test_engines_that_run_already_take_nothing_here(tmp_path: Path) -> None:

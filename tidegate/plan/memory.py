@@ -10,7 +10,9 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 - activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
   a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
   values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
-  shared.
+  shared. Computed in bfloat16, norms and residuals stay in float32: 0.7 of that, counted likewise, and
+  2 · P for the weights in that type. With activation checkpointing h a token and layer is kept, besides
+  one whole layer.
 - logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
   gradient), in float32.
 
@@ -32,6 +34,7 @@ from tidegate.errors import ConfigError
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+IN_BFLOAT16 = 0.7
 LOGITS_AT_ONCE = 2**26
 """As in the trainer: more logits than these are computed in pieces."""
 
@@ -85,11 +88,14 @@ class Shape:
     def kv_bytes(self, slots: int, context: int, dtype: str) -> int:
         return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
 
-    def activation_bytes(self, tokens: int) -> int:
+    def activation_bytes(self, tokens: int, dtype: str = "float32", *, recomputed: bool = False) -> int:
         """Kept for the backward pass of one microbatch."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        per_layer = 6 * self.hidden + 6 * query + 2 * key + 4 * self.intermediate
-        return tokens * self.layers * per_layer * FLOAT32
+        layer = 6 * self.hidden + 6 * query + 2 * key + 4 * self.intermediate
+        share = IN_BFLOAT16 if dtype == "bfloat16" else 1.0
+        if recomputed:
+            return int(tokens * (self.layers * self.hidden + share * layer) * FLOAT32)
+        return int(tokens * self.layers * share * layer * FLOAT32)
 
     def logit_bytes(self, tokens: int) -> int:
         return 3 * min(tokens * self.vocab, LOGITS_AT_ONCE) * FLOAT32
@@ -207,13 +213,17 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
         device, held = f"each of {ranks} GPUs", f"{held} ÷ {ranks}"
         number = -(-number // ranks)
     each = f" on each of {passes} ranks" if passes > 1 else ""
+    activations = shape.activation_bytes(
+        tokens, trainer.compute_dtype, recomputed=trainer.activation_checkpointing
+    )
+    cast = BYTES["bfloat16"] * shape.parameters if trainer.compute_dtype == "bfloat16" else 0
+    kept = f"about, of {tokens:,} tokens a microbatch" + (", and weights in bfloat16" if cast else "")
     return [
         Item(device, "trainer", "weights", f"{held} × 4 B", number * FLOAT32),
         Item(device, "trainer", "gradients", f"{held} × 4 B", number * FLOAT32),
         Item(device, "trainer", "optimiser", f"{held} × 8 B (AdamW)", number * 2 * FLOAT32),
         Item(
-            device, "trainer", "activations",
-            f"about, of {tokens:,} tokens a microbatch{each}", passes * shape.activation_bytes(tokens),
+            device, "trainer", "activations", kept + each, passes * (activations + cast),
         ),
         Item(
             device, "trainer", "logits",

@@ -15,9 +15,12 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from tidegate.config import TrainerSettings
+from tidegate.errors import StartError
 from tidegate.trainer.batch import Row
 from tidegate.trainer.layout import Bundle, Microbatch, Prefixes, bundles
 from tidegate.trainer.loss import token_logprobs
+from tidegate.trainer.recompute import recompute
 from tidegate.types import Logprobs
 
 LOGITS_AT_ONCE = 2**26
@@ -52,25 +55,45 @@ class Prefix:
 
     def backward(self) -> None:
         """Call once, when the backward passes of all microbatches are done."""
-        torch.autograd.backward(self._computed, [one.grad for one in self._given])
+        pairs = [
+            (computed, given.grad)
+            for computed, given in zip(self._computed, self._given, strict=True)
+            if given.grad is not None  # what lies before the first trained parameter has none
+        ]
+        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class Forward:
     """A causal language model, taken apart so that only what is needed is computed.
 
     The head is applied only where a token is trained, and prefixes are computed once; each is done only
-    for a model that gives the same result so, which is tried when it is made.
+    for a model that gives the same result so, which is tried when it is made, in float32. Logprobs are
+    computed in float32 from the logits, whatever these were computed in.
+
+    Raises StartError where the model's layers are to be computed again and cannot be told.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, settings: TrainerSettings) -> None:
         self.model = model
         self.device = next(model.parameters()).device
+        self._autocast = False
         self._backbone, self._head = _split(model, self.device)
         self.shares = self._may_share()
+        if settings.activation_checkpointing:
+            recompute(_layers_to_recompute(model))
+        self._compute_in(getattr(torch, settings.compute_dtype))
+
+    def _compute_in(self, dtype: torch.dtype) -> None:
+        """Compute in this type from now on; parameters and their gradients stay in float32."""
+        self._autocast = dtype is torch.bfloat16
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
     def prefix(self, bundle: Bundle) -> Prefix | None:
         """Compute the bundle's prefixes, if it has any."""
-        return Prefix(self._backbone, bundle.prefixes, self.device) if bundle.prefixes else None
+        with self._precision():
+            return Prefix(self._backbone, bundle.prefixes, self.device) if bundle.prefixes else None
 
     def __call__(self, batch: Microbatch, prefix: Prefix | None) -> tuple[Tensor, Tensor]:
         """log π of the microbatch's trained tokens and the entropy of their distributions, both [n].
@@ -85,11 +108,12 @@ class Forward:
             inputs["use_cache"] = True
             inputs["past_key_values"] = prefix.cache(batch)
             inputs["attention_mask"] = _mask(batch)
-        if self._head is None:
-            logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
-            return token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
-        hidden_btd = self._backbone(**inputs).last_hidden_state
-        return self._through_head(hidden_btd.flatten(0, 1).index_select(0, batch.at_n), batch)
+        with self._precision():
+            if self._head is None:
+                logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
+                return token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+            hidden_btd = self._backbone(**inputs).last_hidden_state
+            return self._through_head(hidden_btd.flatten(0, 1).index_select(0, batch.at_n), batch)
 
     def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         def piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,6 +151,22 @@ class Forward:
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # its cache or its mask is of another kind
         return all(np.allclose(one, other, atol=1e-4) for one, other in zip(whole, shared, strict=True))
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The model's decoder layers, which transformers names as what must not be split."""
+    names = set(model._no_split_modules or ())
+    return [one for one in model.modules() if type(one).__name__ in names]
+
+
+def _layers_to_recompute(model: Any) -> list[Any]:
+    found = decoder_layers(model)
+    if not found:
+        raise StartError(
+            f"{type(model).__name__} does not say what its decoder layers are, so they cannot be computed "
+            "again: switch trainer.activation_checkpointing off, and lower trainer.microbatch_tokens"
+        )
+    return found
 
 
 def by_row(batch: Microbatch, logprobs_n: Tensor) -> dict[int, Logprobs]:

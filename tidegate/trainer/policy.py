@@ -88,8 +88,8 @@ class Policy:
         self._under_way: _UnderWay | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
-        self._forward = self._way(model)
-        self._reference = None if reference is None else self._way(reference)
+        self._forward = self._way(model, settings)
+        self._reference = None if reference is None else self._way(reference, settings)
         self._optimizer = _optimizer(model, settings)
 
     @classmethod

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch import Row
 from tidegate.trainer.deal import Hand, deal
 from tidegate.trainer.diagnostics import Diagnostics
-from tidegate.trainer.forward import Forward, Prefix, by_row
+from tidegate.trainer.forward import Forward, Prefix, by_row, decoder_layers
 from tidegate.trainer.layout import Microbatch, microbatch
 from tidegate.trainer.policy import Descent, Policy
 from tidegate.types import Logprobs
@@ -41,20 +41,25 @@ class ShardedForward(Forward):
     lead through layers whose parameters are gone by then.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)  # tried while the model is whole
+    def __init__(self, model: Any, settings: TrainerSettings) -> None:
+        super().__init__(model, settings)  # tried while the model is whole
         kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
         if kind == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         whole: Any = _Whole(model, partial(super().__call__, prefix=None))
-        for unit in (*_layers(model), whole):
+        # Parameters are gathered in the type that is computed in; gradients are summed as they are kept.
+        precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        for unit in (*decoder_layers(model), whole):
             # Let go after the way forward too: otherwise the parameters are whole ones until a way back.
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
             # The loss is divided by the N of all ranks, so gradients are summed: plainly, as gloo can, too.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._sharded = whole
+
+    def _compute_in(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def _may_share(self) -> bool:
         return False
@@ -192,12 +197,6 @@ def gathered(own: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
-
-
-def _layers(model: Any) -> list[Any]:
-    """The model's decoder layers, which transformers names as what must not be split."""
-    names = set(model._no_split_modules or ())
-    return [one for one in model.modules() if type(one).__name__ in names]
 
 
 def _gather(tensor: Tensor) -> Tensor:
