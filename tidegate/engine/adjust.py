@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidegate.engine.device import upload
 from tidegate.engine.params import SamplingParams
 from tidegate.engine.slots import Slots
 
@@ -25,14 +26,14 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
             allowed = owner.grammar.allowed(logits_bv.shape[1])
             slots.choices[row] = choices = int(allowed.sum())
             if choices:  # else it has failed, and says so when it is to accept a token
-                logits_bv[row, torch.from_numpy(~allowed).to(logits_bv.device)] = -torch.inf
+                logits_bv[row, upload(~allowed, logits_bv.device)] = -torch.inf
 
 
 def penalise(logits_v: Tensor, output_ids: list[int], params: SamplingParams) -> None:
     """In place, for one row."""
     ids, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
-    at = torch.from_numpy(ids).to(logits_v.device)
-    times = torch.from_numpy(counts).to(logits_v.device, logits_v.dtype)
+    at = upload(ids, logits_v.device)
+    times = upload(counts, logits_v.device).to(logits_v.dtype)
     values = logits_v[at] - params.frequency_penalty * times - params.presence_penalty
     scale = params.repetition_penalty
     logits_v[at] = torch.where(values < 0, values * scale, values / scale)

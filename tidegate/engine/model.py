@@ -7,7 +7,8 @@ token is sampled in one place, and a retracted request comes back the way a new 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
-from tidegate.engine.cache import VIEW_STEP, RowSnapshot, SlotCache, rounded
+from tidegate.engine.cache import VIEW_STEP, Room, RowSnapshot, SlotCache, rounded
+from tidegate.engine.decode import CudaGraphs, Eager, Recorded, Recorder
+from tidegate.engine.device import upload
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.params import SamplingParams
 from tidegate.engine.requests import Generation
-from tidegate.engine.sampling import sample
 from tidegate.engine.slots import Slots
 from tidegate.engine.weights import (
     CheckedWeights,
@@ -40,9 +42,18 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.0
 
 
 class Model:
-    """Weights, cache and sampling; used by one thread at a time."""
+    """Weights, cache and sampling; used by one thread at a time.
 
-    def __init__(self, hf_model: Any, max_slots: int, max_context: int) -> None:
+    With a `recorder` decode steps are recorded and replayed; None: they run kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        hf_model: Any,
+        max_slots: int,
+        max_context: int,
+        recorder: Callable[[], Recorder] | None = None,
+    ) -> None:
         self.hf_model = hf_model
         self.max_slots = max_slots
         self.max_context = max_context
@@ -52,13 +63,20 @@ class Model:
         self.eos_ids = _eos_ids(hf_model)
         self.converts_weights = converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
-        self.cache = SlotCache(layers, max_slots, self.device)
+        # Recorded steps write their padding to one row more.
+        room = Room(max_slots + (recorder is not None), max_context, lasting=recorder is not None)
+        self.cache = SlotCache(layers, room, self.device)
         # Where a model can do without the logits of other positions.
         takes = inspect.signature(hf_model.forward).parameters
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._key_numbers = torch.arange(rounded(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+        self.steps: Eager | Recorded = (
+            Eager(self._attend, self.cache, self.device)
+            if recorder is None
+            else Recorded(self._attend, self.cache, self.device, max_slots, max_context, recorder)
+        )
 
     @torch.inference_mode()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
@@ -75,11 +93,13 @@ class Model:
             starts = torch.tensor(held, device=self.device)
             # Padding may reach beyond the context; its place there is written again before it is read.
             positions = (starts[:, None] + self._key_numbers[:length]).clamp_(max=self.max_context - 1)
-            self._extend(first, ids, positions, min(max(held) + length, self.max_context))
+            seen = rounded(min(max(held) + length, self.max_context), VIEW_STEP)
+            self.cache.extend(first, positions, seen)
+            self._attend(upload(ids, self.device), positions, seen)
             return
         self.cache.begin(first, len(sequences), length)
         self.hf_model(
-            input_ids=torch.from_numpy(ids).to(self.device),
+            input_ids=upload(ids, self.device),
             position_ids=self._key_numbers[None, :length].expand(len(sequences), length),
             past_key_values=self.cache,
             use_cache=True,
@@ -89,25 +109,22 @@ class Model:
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """One token for every row: (ids, logprobs), both [rows]."""
-        return sample(self.logits(slots), slots)
+        return self.steps.sample(slots)
 
     @torch.inference_mode()
     def logits(self, slots: Slots) -> Tensor:
         """The next token's logits for every row, [rows, vocab]; caches the rows' input tokens."""
-        n = slots.count
-        positions = torch.from_numpy(slots.lengths[:n, None]).to(self.device)
-        return self._extend(0, slots.tokens[:n, None], positions, int(slots.lengths[:n].max()) + 1)
+        return self.steps.logits(slots)
 
-    def _extend(self, first: int, ids: np.ndarray, positions: Tensor, length: int) -> Tensor:
-        """Run tokens [rows, tokens] at `positions` of rows first.., each seeing its row's past.
+    def _attend(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Run tokens [rows, tokens] at `positions` of the rows that the cache was told, each seeing its row's
+        past among the first `length` keys.
 
         Returns the logits of the last column, [rows, vocab].
         """
-        length = rounded(length, VIEW_STEP)
-        self.cache.extend(first, positions, length)
         seen = self._key_numbers[:length] <= positions[:, :, None]
         output = self.hf_model(
-            input_ids=torch.from_numpy(ids).to(self.device),
+            input_ids=ids,
             position_ids=positions,
             attention_mask=torch.where(seen, self._zero, self._masked)[:, None],
             past_key_values=self.cache,
@@ -133,6 +150,7 @@ class Model:
     def clean(self, row: int) -> None:
         self.cache.clean(row)
 
+    @torch.inference_mode()
     def drop_cache(self) -> None:
         self.cache.drop()
 
@@ -177,13 +195,14 @@ def load_model(options: EngineOptions) -> Model:
             names = sorted(str(name) for name in found[fault])
             raise StartError(f"{options.model}: {fault.replace('_', ' ')} in its weights: {names[:5]}")
     hf_model.requires_grad_(False).eval().to(device)
-    model = Model(hf_model, options.max_slots, options.max_context)
+    recorder = partial(CudaGraphs, device) if device.type == "cuda" else None
+    model = Model(hf_model, options.max_slots, options.max_context, recorder)
     if options.load_weights_from is not None:
         try:
             model.copy_weights(model.read_weights(options.load_weights_from))
         except WeightsError as error:
             raise StartError(str(error)) from None
-    _probe(model, options.model)
+    probe(model, options.model)
     return model
 
 
@@ -235,20 +254,26 @@ def _check_positions(config: Any, max_context: int) -> None:
         )
 
 
-def _probe(model: Model, path: Path) -> None:
+def probe(model: Model, path: Path) -> None:
     """Compare the slot cache with the plain model once, on short sequences of different lengths.
 
     A model that ignores `position_ids` or a prepared mask would sample fluent nonsense; this says so
-    at the start.
+    at the start. Raises StartError. Recorded decode steps that differ are given up first.
     """
+    tolerance = PROBE_TOLERANCE[model.dtype]
     worst = 0.0
     try:
         worst = _probe_error(model)
+        if not worst <= tolerance and isinstance(model.steps, Recorded):
+            why = f"replayed, their logits differ by {worst:.3g} from the plain model's"
+            if model.steps.give_up(why):
+                model.drop_cache()
+                worst = _probe_error(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise StartError(f"{path}: the model does not run over the slot cache: {error}") from error
     finally:
         model.drop_cache()
-    if not worst <= PROBE_TOLERANCE[model.dtype]:
+    if not worst <= tolerance:
         raise StartError(
             f"{path}: over the slot cache its logits differ by {worst:.3g} from the plain model's; "
             "the embedded engine cannot serve this model, use SGLang"
@@ -267,15 +292,15 @@ def _probe_error(model: Model) -> float:
         model.prefill(row, [generation.past[:row]], [0])
     held = range(slots.count)
     model.prefill(0, [generation.past[n:] for n, generation in zip(held, slots.owners, strict=True)], held)
-    worst = 0.0
+    differences = []
     for _ in range(2):
         over_cache = model.logits(slots)
         for row, generation in enumerate(slots.owners):
             ids = generation.prompt_ids + generation.output_ids
             plain = model.hf_model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1]
-            worst = max(worst, float((plain.float() - over_cache[row].float()).abs().max()))
+            differences.append((plain.float() - over_cache[row].float()).abs().max())
         following = over_cache.argmax(-1).cpu().numpy()
         slots.advance(following)
         for generation, token in zip(slots.owners, following.tolist(), strict=True):
             generation.output_ids.append(token)
-    return worst
+    return float(torch.stack(differences).max())  # NaN where any is

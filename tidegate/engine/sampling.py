@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tidegate.engine.adjust import adjust
+from tidegate.engine.device import upload
 from tidegate.engine.slots import Slots
 
 GREEDY_BELOW = 1e-6
@@ -41,29 +42,69 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     log-probability is log-softmax(logits ÷ temperature) of the token: after penalties and grammar, before
     top-k, top-p and min-p, as SGLang gives it (temperature 0: of the logits undivided).
     """
-    n = logits_bv.shape[0]
-    temperatures = slots.temperatures[:n]
-    greedy = temperatures < GREEDY_BELOW
-    scale = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_bv.device)
+    greedy, scales = temperatures(slots)
+    scale = upload(scales, logits_bv.device)
     logits_bv = logits_bv.float()
-    if slots.adjusted[:n].any():
+    if slots.adjusted[: slots.count].any():
         adjust(logits_bv, slots)
     logprobs_bv = torch.log_softmax(logits_bv / scale[:, None], dim=-1)
-    draws = torch.from_numpy(uniforms(slots.seeds[:n], slots.drawn[:n])).to(logits_bv.device)
-    ids = _inverse_cdf(logprobs_bv, draws)
-    filtered = ~greedy & ((slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0))
-    if filtered.any():
-        rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits_bv.device)
-        top_ps = torch.from_numpy(slots.top_ps[:n][filtered]).to(logits_bv.device)
-        top_ks = torch.from_numpy(slots.top_ks[:n][filtered]).to(logits_bv.device)
-        min_ps = torch.from_numpy(slots.min_ps[:n][filtered]).to(logits_bv.device)
-        ids[rows] = _draw_from_top(logprobs_bv[rows], draws[rows], top_ps, top_ks, min_ps)
+    uniform = upload(draws(slots), logits_bv.device)
+    ids = _inverse_cdf(logprobs_bv, uniform)
+    narrowed = np.flatnonzero(_narrowed(slots))
+    if len(narrowed):
+        rows, top_ps, top_ks, min_ps = (
+            upload(one, logits_bv.device)
+            for one in (narrowed, slots.top_ps[narrowed], slots.top_ks[narrowed], slots.min_ps[narrowed])
+        )
+        ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
     if greedy.any():
-        ids = torch.where(torch.from_numpy(greedy).to(ids.device), logprobs_bv.argmax(-1), ids)
+        ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
+    return read(_with_logprobs(ids, logprobs_bv))
+
+
+def drawn(logits_bv: Tensor, scales_b: Tensor, draws_b: Tensor, greedy_b: Tensor) -> Tensor:
+    """`sample` for rows without rules of their own, on the device alone: float64 [2, rows], for `read`."""
+    logprobs_bv = torch.log_softmax(logits_bv.float() / scales_b[:, None], dim=-1)
+    ids = torch.where(greedy_b, logprobs_bv.argmax(-1), _inverse_cdf(logprobs_bv, draws_b))
+    return _with_logprobs(ids, logprobs_bv)
+
+
+def read(both: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids and logprobs from [2, rows]: one copy from the device for both, the only wait of a step."""
+    ids, logprobs = both.cpu().numpy()
+    return ids.astype(np.int64), logprobs.copy()
+
+
+def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """Whether each row is greedy, and what divides its logits; [rows]."""
+    asked = slots.temperatures[: slots.count]
+    greedy = asked < GREEDY_BELOW
+    return greedy, np.where(greedy, np.float32(1), asked)
+
+
+def draws(slots: Slots) -> npt.NDArray[np.float64]:
+    """Each row's uniform number for its next token, [rows]."""
+    return uniforms(slots.seeds[: slots.count], slots.drawn[: slots.count])
+
+
+def has_own_rules(slots: Slots) -> npt.NDArray[np.bool_]:
+    """Which rows' tokens come from something else than softmax(logits ÷ temperature), [rows]."""
+    return slots.adjusted[: slots.count] | _narrowed(slots)
+
+
+def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
+    n = slots.count
+    greedy, _ = temperatures(slots)
+    narrowed: npt.NDArray[np.bool_] = ~greedy & (
+        (slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0)
+    )
+    return narrowed
+
+
+def _with_logprobs(ids: Tensor, logprobs_bv: Tensor) -> Tensor:
+    """Ids and their logprobs, float64 [2, rows]: ids are exact in it."""
     chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
-    # One copy from the device for both; ids are exact in float64.
-    both = torch.stack([ids.double(), chosen.double()]).cpu().numpy()
-    return both[0].astype(np.int64), both[1]
+    return torch.stack([ids.double(), chosen.double()])
 
 
 def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
