@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import ModelSettings, Settings, TrainerSettings
+from tidegate.errors import PublishError
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.batch import Row
 from tidegate.trainer.batches import Batches
@@ -34,6 +37,8 @@ class Hands:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     one_by_one: bool = False
     log: list[str] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of metrics."""
     non_finite: list[str] = field(default_factory=list)
 
     async def lease(self, *_: Any) -> list[Group]:
@@ -78,7 +83,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[Entry]]:
     rules = rules_of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
     admission = Admission(rules, book.append)
     hands = cast(Any, Hands(admission))
-    nothing = SimpleNamespace(append=lambda _: None, step=lambda _: None, note=lambda _: None)
+    nothing = SimpleNamespace(append=hands.lines.append, step=lambda _: None, note=lambda _: None)
     recorder = Recorder(
         cast(Any, nothing), TrajectoryFiles(tmp_path), cast(Any, nothing), dict, lambda: admission.version
     )
@@ -105,6 +110,39 @@ async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path
         (one["step"], one["staleness"]) for one in book if one.get("state") == "stepped" and "step" in one
     ]
     assert steps == [(1, 0), (1, 0), (2, 0), (2, 0)]
+
+
+async def test_a_step_has_its_line_also_where_the_run_ends_before_the_next(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=3)
+    hands.ready.set()
+
+    async def publish(version: int) -> None:
+        if version == 2:
+            raise PublishError("no engine")
+
+    hands.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(PublishError):
+        await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert [line["step"] for line in hands.lines] == [1, 2]
+    assert "time/publish" in hands.lines[0]
+    assert "time/publish" not in hands.lines[1]
+    assert hands.lines[1]["reward/mean"] == 0.5
+
+
+async def test_a_step_in_which_the_run_is_cancelled_has_its_line(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=3)
+    hands.ready.set()
+    running = asyncio.create_task(loop.run())
+
+    def finish() -> dict[str, float]:
+        hands.loop.call_soon_threadsafe(running.cancel)
+        return {"skipped": 0.0}
+
+    hands.finish = finish  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    assert [line["step"] for line in hands.lines] == [1]
 
 
 async def test_otherwise_the_whole_batch_is_cut_before_anything_is_learned(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,16 +48,27 @@ class Loop:
             parts = await self._gather()
             if parts is None:
                 return
-            metrics = await whole(self._train(parts))
-            if self.skipped:
-                continue
-            if self.settings.publishes(self.step):
-                metrics["time/publish"] = await self._publish()
-            metrics |= await self.evaluate(self.step)
-            metrics["time/step"] = time.monotonic() - began
-            self.recorder.step(self.step, metrics)
+            with self._line(began) as metrics:
+                await whole(self._train(parts, metrics))
+                if self.skipped:
+                    continue
+                if self.settings.publishes(self.step):
+                    metrics["time/publish"] = await self._publish()
+                metrics |= await self.evaluate(self.step)
             if self.step % self.settings.checkpoint_every == 0:
                 await whole(self.checkpoint(self.step))
+
+    @contextlib.contextmanager
+    def _line(self, began: float) -> Iterator[dict[str, float]]:
+        """The metrics of the step that is taken meanwhile. It has its line also where the run ends before the
+        next one, for it is committed then; a step that is skipped has none."""
+        metrics: dict[str, float] = {}
+        try:
+            yield metrics
+        finally:
+            if metrics:
+                metrics["time/step"] = time.monotonic() - began
+                self.recorder.step(self.step, metrics)
 
     async def _gather(self) -> list[Batch] | None:
         """Cut the next batch; None when it is time to stop. When streaming it comes in minibatches, and each
@@ -77,19 +89,19 @@ class Loop:
         version = self.admission.version if fresh else CHANGED
         await asyncio.to_thread(self.policy.add, part.rows(), version)
 
-    async def _train(self, parts: list[Batch]) -> dict[str, float]:
-        """One optimiser step, entered in the ledger as soon as it is done."""
+    async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
+        """One optimiser step, entered in the ledger as soon as it is done; `metrics` is told what it was."""
         await self._learn(parts[-1])
-        metrics = await asyncio.to_thread(self.policy.finish)
+        found = await asyncio.to_thread(self.policy.finish)
         batch = Batch.of(parts)
-        self.skipped = self.skipped + 1 if metrics["skipped"] else 0
+        self.skipped = self.skipped + 1 if found["skipped"] else 0
         if self.skipped:
             await self._skip(batch)
-            return {}
+            return
         self.step += 1
         self.recorder.batch(batch, self.step)
         await self.batches.stepped(batch, self.step)
-        return self.recorder.batch_metrics(batch, self.step) | metrics
+        metrics |= self.recorder.batch_metrics(batch, self.step) | found
 
     async def _skip(self, batch: Batch) -> None:
         groups = ", ".join(self.policy.non_finite)
