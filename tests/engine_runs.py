@@ -19,7 +19,7 @@ def through(kind: str, python: str, arguments: Sequence[str]) -> list[str]:
 def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) -> None:
     """The demo's own batches and learning rate over fewer steps, with publishes under running requests."""
     demo = [
-        "--trainer.steps=28", "--trainer.groups_per_batch=16", "--trainer.group_size=8",
+        "--trainer.steps=36", "--trainer.groups_per_batch=16", "--trainer.group_size=8",
         "--agent.max_concurrency=128", "--eval.tasks=128", "--eval.every=0", "--trainer.checkpoint_every=20",
     ]  # fmt: skip
     with training(run_dir, *settings, *demo) as run:
@@ -28,7 +28,7 @@ def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) 
         os.kill(first, signal.SIGKILL)
         run.until_said("the engine is back at version", timeout=180)
         assert run.owned("engine") != first
-        assert run.wait(timeout=900) == 0, run.output()[-3000:]
+        assert run.wait(timeout=1200) == 0, run.output()[-3000:]
     lines = metrics(run_dir)
     assert lines[-1]["eval/reward"] >= 0.85
     errors = [line["logprob_max_error"] for line in lines[1:]]

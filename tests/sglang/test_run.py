@@ -13,7 +13,7 @@ from tests.engine_runs import (
 )
 from tests.sglang.conftest import ARGUMENTS
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_the_demo_learns_and_a_killed_server_comes_back(tmp_path: Path, python: str) -> None:
