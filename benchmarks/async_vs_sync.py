@@ -91,7 +91,7 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
         episodes = Episodes(processes.gateway, processes.worker, quick.agent.deadline_s)
         evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, lambda *_: None)
         for step, weights in checkpoints.items():
-            await EngineControl(processes.engines[0], http).load(weights, step)
+            await EngineControl(processes.engines.urls()[0], http).load(weights, step)
             found = await evaluator.interim(step)
             rewards[step] = found.metrics["eval/reward"]
     return rewards

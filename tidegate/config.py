@@ -99,6 +99,8 @@ class GatewaySettings(Section):
     """0 takes a free one."""
     admin_key: str | None = None
     """Needed to listen on anything but loopback."""
+    shards: Annotated[int, Field(ge=1)] = 1
+    """Processes that share the sessions, behind one address. A run that is resumed keeps their number."""
     tool_parser: ToolParser = "auto"
     """The form of the model's tool calls. auto: what its chat template writes; none: they stay text."""
 

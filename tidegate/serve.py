@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from tidegate.errors import StartError
+from tidegate.errors import StartError, TidegateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Listen:
     """End when stdin closes."""
     fd: int | None = None
     """A bound socket that the owner passed on, in place of host and port."""
+    listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
+    """Where others find it: entered with its URL once it serves, left before it ends."""
 
 
 def bind(listen: Listen) -> socket.socket:
@@ -79,11 +82,24 @@ class _Announcing(uvicorn.Server):
         super().__init__(config)
         self._listen = listen
         self._url = url
+        self._listed = contextlib.AsyncExitStack()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._listen.announce is not None and not self.should_exit:
+        if self.should_exit:
+            return
+        if self._listen.announce is not None:
             write_whole(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
+        if self._listen.listed is not None:
+            try:
+                await self._listed.enter_async_context(self._listen.listed(self._url))
+            except TidegateError:
+                await super().shutdown(sockets)
+                raise
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._listed.aclose()
+        await super().shutdown(sockets)
 
 
 def write_whole(path: Path, text: str) -> None:

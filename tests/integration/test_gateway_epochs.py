@@ -14,7 +14,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed, model, talk
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
-from tidegate.trainer.processes import use_engines
+from tidegate.trainer.engines import Engines
 from tidegate.types import Outcome
 
 __all__ = ["model"]
@@ -174,10 +174,12 @@ async def test_a_gateway_that_is_killed_before_it_ended_them_ends_them_when_it_i
         assert await outcomes(later, [access]) == [Outcome.CANCELLED]
 
 
-async def test_a_run_that_is_resumed_uses_its_own_engines_alone(
+async def test_a_run_that_is_resumed_begins_with_its_own_engines_and_those_that_joined_wait(
     stage: Stage, model: Path, tmp_path: Path
 ) -> None:
     async with staged(model, journal=killed(tmp_path)) as later:
         assert len(await later.client.list_engines()) == 2
-        await use_engines(later.client, [later.engine.url + "/"])
-        assert [row["url"] for row in await later.client.list_engines()] == [later.engine.url]
+        await later.client.add_engine("http://127.0.0.1:7", admitted=True)  # of the run's last start
+        await Engines(later.client, print).open([later.engine.url + "/"])
+        rows = {row["url"]: row["admitted"] for row in await later.client.list_engines()}
+        assert rows == {later.engine.url: True, stage.engine.url: False}

@@ -35,6 +35,7 @@ from tidegate.gateway.app import create_app
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.front import Front
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.journal_disk import FILE
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.pool import PoolOptions
@@ -396,6 +397,11 @@ async def test_a_shard_that_dies_again_and_again_ends_the_front(
 
 async def test_a_journal_of_another_number_of_shards_is_refused(tmp_path: Path) -> None:
     assert journal_of(tmp_path, 0, 2) == tmp_path / "shard-0-of-2"
+    assert journal_of(tmp_path, 0, 1) == tmp_path
     (tmp_path / "shard-0-of-3").mkdir()
-    with pytest.raises(StartError, match="shard-0-of-3"):
+    for shards in (1, 2):
+        with pytest.raises(StartError, match="shard-0-of-3"):
+            journal_of(tmp_path, 0, shards)
+    (tmp_path / "shard-0-of-3").rename(tmp_path / FILE)
+    with pytest.raises(StartError, match=r"journal\.sqlite is of one"):
         journal_of(tmp_path, 0, 2)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.errors import ConfigError, GatewayError
+
+log = logging.getLogger("tidegate.engine")
+JOIN_S = 5.0
+"""How long the gateway may take to answer: it waits two seconds for the engine's first probe."""
 
 
 def add(verbs: Verbs) -> None:
@@ -25,6 +35,11 @@ def add(verbs: Verbs) -> None:
         default=256,
         help="kept of earlier sequences for follow-up turns; 0: none",
     )
+    verb.add_argument(
+        "--join", metavar="GATEWAY_URL",
+        help="be added there when it serves, and removed before it ends; TIDEGATE_ADMIN_KEY in the "
+        "environment is the gateway's admin key",
+    )  # fmt: skip
     add_address(verb, 30000)
     verb.set_defaults(run=run)
 
@@ -45,5 +60,29 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         prefix_cache_mb=arguments.prefix_cache_mb,
         weight_version=arguments.weight_version,
     )
-    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
+    listed = None if arguments.join is None else _joining(arguments.join, arguments.host)
+    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, listed=listed))
     return 0
+
+
+def _joining(gateway: str, host: str) -> Callable[[str], AbstractAsyncContextManager[None]]:
+    """Adds an engine's URL to the gateway, and removes it."""
+    from tidegate.gateway.client import ADMIN_KEY, GatewayClient
+
+    if host in ("0.0.0.0", "::"):
+        raise ConfigError(f"--join with --host {host}: give --host an address that the gateway can call")
+
+    @contextlib.asynccontextmanager
+    async def joined(url: str) -> AsyncIterator[None]:
+        async with GatewayClient(gateway, os.environ.get(ADMIN_KEY), call_s=JOIN_S) as client:
+            await client.add_engine(url)
+            log.info("%s joined %s", url, gateway)
+            try:
+                yield
+            finally:
+                try:
+                    await client.remove_engine(url)
+                except GatewayError as error:  # it may have ended before
+                    log.warning("%s could not leave: %s", url, error)
+
+    return joined

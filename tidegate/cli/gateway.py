@@ -72,12 +72,15 @@ def _options(arguments: argparse.Namespace, limits: dict[str, int], key: str | N
     from tidegate.gateway.limits import Limits
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.pool import PoolOptions
-    from tidegate.gateway.shards import mark_of
+    from tidegate.gateway.shards import journal_of, mark_of
 
     rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
         rewarders = load_environment(arguments.env, arguments.env_options).rewarders()
     index, shards = arguments.shard
+    journal = arguments.journal
+    if journal is not None and shards == 1:  # a shard is given its own part
+        journal = journal_of(journal, 0, 1)
     return GatewayOptions(
         model=arguments.model,
         engine_urls=arguments.engine,
@@ -85,7 +88,7 @@ def _options(arguments: argparse.Namespace, limits: dict[str, int], key: str | N
         tool_parser=arguments.tool_parser,
         rewarders=rewarders,
         limits=Limits(**limits),
-        journal=arguments.journal,
+        journal=journal,
         pool=PoolOptions(shards=shards),
         mark=mark_of(index) if shards > 1 else "",
     )

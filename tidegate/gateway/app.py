@@ -212,9 +212,12 @@ def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         return {"engines": [engine.to_wire() for engine in gateway.pool.engines()]}
 
     @app.post("/engines", dependencies=admin)
-    async def add_engine(body: bodies.AddEngine) -> dict[str, str]:
-        await gateway.add_engine(body.url, body.control)
-        return {}
+    async def add_engine(body: bodies.AddEngine) -> dict[str, Any]:
+        return (await gateway.add_engine(body.url, body.control, body.admitted)).to_wire()
+
+    @app.patch("/engines", dependencies=admin)
+    async def admit_engine(body: bodies.AdmitEngine) -> dict[str, Any]:
+        return (await gateway.admit_engine(body.url, body.admitted)).to_wire()
 
     @app.delete("/engines", dependencies=admin)
     async def remove_engine(body: bodies.EngineUrl) -> dict[str, str]:
@@ -232,7 +235,7 @@ def _add_health(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        able = any(engine.healthy for engine in gateway.pool.engines())
+        able = any(engine.serves for engine in gateway.pool.engines())
         if not able:
             response.status_code = 503
         return {"ready": able}

@@ -161,6 +161,13 @@ class EngineUrl(Body):
 class AddEngine(EngineUrl):
     control: list[Url] = []
     """The engines behind a router, which take the control calls that it does not pass on."""
+    admitted: bool | None = None
+    """A trainer's word: whether it is at the live version and serves. None: it waits for that, where a
+    trainer leads the gateway."""
+
+
+class AdmitEngine(EngineUrl):
+    admitted: bool
 
 
 def storable(text: str) -> str:

@@ -209,9 +209,22 @@ class GatewayClient:
 
     # -- engines, health -------------------------------------------------------------------------
 
-    async def add_engine(self, url: str, control: Sequence[str] = ()) -> None:
-        """Take an engine in; `control`: where `url` is a router, the engines behind it. Idempotent."""
-        await self._json("POST", "/engines", {"url": url, "control": list(control)})
+    async def add_engine(
+        self, url: str, control: Sequence[str] = (), *, admitted: bool | None = None
+    ) -> dict[str, Any]:
+        """Take an engine in; its row. `control`: where `url` is a router, the engines behind it. Idempotent.
+
+        `admitted` is for who leads the gateway, a trainer: whether the engine is at the live version and
+        gets calls. From then on what is added without it waits to be admitted.
+        """
+        body = {"url": url, "control": list(control), "admitted": admitted}
+        row: dict[str, Any] = await self._json("POST", "/engines", body)
+        return row
+
+    async def admit_engine(self, url: str, admitted: bool) -> None:
+        """Whether an engine that is there gets calls, a trainer's word; raises GatewayError (404) where it
+        is not there."""
+        await self._json("PATCH", "/engines", {"url": url, "admitted": admitted})
 
     async def remove_engine(self, url: str) -> None:
         await self._json("DELETE", "/engines", {"url": url})

@@ -51,12 +51,12 @@ class Dispatch:
 
     def seat(self, seat: Seat) -> Engine | None:
         """The engine where a session sits; None where no engine is well."""
-        if seat.engine is not None and seat.engine.healthy:
+        if seat.engine is not None and seat.engine.serves:
             return seat.engine
-        healthy = {url: one for url, one in self.engines.items() if one.healthy}
-        if not healthy:
+        serving = {url: one for url, one in self.engines.items() if one.serves}
+        if not serving:
             return None
-        engine = healthy[place(seat.key, {url: one.seats for url, one in healthy.items()})]
+        engine = serving[place(seat.key, {url: one.seats for url, one in serving.items()})]
         seat.take(engine)
         return engine
 
@@ -100,7 +100,7 @@ class Dispatch:
             waiter.slot.set_result(engine)
 
     def down(self, engine: Engine) -> None:
-        """It is not healthy any more: who waited for it waits for another one."""
+        """It does not serve any more: who waited for it waits for another one."""
         for _, waiter in self._lines[engine].drain():
             self.waiting -= 1
             self._wait(self.seat(waiter.seat), waiter)

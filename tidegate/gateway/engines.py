@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 DEFAULT_CALLS = 256
 """Calls at once on an engine that does not tell how many it can run."""
+
+
+class Placed(NamedTuple):
+    """What is kept of an engine over a restart of the gateway."""
+
+    url: str
+    control: tuple[str, ...] = ()
+    joined: bool = False
+    admitted: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -17,8 +26,12 @@ class Engine:
     url: str
     control: tuple[str, ...]
     """Where control calls go: its own address, or those of the engines behind a router."""
+    joined: bool = False
+    """Somebody added it; else the trainer did, or the command line."""
+    admitted: bool = True
+    """Not where it waits for the trainer, which has yet to bring it to the live version."""
     healthy: bool = False
-    """Whether it gets calls; not before it answered a probe, and not in quarantine."""
+    """Whether it is well; not before it answered a probe, and not in quarantine."""
     quarantined: bool = False
     max_context: int | None = None
     weight_version: str | None = None
@@ -34,18 +47,32 @@ class Engine:
 
     @property
     def state(self) -> str:
-        if self.healthy:
-            return "healthy"
-        return "quarantined" if self.quarantined else "starting"
+        if self.quarantined:
+            return "quarantined"
+        if not self.admitted:
+            return "waiting"
+        return "healthy" if self.healthy else "starting"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it gets calls."""
+        return self.healthy and self.admitted
 
     @property
     def free(self) -> bool:
-        return self.healthy and self.busy < self.limit
+        return self.serves and self.busy < self.limit
+
+    @property
+    def placed(self) -> Placed:
+        return Placed(self.url, self.control, self.joined, self.admitted)
 
     def to_wire(self) -> dict[str, Any]:
         return {
             "url": self.url,
             "control": list(self.control),
+            "state": self.state,
+            "joined": self.joined,
+            "admitted": self.admitted,
             "healthy": self.healthy,
             "quarantined": self.quarantined,
             "calls": len(self.calls),

@@ -74,6 +74,7 @@ class Front:
                 ("DELETE", "/groups/{id:path}", self._group),
                 ("GET", "/engines", self._list_engines),
                 ("POST", "/engines", self._engines),
+                ("PATCH", "/engines", self._engines),
                 ("DELETE", "/engines", self._engines),
                 ("GET", "/health", self._health),
                 ("GET", "/ready", self._ready),
@@ -168,20 +169,26 @@ class Front:
         body = await _body(request)
         answers = await self.fleet.ask_all(request.method, "/engines", body, _right(request))
         engine = orjson.loads(body)
-        if request.method == "POST":
-            self.fleet.engines[engine["url"]] = engine
+        if request.method != "DELETE":
+            row = answers[0].json()
+            waits = False if not row["admitted"] else None
+            told = {"url": row["url"], "control": row["control"], "admitted": engine.get("admitted", waits)}
+            self.fleet.engines[row["url"]] = told
         else:
-            self.fleet.engines.pop(engine["url"], None)
+            self.fleet.engines.pop(engine["url"].rstrip("/"), None)
         return _passed(answers[0])
 
     async def _list_engines(self, request: Request) -> Response:
-        """Each once: healthy where every shard finds it so, with what all shards do there."""
+        """Each once: healthy and admitted where it is so on every shard, with what all shards do there."""
         answers = await self.fleet.ask_all("GET", "/engines", None, _right(request))
         rows: dict[str, dict[str, Any]] = {}
         for row in (row for answer in answers for row in answer.json()["engines"]):
             known = rows.setdefault(row["url"], row)
             if known is not row:
+                if known["state"] == "healthy":
+                    known["state"] = row["state"]
                 known["healthy"] = known["healthy"] and row["healthy"]
+                known["admitted"] = known["admitted"] and row["admitted"]
                 known["quarantined"] = known["quarantined"] or row["quarantined"]
                 for name in ("calls", "limit", "sessions"):
                     known[name] += row[name]

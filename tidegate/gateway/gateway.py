@@ -12,6 +12,7 @@ import msgpack
 from tidegate.errors import GatewayError
 from tidegate.gateway.certify import certify
 from tidegate.gateway.endings import Endings
+from tidegate.gateway.engines import Engine, Placed
 from tidegate.gateway.exposition import exposition
 from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
@@ -80,10 +81,9 @@ class Gateway:
             model_context(self.options.model),
         )
         await self.pool.start()
-        for url in self.options.engine_urls:
-            await self.pool.add(url)
-        for url, control in recovered.engines.items():
-            await self.pool.add(url, control)
+        self.pool.led = recovered.led
+        for placed in (*map(Placed, self.options.engine_urls), *recovered.engines):
+            await self.pool.add(placed)
         self._take_up(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
         self._sweeper.add_done_callback(self._sweeper_ended)
@@ -273,17 +273,43 @@ class Gateway:
 
     # -- engines ---------------------------------------------------------------------------------
 
-    async def add_engine(self, url: str, control: Sequence[str] = ()) -> None:
-        """Take an engine in, here and after a restart. Idempotent."""
-        await self.pool.add(url, control, wait_s=2.0)
+    async def add_engine(self, url: str, control: Sequence[str] = (), admitted: bool | None = None) -> Engine:
+        """Take an engine in, here and after a restart. Idempotent.
+
+        `admitted` is a trainer's word: whether the engine is at the live version and serves. From the first
+        such word on the trainer leads: what others add (None) waits for it; before, it serves.
+        """
+        known = self.pool.get(url)
+        joined = admitted is None if known is None else known.joined
+        if admitted is not None:
+            self._led_by_trainer(known)
+        else:
+            admitted = not self.pool.led if known is None else known.admitted
+        engine = await self.pool.add(Placed(url, tuple(control), joined, admitted), wait_s=2.0)
         await self._note_engines()
+        return engine
+
+    async def admit_engine(self, url: str, admitted: bool) -> Engine:
+        """A trainer's word on an engine that is there; else GatewayError."""
+        known = self.pool.get(url)
+        if known is None:
+            raise GatewayError(f"there is no engine {url}", status=404)
+        self._led_by_trainer(known)
+        await self.pool.add(known.placed._replace(admitted=admitted))
+        await self._note_engines()
+        return known
+
+    def _led_by_trainer(self, engine: Engine | None) -> None:
+        self.pool.led = True
+        if engine is not None:
+            engine.weight_version = None  # the trainer knows what it has; the next probe believes it
 
     async def remove_engine(self, url: str) -> None:
         await self.pool.remove(url)
         await self._note_engines()
 
     async def _note_engines(self) -> None:
-        await self.journal.engines({engine.url: list(engine.control) for engine in self.pool.engines()})
+        await self.journal.engines([engine.placed for engine in self.pool.engines()], self.pool.led)
 
     def prometheus(self) -> str:
         return exposition(self)

@@ -22,7 +22,8 @@ _FIRST_WAIT_S = 0.05
 class Watch:
     """Probes one engine for ever: soon after a failure, at leisure while it is well.
 
-    `on_change(engine)` is called when it came up, went down, or tells another limit.
+    `on_change(engine)` is called when it came up, went down, or tells another limit. Where a trainer leads
+    (`led`), one that comes back from quarantine with other weights waits for it.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Watch:
         every_s: float,
         most_calls: Callable[[int | None], int],
         on_change: Callable[[Engine], None],
+        led: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._wire = wire
         self._every_s = every_s
         self._most_calls = most_calls
         self._on_change = on_change
+        self._led = led
         self._wake = asyncio.Event()
         self.probed = asyncio.Event()
         """The first probe ended."""
@@ -52,6 +55,7 @@ class Watch:
         wait = _FIRST_WAIT_S
         silent = 0
         while True:
+            before = self._engine.weight_version
             try:
                 answered = await self._probe()
                 silent = 0
@@ -59,7 +63,7 @@ class Watch:
                 answered, silent = False, silent + 1
             if answered:
                 wait = _FIRST_WAIT_S
-                self._well()
+                self._well(before)
                 pause = self._every_s
             elif 0 < silent < _SILENCES_TO_QUARANTINE:
                 pause = _FIRST_WAIT_S
@@ -77,11 +81,13 @@ class Watch:
                     await self._wake.wait()
             await asyncio.sleep(0.01)  # what was woken by a burst of failures probes once
 
-    def _well(self) -> None:
+    def _well(self, version_before: str | None) -> None:
         engine = self._engine
         if not engine.healthy:
             if engine.quarantined:
                 log.warning("%s is back", engine.url)
+                other = version_before is not None and engine.weight_version != version_before
+                engine.admitted = engine.admitted and not (other and self._led())
             engine.healthy, engine.quarantined, engine.failures = True, False, 0
         self._on_change(engine)
 

@@ -20,11 +20,12 @@ whether the client has the reply. It is decided by what is seen next:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tidegate.gateway.engines import Placed
     from tidegate.gateway.groups import Entry
     from tidegate.gateway.sessions import Session
     from tidegate.gateway.tree import Node
@@ -44,8 +45,9 @@ class Recovered:
     epoch: int = 0
     orders: int = 0
     """The highest order that a group was ever sealed with."""
-    engines: dict[str, list[str]] = field(default_factory=dict)
-    """Their control addresses, by URL."""
+    engines: list[Placed] = field(default_factory=list)
+    led: bool = False
+    """A trainer says which of them serve."""
 
 
 class Journal:
@@ -100,5 +102,5 @@ class Journal:
     async def ended(self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[Session]) -> None:
         """A group is over, with all of its sessions."""
 
-    async def engines(self, control: Mapping[str, Sequence[str]]) -> None:
-        """All engines there are: their control addresses, by URL."""
+    async def engines(self, engines: Sequence[Placed], led: bool) -> None:
+        """All engines there are, and whether a trainer says which of them serve."""

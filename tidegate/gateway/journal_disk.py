@@ -10,12 +10,13 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway import journal_layout as layout
+from tidegate.gateway.engines import Placed
 from tidegate.gateway.groups import REMEMBERED, Entry
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_load import load
@@ -172,10 +173,13 @@ class DiskJournal(Journal):
             *self._deletion(sessions),
         )
 
-    async def engines(self, control: Mapping[str, Sequence[str]]) -> None:
-        rows = [(url, json.dumps(list(addresses))) for url, addresses in control.items()]
+    async def engines(self, engines: Sequence[Placed], led: bool) -> None:
+        rows = [(one.url, json.dumps(one.control), one.joined, one.admitted) for one in engines]
         await self._writer.write(
-            "engines", ("DELETE FROM engines", [()]), ("INSERT INTO engines VALUES (?, ?)", rows)
+            "engines",
+            ("DELETE FROM engines", [()]),
+            ("INSERT INTO engines VALUES (?, ?, ?, ?)", rows),
+            ("REPLACE INTO meta VALUES ('led', ?)", [(led,)]),
         )
 
 

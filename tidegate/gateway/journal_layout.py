@@ -18,7 +18,7 @@ from tidegate.gateway.sessions import Ending, Session
 from tidegate.gateway.tree import Node, Request
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
 
-VERSION = 2
+VERSION = 3
 """Of this layout; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
@@ -40,7 +40,9 @@ CREATE TABLE groups (
     lease_id TEXT, lease_key TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE ended (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, why TEXT NOT NULL);
-CREATE TABLE engines (url TEXT PRIMARY KEY, control TEXT NOT NULL);
+CREATE TABLE engines (
+    url TEXT PRIMARY KEY, control TEXT NOT NULL, joined INTEGER NOT NULL, admitted INTEGER NOT NULL
+);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
 INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 24)})"

@@ -11,6 +11,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.gateway import journal_layout as layout
+from tidegate.gateway.engines import Placed
 from tidegate.gateway.groups import Entry
 from tidegate.gateway.journal import Recovered
 from tidegate.gateway.sessions import Session, trajectory_of
@@ -37,17 +38,20 @@ def load(connection: sqlite3.Connection) -> Recovered:
         session.rewards = session.turn_rewards.pop(layout.WHOLE, {})
         sessions.append(session)
     by_id = {session.id: session for session in sessions}
-    engines = connection.execute("SELECT url, control FROM engines")
+    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    engines = connection.execute("SELECT url, control, joined, admitted FROM engines")
     return Recovered(
         sessions=sessions,
         entries=_entries(connection, by_id),
         ended_groups=_ended(connection, "group"),
         ended_leases=_ended(connection, "lease"),
-        epoch=next(
-            (epoch for (epoch,) in connection.execute("SELECT value FROM meta WHERE name = 'epoch'")), 0
-        ),
+        epoch=meta.get("epoch", 0),
         orders=next((top or 0 for (top,) in connection.execute("SELECT max(place) FROM groups")), 0),
-        engines={url: json.loads(control) for url, control in engines},
+        engines=[
+            Placed(url, tuple(json.loads(control)), bool(joined), bool(admitted))
+            for url, control, joined, admitted in engines
+        ],
+        led=bool(meta.get("led", False)),
     )
 
 

@@ -13,14 +13,14 @@ import contextlib
 import functools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
 
 from tidegate.errors import EngineError
 from tidegate.gateway.dispatch import Dispatch
-from tidegate.gateway.engines import Engine, Seat
+from tidegate.gateway.engines import Engine, Placed, Seat
 from tidegate.gateway.health import Watch, most_calls
 from tidegate.gateway.names import unique_name
 from tidegate.gateway.protocol import WHOLE_CALL_PARAMS, Order, RequestRefusedError, Sampled, request_body
@@ -56,6 +56,8 @@ class EnginePool:
         self._options = options or PoolOptions()
         self._on_death = on_death
         self._dispatch = Dispatch(self._options.waiting_calls)
+        self.led = False
+        """A trainer says which engines serve: what others add waits until it is admitted."""
         self._watches: dict[Engine, Watch] = {}
         self._probes: dict[Engine, asyncio.Task[None]] = {}
         self.errors = 0
@@ -73,20 +75,21 @@ class EnginePool:
 
     # -- membership ------------------------------------------------------------------------------
 
-    async def add(self, url: str, control: Sequence[str] = (), wait_s: float = 0.0) -> Engine:
-        """Take an engine in; waits up to `wait_s` for its first probe to end. Idempotent.
+    async def add(self, placed: Placed, wait_s: float = 0.0) -> Engine:
+        """Take an engine in, or change what was known of it; waits up to `wait_s` for its first probe to
+        end. Idempotent.
 
-        `control` are the engines behind a router: control calls go to them. Given anew, it takes the
-        place of what was known before.
+        `control` are the engines behind a router: control calls go to them.
         """
-        url = url.rstrip("/")
-        addresses = tuple(one.rstrip("/") for one in control) or (url,)
+        url = placed.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
         if engine is None:
-            engine = Engine(url, addresses)
+            engine = Engine(url, (url,))
             self._dispatch.add(engine)
             self._observe(engine)
-        engine.control = addresses
+        engine.control = tuple(one.rstrip("/") for one in placed.control) or (url,)
+        engine.joined, engine.admitted = placed.joined, placed.admitted
+        self._changed(engine)
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -96,7 +99,7 @@ class EnginePool:
     def _observe(self, engine: Engine) -> None:
         options = self._options
         calls = functools.partial(most_calls, fixed=options.engine_calls, shards=options.shards)
-        watch = Watch(engine, self._wire, options.probe_every_s, calls, self._changed)
+        watch = Watch(engine, self._wire, options.probe_every_s, calls, self._changed, lambda: self.led)
         probe = asyncio.create_task(watch.run(), name=f"probe {engine.url}")
         probe.add_done_callback(self._probe_ended)
         self._watches[engine], self._probes[engine] = watch, probe
@@ -109,6 +112,9 @@ class EnginePool:
         self._watches.pop(engine)
         self._probes.pop(engine).cancel()
         return True
+
+    def get(self, url: str) -> Engine | None:
+        return self._dispatch.engines.get(url.rstrip("/"))
 
     def engines(self) -> list[Engine]:
         return list(self._dispatch.engines.values())
@@ -127,7 +133,7 @@ class EnginePool:
     def _changed(self, engine: Engine) -> None:
         if engine.url not in self._dispatch.engines:
             return
-        if engine.healthy:
+        if engine.serves:
             self._dispatch.serve(engine)
         else:
             self._dispatch.down(engine)

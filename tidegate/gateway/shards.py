@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tidegate.errors import StartError
 from tidegate.gateway.client import ADMIN_KEY
+from tidegate.gateway.journal_disk import FILE
 from tidegate.services import Service
 
 log = logging.getLogger("tidegate.gateway.shards")
@@ -97,11 +98,14 @@ class Shard:
 
 
 def journal_of(journal: Path, index: int, shards: int) -> Path:
-    """A shard's part of a journal; raises StartError where it was kept by another number of shards."""
+    """A shard's part of a journal, all of it where there is one; raises StartError where it was kept by
+    another number of shards."""
     others = [one.name for one in journal.glob("shard-*-of-*") if not one.name.endswith(f"-of-{shards}")]
+    if shards > 1 and (journal / FILE).exists():
+        others.append(FILE)
     if others:
         raise StartError(
-            f"{journal} holds {', '.join(sorted(others))}: start with that many shards, for sessions stay "
-            "where they are, or give another directory"
+            f"{journal} holds {', '.join(sorted(others))}: start with that many shards ({FILE} is of one), "
+            "for sessions stay where they are, or give another directory"
         )
-    return journal / f"shard-{index}-of-{shards}"
+    return journal / f"shard-{index}-of-{shards}" if shards > 1 else journal

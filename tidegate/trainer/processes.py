@@ -18,6 +18,7 @@ from tidegate.errors import StartError, unwrapped
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 from tidegate.services import Service
 from tidegate.tethered import READY_S
+from tidegate.trainer.engines import Engines
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.sglang import SGLangServer
 from tidegate.trainer.vllm import VLLMServer
@@ -32,11 +33,11 @@ Live = Callable[[], tuple[Path, int]]
 
 @dataclass(slots=True)
 class Processes:
-    """What a run talks to. `engines` are URLs: its own engines', or those that the settings name."""
+    """What a run talks to. `engines` begin with its own, or with those that the settings name."""
 
     gateway: GatewayClient
     worker: AgentWorker
-    engines: list[str]
+    engines: Engines
 
 
 async def start_processes(
@@ -51,24 +52,18 @@ async def start_processes(
     began = time.monotonic()
     try:
         async with asyncio.TaskGroup() as together:
-            own = together.create_task(_start_engines(settings, run_dir, live, guard, note, stack))
+            own = together.create_task(_start_engines(settings, run_dir, live, stack))
             gate = together.create_task(_start_gateway(settings, run_dir, guard, note, stack))
             agents = together.create_task(_start_worker(settings, run_dir, stack))
     except ExceptionGroup as failures:
         raise unwrapped(failures) from None
-    engines, gateway, worker = own.result(), gate.result(), agents.result()
-    await use_engines(gateway, engines)
+    services, gateway, worker = own.result(), gate.result(), agents.result()
+    engines = Engines(gateway, note)
+    await engines.open(settings.engine.urls or [service.url for service in services])
+    for service in services:
+        guard.watch(_keep_engine(service, live, note, engines), service.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, worker, engines)
-
-
-async def use_engines(gateway: GatewayClient, engines: Sequence[str]) -> None:
-    """Have the gateway use these engines alone: its journal remembers those of the run's last start."""
-    for row in await gateway.list_engines():
-        if row["url"] not in {url.rstrip("/") for url in engines}:
-            await gateway.remove_engine(row["url"])
-    for url in engines:
-        await gateway.add_engine(url)
 
 
 def engine_arguments(settings: Settings, live: Live) -> list[str]:
@@ -125,13 +120,9 @@ async def _start_engines(
     settings: Settings,
     run_dir: Path,
     live: Live,
-    guard: Guard,
-    note: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-) -> list[str]:
-    if settings.engine.urls:
-        return list(settings.engine.urls)
-    engines = engine_services(settings, run_dir, live)
+) -> list[Service]:
+    engines = [] if settings.engine.urls else engine_services(settings, run_dir, live)
     try:
         async with asyncio.TaskGroup() as together:
             for engine in engines:
@@ -139,21 +130,20 @@ async def _start_engines(
                 together.create_task(engine.start())
     except ExceptionGroup as failures:
         raise unwrapped(failures) from None
-    for engine in engines:
-        guard.watch(_keep_engine(engine, live, note), engine.name)
-    return [engine.url for engine in engines]
+    return engines
 
 
-async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None]) -> None:
+async def _keep_engine(engine: Service, live: Live, note: Callable[[str], None], engines: Engines) -> None:
     """Restart a dead engine with what is live; give up after MAX_ENGINE_RESTARTS."""
     while True:
         how = await engine.died()
         if engine.restarts >= MAX_ENGINE_RESTARTS:
             raise StartError(f"{how}, after {engine.restarts} restarts; {engine.last_words()}")
         note(f"{how}; starting it again")
-        version = live()[1]
+        version, before = live()[1], engine.url
         await engine.restart()
         note(f"the {engine.name} is back at version {version}")
+        await engines.returned(before, engine.url)
 
 
 async def _start_gateway(
@@ -192,7 +182,7 @@ def gateway_arguments(settings: Settings) -> Sequence[str]:
     """The command line of a gateway without engines; they are added when they are ready."""
     return [
         "--model", str(settings.model.path), "--host", settings.gateway.host,
-        "--tool-parser", settings.gateway.tool_parser,
+        "--tool-parser", settings.gateway.tool_parser, "--shards", str(settings.gateway.shards),
         "--env", settings.env.use, "--env-options", json.dumps(settings.env.options),
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,13 @@ class EngineControl:
         except ValueError:
             raise EngineError(f"engine {self.url} attests the version {said!r}, which is no number") from None
 
-    async def answers(self) -> bool:
-        """Whether it is there, and says so soon."""
+    async def label(self) -> str | None:
+        """What it calls its weights; None where it does not say so soon."""
         try:
             async with asyncio.timeout(ANSWERS_S):
-                await self.version()
+                return str((await self.call("/model_info")).get("weight_version"))
         except (EngineError, TimeoutError):
-            return False
-        return True
+            return None
 
     async def load(self, weights: Path, version: int) -> None:
         """Bring the engine to `version`, the one in that directory."""
@@ -118,7 +117,7 @@ class Publisher:
     `save(directory)` writes the weights; `engines()` names the engines' URLs at this moment;
     `cancel_doomed(version)` ends what the new version makes inadmissible; `quarantine(url, why)` takes an
     engine out of service that could not be brought to the version while others could, and `restore(url)`
-    puts it back once it is at what is live.
+    puts it back once it is at what is live. `out` are those out of service.
     `live` is the newest version's directory and number: where a restarted engine comes up.
     `patience_s` is how long engines are waited for when none can be brought to the version: as long as one
     that died may take to be started again.
@@ -134,7 +133,9 @@ class Publisher:
     patience_s: float
     sender: Sender | None = None
     """Sends the weights to the engines; None: they read the files. Those it fails with read them then."""
-    _out: set[str] = field(default_factory=set)
+    out: set[str] = field(default_factory=set)
+    _expected: set[str] = field(default_factory=set)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _kept: list[Path] = field(default_factory=list)
 
     async def publish(self, version: int) -> None:
@@ -147,6 +148,7 @@ class Publisher:
         if self.sender is None:
             await self.bring_all()
         else:
+            self.sender.retain(self.engines())
             await asyncio.to_thread(self.sender.take)
             try:
                 await self.bring_all()
@@ -160,43 +162,97 @@ class Publisher:
         One that fails while others don't is tried `ATTEMPTS_BESIDE_OTHERS` times and then out of service;
         from the next publish on at which it answers it is back. Raises PublishError where none is left.
         """
-        weights, version = self.live
-        async with aiohttp.ClientSession() as http:
-            engines = {url: EngineControl(url, http) for url in self.engines()}
-            trying = {url: one for url, one in engines.items() if url not in self._out or await one.answers()}
-            brought, failed = await self._rounds(trying, weights, version)
+        async with self._one_at_a_time, aiohttp.ClientSession() as http:
+            weights, version = self.live
+            brought, failed = await self._rounds(http, weights, version)
         if not brought:
             reasons = "; ".join(str(one) for one in failed.values()) or "the run has none"
             raise PublishError(f"version {version} could not be published to any engine: {reasons}")
-        for url in self._out & brought:
-            self._out.discard(url)
+        for url in self.out & brought:
+            self.out.discard(url)
+            self._expected.discard(url)
             await self.restore(url)
-        for url in failed.keys() - self._out:
-            self._out.add(url)
+        for url in failed.keys() - (self.out - self._expected):
+            self.out.add(url)
+            self._expected.discard(url)
             await self.quarantine(url, str(failed[url]))
 
+    async def bring(self, url: str) -> int:
+        """Have a newcomer, whatever weights it has, read what is live; that version. Raises EngineError."""
+        weights, version = self.live
+        async with aiohttp.ClientSession() as http:
+            await EngineControl(url, http).load(weights, version)
+        self.out.discard(url)
+        return version
+
+    async def refresh(self, url: str) -> bool:
+        """Bring an engine that was started again to what is live; whether it is there now.
+
+        One that does not answer may do so later; one that refuses is out of service, and brought to a
+        version by publishes alone.
+        """
+        async with self._one_at_a_time, aiohttp.ClientSession() as http:
+            weights, version = self.live
+            engine = EngineControl(url, http)
+            label = await engine.label()
+            if label == str(version) and url not in self._expected:
+                self.out.discard(url)
+                return True
+            if label is None or url in self.out:
+                return False
+            try:
+                await engine.load(weights, version)
+                return True
+            except EngineError as error:
+                if error.retryable:
+                    return False
+                self.out.add(url)
+                why = str(error)
+        await self.quarantine(url, why)
+        return False
+
+    def expect(self, urls: Iterable[str]) -> None:
+        """They are out of service; the next publish tells of them whether it could bring them to it."""
+        self.out.update(urls)
+        self._expected.update(urls)
+
     async def _rounds(
-        self, engines: Mapping[str, EngineControl], weights: Path, version: int
+        self, http: aiohttp.ClientSession, weights: Path, version: int
     ) -> tuple[set[str], dict[str, EngineError]]:
-        """Load on all, then again on those that may yet succeed. Returns who did, and why others did not."""
+        """Load on all, then again on those that may yet succeed. Returns who did, and why others did not.
+
+        Who is there is asked anew for each round: one that dies may come back elsewhere.
+        """
         deadline, pause_s = time.monotonic() + self.patience_s, BACKOFF_S
+        silent = await self._silent(http)
+        brought: set[str] = set()
         failed: dict[str, EngineError] = {}
-        trying = list(engines)
         for attempt in itertools.count(1):
-            results = await asyncio.gather(*(self._load(engines[url], weights, version) for url in trying))
+            present = [url for url in self.engines() if url not in silent]
+            failed = {url: error for url, error in failed.items() if url in present}
+            over_with = {url for url, one in failed.items() if not one.retryable or url in self.out} | brought
+            trying = [url for url in present if url not in over_with]
+            over = attempt > ATTEMPTS_BESIDE_OTHERS if brought else time.monotonic() >= deadline
+            if not trying or (over and attempt > 1):
+                break
+            if attempt > 1:  # a killed engine is being started again meanwhile, and comes up at `live`
+                await asyncio.sleep(pause_s)
+                pause_s = min(BACKOFF_MAX_S, 2 * pause_s)
+            engines = [EngineControl(url, http) for url in trying]
+            results = await asyncio.gather(*(self._load(one, weights, version) for one in engines))
             for url, error in zip(trying, results, strict=True):
                 failed.pop(url, None)
-                if error is not None:
+                if error is None:
+                    brought.add(url)
+                else:
                     failed[url] = error
-            trying = [url for url, error in failed.items() if error.retryable and url not in self._out]
-            others = len(failed) < len(engines)
-            over = attempt >= ATTEMPTS_BESIDE_OTHERS if others else time.monotonic() >= deadline
-            if not trying or over:
-                break
-            # A killed engine is being restarted meanwhile, and comes up at `live`.
-            await asyncio.sleep(pause_s)
-            pause_s = min(BACKOFF_MAX_S, 2 * pause_s)
-        return engines.keys() - failed.keys(), failed
+        return brought, failed
+
+    async def _silent(self, http: aiohttp.ClientSession) -> set[str]:
+        """Those out of service that do not say that they are there again."""
+        out = [url for url in self.engines() if url in self.out]
+        labels = await asyncio.gather(*(EngineControl(url, http).label() for url in out))
+        return {url for url, label in zip(out, labels, strict=True) if label is None}
 
     async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
         try:

@@ -140,7 +140,7 @@ class Run:
         processes = await start_processes(
             settings, self.dir, self._live, self._guard, self.observer.note, stack
         )
-        self.gateway = processes.gateway
+        self.gateway, engines = processes.gateway, processes.engines
         self.policy = await loading
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
         files = TrajectoryFiles(self.dir)
@@ -178,10 +178,10 @@ class Run:
             sender = Sender(self.policy.weights, self.observer.note)
             stack.callback(sender.close)
         self.publisher = Publisher(
-            self.dir / "weights", self.policy.save_weights, lambda: processes.engines, self._cancel_doomed,
-            self._quarantine_engine, self._restore_engine, (self.start.weights, self.start.version),
-            restart_s(settings.engine), sender,
+            self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
+            engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
         )  # fmt: skip
+        engines.lead(self.publisher)
         self.best = Best.of(self.dir)
         if settings.engine.urls:
             await self.publisher.bring_all()
@@ -189,6 +189,7 @@ class Run:
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
             self._checkpoint, self._evaluate, self.credit, self.start.step, self.stop,
         )  # fmt: skip
+        self._guard.watch(engines.watch(), "engines")
         self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
 
@@ -281,14 +282,6 @@ class Run:
 
     async def _cancel_doomed(self, version: int) -> None:
         await cancel_doomed(version, self.admission, self.gateway, self.rollout.end_stale)
-
-    async def _quarantine_engine(self, url: str, why: str) -> None:
-        self.observer.note(f"engine {url} is out of service: {why}")
-        await self.gateway.remove_engine(url)
-
-    async def _restore_engine(self, url: str) -> None:
-        self.observer.note(f"engine {url} is in service again, at version {self.publisher.live[1]}")
-        await self.gateway.add_engine(url)
 
     def _last_progress(self) -> float:
         return max(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -90,10 +90,14 @@ class Sender:
             self._leave(engine.url)
             raise
 
+    def retain(self, urls: Iterable[str]) -> None:
+        """Leave the groups with engines that are not among these."""
+        for url in self._groups.keys() - set(urls):
+            self._leave(url)
+
     def close(self) -> None:
         """Leave all groups."""
-        for url in list(self._groups):
-            self._leave(url)
+        self.retain(())
 
     def _leave(self, url: str) -> None:
         group = self._groups.pop(url, None)
