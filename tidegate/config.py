@@ -229,6 +229,13 @@ class TrainerSettings(Section):
     activation_checkpointing: bool = False
     """Keep only what goes into each decoder layer, and compute the rest again on the way back: less memory
     for a third more arithmetic, and the same gradients."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """LoRA: matrices of this rank beside linear layers are trained instead of the model; published merged.
+    0: the model itself is trained."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What the matrices add is multiplied by this ÷ `lora_rank`."""
+    lora_targets: list[str] = []
+    """The linear layers that get them, by the end of their names, as q_proj. Empty: all but the head."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
@@ -287,6 +294,8 @@ class TrainerSettings(Section):
                 f"device = {self.device!r} is one device, but ranks = {self.ranks} have one each: "
                 "set it to 'cuda'"
             )
+        if self.lora_targets and not self.lora_rank:
+            raise ValueError("lora_targets are of LoRA, which lora_rank switches on")
         self._loss_is_consistent()
         return self
 

@@ -83,6 +83,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 VARIANTS: dict[str, dict[str, Any]] = {
     "truncated": {},
     "grpo": {"loss": "grpo", "activation_checkpointing": True},
+    "lora": {"lora_rank": 4},
     "bfloat16": {"compute_dtype": "bfloat16"},
 }
 
@@ -109,7 +110,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     rounded = found.pop("bfloat16")
     for name in found:
-        are_the_same(found[name], alone[name], alone["truncated"]["start"])
+        are_the_same(found[name], alone[name])
     for one in (rounded, alone["bfloat16"]):
         assert 1e-4 < apart(one["gradients"], alone["truncated"]["gradients"]) < 0.03
         assert 1e-4 < apart(one["parameters"], alone["truncated"]["parameters"]) < 0.01
@@ -121,7 +122,8 @@ def sampled(policy: Policy, rows: list[Row]) -> list[Row]:
     return [replace(row, logprobs=one) for row, one in zip(rows, policy.logprobs(rows), strict=True)]
 
 
-def are_the_same(found: dict[str, Any], alone: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
+def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    start = alone["start"]
     assert apart(found["gradients"], alone["gradients"]) <= 1e-6
     one, other = found["parameters"], alone["parameters"]
     assert max(float((one[name] - other[name]).abs().max()) for name in start) <= 1e-5
@@ -134,11 +136,14 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any], start: dict[str, 
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
-    """AdamW's moments and all: written by two and gone on from by one, and the reverse."""
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "activation_checkpointing": True}])
+async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
+    base: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """AdamW's moments, an adapter and all: written by two and gone on from by one, and the reverse."""
     first, second, third = (make_rows(6, seed=number) for number in range(3))
-    alone = Policy.load(base, settings(1, learning_rate=1e-3))
-    async with opened(base, tmp_path, learning_rate=1e-3) as (lead, _):
+    alone = Policy.load(base, settings(1, learning_rate=1e-3, **more), seed=9)
+    async with opened(base, tmp_path, learning_rate=1e-3, **more) as (lead, _):
 
         def by_two() -> None:
             step(lead, first)
@@ -146,8 +151,8 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(base: Path, tmp_
             lead.save_state(tmp_path / "two.pt")
 
         await asyncio.to_thread(by_two)
-        alone.load_weights(tmp_path / "two")
         alone.load_state_from(tmp_path / "two.pt")
+        alone.load_weights(tmp_path / "two")
         assert (tmp_path / "two" / "tokenizer.json").exists()
         step(alone, second)
         alone.save_weights(tmp_path / "one")
@@ -156,8 +161,8 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(base: Path, tmp_
         def go_on() -> None:
             step(lead, second)  # by itself
             lead.save_weights(tmp_path / "two")
-            lead.load_weights(tmp_path / "one")
             lead.load_state_from(tmp_path / "one.pt")
+            lead.load_weights(tmp_path / "one")
             step(lead, third)
             lead.save_weights(tmp_path / "three")
 

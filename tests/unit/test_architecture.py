@@ -82,6 +82,7 @@ TORCH = {
     "trainer/loss",
     "trainer/diagnostics",
     "trainer/layout",
+    "trainer/adapter",
     "trainer/forward",
     "trainer/recompute",
     "trainer/publish",
@@ -158,6 +159,7 @@ def test_torch_and_ray_stay_where_they_belong(path: Path) -> None:
             f"{name} imports torch"
         )
     assert "ray" not in heavy or name == "trainer/cluster"
+    assert "peft" not in heavy or name == "trainer/adapter"
 
 
 def test_no_circles() -> None:

@@ -15,7 +15,8 @@ from tests.tiny import make_tiny_model
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
-from tidegate.plan.memory import FLOAT32, memory_plan, read_shape, readable
+from tidegate.plan.memory import FLOAT32, disk_plan, memory_plan, read_shape, readable
+from tidegate.trainer.adapter import Adapter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"
@@ -131,6 +132,19 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
     assert "this process and 2 followers of it, on cuda" in describe(settings)
     assert "each of 3 GPUs" in describe(settings)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
+def test_an_adapter_is_counted_as_it_is(tmp_path: Path, targets: list[str]) -> None:
+    settings = settings_of(BASE, tmp_path, trainer={"lora_rank": 3, "lora_targets": targets})
+    shape, model = read_shape(BASE), AutoModelForCausalLM.from_pretrained(BASE)
+    beside = Adapter.into(model, settings.trainer).parameters(model)
+    trained = sum(one.numel() for one in beside.values())
+    sizes = {item.what: item.size for item in memory_plan(settings, shape) if item.owner == "trainer"}
+    assert sizes["weights"] == FLOAT32 * sum(one.numel() for one in model.parameters())
+    assert (sizes["gradients"], sizes["optimiser"]) == (FLOAT32 * trained, 2 * FLOAT32 * trained)
+    checkpoints = FLOAT32 * (shape.parameters + 3 * trained)
+    assert disk_plan(settings, shape)[1].size == settings.trainer.keep_checkpoints * checkpoints
 
 
 def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> None:

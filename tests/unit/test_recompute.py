@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
@@ -14,6 +15,7 @@ from tidegate.errors import StartError
 from tidegate.trainer.batch import Row
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
+from tidegate.trainer.recompute import recompute
 
 from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 
@@ -70,6 +72,16 @@ def kept(base: Path, rows: list[Row], **settings: object) -> int:
 def test_less_is_kept(base: Path, prompt: int) -> None:
     rows = make_group(np.random.default_rng(1), size=4, prompt=prompt, replies=(120, 120))
     assert kept(base, rows, activation_checkpointing=True) < 0.2 * kept(base, rows)
+
+
+def test_a_layer_puts_its_keys_into_a_cache_once() -> None:
+    cache, layer = DynamicCache(), torch.nn.Identity()
+    keys = torch.ones(1, 2, 3, 4, requires_grad=True)
+    layer.forward = lambda keys, past_key_values: past_key_values.update(keys, 2 * keys, 0)
+    recompute([layer])
+    found, values = layer(keys, past_key_values=cache)
+    (found * values).sum().backward()
+    assert cache.get_seq_length() == found.shape[2] == 3
 
 
 def test_a_model_without_named_layers_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ With P parameters, L layers, h hidden, i intermediate, H and K attention and key
 of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 
 - weights: P · b. The trainer holds float32, the engine its `dtype`.
-- gradients: 4 · P; AdamW's two moments: 8 · P, both float32.
+- gradients: 4 · P; AdamW's two moments: 8 · P, both float32. With LoRA of rank r these are of r · (in + out)
+  parameters a linear layer instead of P, which come to the weights; activations are counted as without,
+  which is too much, as no layer's own gradient is needed.
 - key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this as it is needed.
 - prefixes: keys and values of earlier sequences, kept up to the engine's bound.
 - activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -84,6 +86,19 @@ class Shape:
         attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
+
+    def adapter(self, rank: int, targets: Sequence[str]) -> int:
+        """LoRA's parameters beside these linear layers (all, if none is named; by the names that Llama and
+        Qwen give them)."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ends = {
+            "q_proj": self.hidden + query, "k_proj": self.hidden + key, "v_proj": self.hidden + key,
+            "o_proj": query + self.hidden, "gate_proj": self.hidden + self.intermediate,
+            "up_proj": self.hidden + self.intermediate, "down_proj": self.intermediate + self.hidden,
+        }  # fmt: skip
+        layer = sum(size for name, size in ends.items() if not targets or name in targets)
+        head = self.hidden + self.vocab if "lm_head" in targets else 0
+        return rank * (self.layers * layer + head)
 
     def kv_bytes(self, slots: int, context: int, dtype: str) -> int:
         return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
@@ -205,26 +220,26 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
 
 def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
     """Of the trainer: its ranks share host memory, and have a GPU each."""
-    number, tokens, device, ranks = shape.parameters, trainer.microbatch_tokens, trainer.device, trainer.ranks
-    held, passes = f"{number:,} parameters", 1
+    tokens, device, ranks = trainer.microbatch_tokens, trainer.device, trainer.ranks
+    passes, parts = 1, 1
     if ranks > 1 and device == "cpu":
         passes = ranks
     elif ranks > 1:
-        device, held = f"each of {ranks} GPUs", f"{held} ÷ {ranks}"
-        number = -(-number // ranks)
+        device, parts = f"each of {ranks} GPUs", ranks
     each = f" on each of {passes} ranks" if passes > 1 else ""
-    activations = shape.activation_bytes(
-        tokens, trainer.compute_dtype, recomputed=trainer.activation_checkpointing
-    )
-    cast = BYTES["bfloat16"] * shape.parameters if trainer.compute_dtype == "bfloat16" else 0
-    kept = f"about, of {tokens:,} tokens a microbatch" + (", and weights in bfloat16" if cast else "")
+    beside = shape.adapter(trainer.lora_rank, trainer.lora_targets)
+    trained = beside if trainer.lora_rank else shape.parameters
+
+    def per_parameter(what: str, number: int, size: int, why: str = "") -> Item:
+        held = f"{number:,} parameters" + (f" ÷ {parts}" if parts > 1 else "")
+        return Item(device, "trainer", what, f"{held} × {size} B{why}", -(-number // parts) * size)
+
+    lora = " (LoRA)" if trainer.lora_rank else ""
     return [
-        Item(device, "trainer", "weights", f"{held} × 4 B", number * FLOAT32),
-        Item(device, "trainer", "gradients", f"{held} × 4 B", number * FLOAT32),
-        Item(device, "trainer", "optimiser", f"{held} × 8 B (AdamW)", number * 2 * FLOAT32),
-        Item(
-            device, "trainer", "activations", kept + each, passes * (activations + cast),
-        ),
+        per_parameter("weights", shape.parameters + beside, FLOAT32),
+        per_parameter("gradients", trained, FLOAT32, lora),
+        per_parameter("optimiser", trained, 2 * FLOAT32, " (AdamW)"),
+        _activations(trainer, shape, device, passes, each),
         Item(
             device, "trainer", "logits",
             f"about, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3{each}",
@@ -233,14 +248,27 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
     ]  # fmt: skip
 
 
+def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: int, each: str) -> Item:
+    tokens, dtype = trainer.microbatch_tokens, trainer.compute_dtype
+    size = shape.activation_bytes(tokens, dtype, recomputed=trainer.activation_checkpointing)
+    how = f"about, of {tokens:,} tokens a microbatch"
+    if dtype == "bfloat16":
+        size, how = size + BYTES[dtype] * shape.parameters, f"{how}, and weights in bfloat16"
+    return Item(device, "trainer", "activations", how + each, passes * size)
+
+
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
     """What the run directory will hold: two published versions, the best one, and checkpoints with AdamW's
-    moments."""
-    number, kept = shape.parameters, settings.trainer.keep_checkpoints
-    where = str(settings.run_dir)
+    moments, and with LoRA the adapter."""
+    trainer, number = settings.trainer, shape.parameters
+    kept, where = trainer.keep_checkpoints, str(settings.run_dir)
+    size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"
+    if trainer.lora_rank:
+        beside = shape.adapter(trainer.lora_rank, trainer.lora_targets)
+        size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
     return [
         Item(where, "disk", "published and best", f"3 × {number:,} × 4 B", 3 * number * FLOAT32),
-        Item(where, "disk", "checkpoints", f"{kept} × {number:,} × 12 B", kept * number * 3 * FLOAT32),
+        Item(where, "disk", "checkpoints", f"{kept} × {how}", kept * size),
     ]
 
 

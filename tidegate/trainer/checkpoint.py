@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on, made valid by one marker that is written last.
 
-`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser and generators) and
-the marker `COMMITTED`, a flat JSON object: `step` and whatever else the run must remember (the ledger's
+`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, an adapter)
+and the marker `COMMITTED`, a flat JSON object: `step` and whatever else the run must remember (the ledger's
 position, the version, the data cursor). All files are on disk before the marker is, and the marker
 appears by a rename, so that it is there in full or not at all. A directory without one is what a killed
 process left: it is ignored, and removed by the next `prune`.
@@ -87,8 +87,8 @@ def load(checkpoint: Checkpoint, policy: Restorable) -> None:
 
     Raises CheckpointError where files are missing or belong to another model.
     """
-    policy.load_weights(checkpoint.path)
     policy.load_state_from(checkpoint.path / TRAINER_STATE)
+    policy.load_weights(checkpoint.path)
 
 
 def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
+from tidegate.trainer.adapter import Adapter
 from tidegate.trainer.batch import Row, minibatches
 from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward, Prefix
@@ -88,6 +89,7 @@ class Policy:
         self._under_way: _UnderWay | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
+        self._adapter = Adapter.into(model, settings) if settings.lora_rank else None
         self._forward = self._way(model, settings)
         self._reference = None if reference is None else self._way(reference, settings)
         self._optimizer = _optimizer(model, settings)
@@ -100,7 +102,7 @@ class Policy:
         three belong to the whole process.
 
         Raises StartError where the directory, or that of the reference, holds no causal LM that can be
-        loaded.
+        loaded or trained as the settings say.
         """
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
@@ -190,47 +192,84 @@ class Policy:
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
         """Write the model in Hugging Face format, with the base's tokenizer and chat template.
 
-        It is written beside its place and renamed when complete; what was there before is replaced.
-        `durable` also waits until the files are on disk. Raises OSError.
+        It is written beside its place and renamed when complete; what was there before is replaced. An
+        adapter is merged. `durable` also waits until the files are on disk. Raises OSError.
         """
-        return self._write_weights(directory, self.model.state_dict(), durable)
-
-    def _write_weights(self, directory: Path, values: dict[str, Tensor], durable: bool) -> Path:
-        write_model(directory, self.model, values, self._tokenizer, durable=durable)
+        values = self._plain(self.model.state_dict(keep_vars=True))
+        if self._leads:
+            write_model(directory, self.model, values, self._tokenizer, durable=durable)
         return directory
 
     def weights(self) -> dict[str, Tensor]:
-        """The live values of the parameters by name, of tied ones the first; read them before the next step.
-
-        Where there are several ranks it is rank 0 that has them.
+        """The values of the parameters as they are published, by name, of tied ones the first; read them
+        before the next step. Where there are several ranks it is rank 0 that has them.
         """
-        return {name: one.detach() for name, one in self.model.named_parameters()}
+        return self._plain(dict(self.model.named_parameters()))
+
+    def _plain(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model as the base model has them."""
+        values = self._gathered(live)
+        return values if self._adapter is None else self._adapter.merged(values)
 
     def load_weights(self, directory: Path) -> None:
         """Replace the weights by those of a directory that `save_weights` wrote.
 
-        Raises CheckpointError where it holds another model.
+        With an adapter they follow from the model it was loaded from and the trainer's state, which is
+        loaded first: then they are only compared. Raises CheckpointError where the directory holds
+        another model.
         """
         try:
-            self._take_weights(read_model(directory).state_dict())
+            values = read_model(directory).state_dict()
+            if self._adapter is None:
+                self._fill(self.model.state_dict(), values)
+            else:
+                self._compare(values)
         except (StartError, RuntimeError) as error:
             raise CheckpointError(f"{directory} does not hold this run's model: {error}") from error
 
-    def _take_weights(self, values: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(values)
+    def _compare(self, values: Mapping[str, Tensor]) -> None:
+        """Raises RuntimeError where these are not the weights."""
+        mine = self._plain(self.model.state_dict(keep_vars=True))
+        same = all(name in values and values[name].equal(one.cpu()) for name, one in mine.items())
+        if not self._agreed(same):
+            raise RuntimeError(
+                "the base model with the trainer's adapter has other weights; is model.path the model that "
+                "the run began with, and trainer.lora_alpha as it was?"
+            )
+
+    @torch.no_grad()
+    def _fill(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Copy values into tensors of the same names and shapes. Raises RuntimeError where they differ."""
+        if live.keys() != values.keys():
+            raise RuntimeError(f"other tensors: {', '.join(sorted(live.keys() ^ values.keys()))}")
+        for name, tensor in live.items():
+            if tensor.shape != values[name].shape:
+                raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
+            tensor.copy_(self._part(values[name], tensor))
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: optimiser, steps so far, random generators."""
+        """What a resumed run needs besides the weights: optimiser, steps so far, random generators, and the
+        adapter, which cannot be told from merged weights."""
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return {
+        state = {
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
             "rng": torch.get_rng_state(),
             "rng_cuda": cuda,
         }
+        if self._adapter is not None:
+            state["adapter"] = self._gathered(self._adapter.parameters(self.model))
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state` gave; the weights are `load_weights`' business."""
+        """Take up a state that `state` gave; the weights are `load_weights`' business.
+
+        Raises ValueError or RuntimeError where it is of another adapter, or of none.
+        """
+        if ("adapter" in state) != (self._adapter is not None):
+            raise ValueError("trainer.lora_rank was switched on or off since; a run keeps to one of the two")
+        if self._adapter is not None:
+            self._fill(self._adapter.parameters(self.model), state["adapter"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
@@ -239,9 +278,9 @@ class Policy:
 
     def save_state(self, path: Path) -> None:
         """Write `state` to a file. Raises OSError."""
-        self._write_state(path, self.state())
-
-    def _write_state(self, path: Path, state: dict[str, Any]) -> None:
+        state = self.state()
+        if not self._leads:
+            return
         try:
             with path.open("wb") as file:
                 torch.save(state, file)
@@ -332,12 +371,31 @@ class Policy:
         self._optimizer.step()
         return True
 
+    # What processes that train together do together; here it is one process.
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the process that writes."""
+        return True
+
+    def _gathered(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole values of tensors, on the process that writes; tied ones stay one."""
+        return {name: one.detach() for name, one in live.items()}
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This process's part of a whole tensor, laid out as another."""
+        return whole
+
+    def _agreed(self, verdict: bool) -> bool:
+        """What the process that writes found."""
+        return verdict
+
     def _whole(self, value: Tensor) -> float:
-        """A sum whose parts the processes that train together have; here it is one process."""
+        """A sum whose parts the processes have."""
         return float(value)
 
     def _pooled(self, diagnostics: Diagnostics) -> Diagnostics:
-        """The diagnostics of all that processes that train together computed."""
+        """The diagnostics of all that they computed."""
         return diagnostics
 
     def _suspects(self, rows: Sequence[Row]) -> list[str]:

@@ -23,6 +23,8 @@ from tidegate.trainer.ledger import read_ledger
 from tidegate.trainer.loop import CHANGED
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.policy import Policy
+from tidegate.trainer.pretrained import read_model
+from tidegate.trainer.start import base_model
 from tidegate.trainer.trajectories import read_lines, recorded, step_files
 from tidegate.types import Group, Trajectory
 
@@ -92,7 +94,8 @@ class Replay:
             raise TidegateError(
                 f"{self.run_dir} keeps no checkpoint of step {self.first}; replay can start from {known}"
             )
-        policy = Policy.load(kept[self.first], settings.trainer, settings.run.seed)
+        base = base_model(settings, kept[self.first])
+        policy = Policy.load(base, settings.trainer, settings.run.seed)
         checkpoints.load(checkpoints.read(kept[self.first]), policy)
         return policy
 
@@ -114,8 +117,8 @@ def _groups(path: Path) -> list[Group]:
 
 def _same_weights(policy: Policy, path: Path) -> bool:
     """Whether the policy's weights are those of a directory, bit for bit."""
-    theirs = Policy.load(path, policy.settings).model.state_dict()
-    return all(theirs[name].equal(tensor.cpu()) for name, tensor in policy.model.state_dict().items())
+    theirs = dict(read_model(path).named_parameters())
+    return all(theirs[name].equal(tensor.cpu()) for name, tensor in policy.weights().items())
 
 
 def _equal(before: Any, now: float) -> bool:

@@ -34,7 +34,7 @@ from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
 from tidegate.trainer.sender import Sender
-from tidegate.trainer.start import Opened, Start, rules_of, take_over
+from tidegate.trainer.start import Opened, Start, base_model, rules_of, take_over
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 
@@ -194,7 +194,8 @@ class Run:
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
-        policy = await ranks.open(self.start.weights, self.settings.run.seed, self._guard.watch)
+        base = base_model(self.settings, self.start.weights)
+        policy = await ranks.open(base, self.settings.run.seed, self._guard.watch)
         if self.start.checkpoint is not None:
             await asyncio.to_thread(checkpoints.load, self.start.checkpoint, policy)
         return policy

@@ -7,10 +7,9 @@ writes: a run can go on with another number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -115,28 +114,20 @@ class ShardedPolicy(Policy):
     def _loaded_on(settings: TrainerSettings) -> torch.device:
         return torch.device("cpu")  # whole; each rank's device gets its shards
 
-    def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
-        """As a policy in one process; rank 0 writes."""
-        live = self.model.state_dict(keep_vars=True)
-        whole = {id(one): _gather(one) for one in live.values()}  # tied tensors stay one
-        if dist.get_rank():
-            return directory
-        return self._write_weights(directory, {name: whole[id(one)] for name, one in live.items()}, durable)
+    @property
+    def _leads(self) -> bool:
+        return dist.get_rank() == 0
 
-    def weights(self) -> dict[str, Tensor]:
-        """As a policy in one process, on rank 0; nothing on the others."""
-        found = {name: _gather(one) for name, one in self.model.named_parameters()}
-        return {} if dist.get_rank() else found
+    def _gathered(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        once = {id(one): one for one in live.values()}
+        whole = {key: _gather(one) for key, one in once.items()}
+        return {name: whole[id(one)] for name, one in live.items()} if self._leads else {}
 
-    @torch.no_grad()
-    def _take_weights(self, values: dict[str, Tensor]) -> None:
-        live = self.model.state_dict()
-        if live.keys() != values.keys():
-            raise RuntimeError(f"other tensors: {', '.join(sorted(live.keys() ^ values.keys()))}")
-        for name, tensor in live.items():
-            if tensor.shape != values[name].shape:
-                raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
-            tensor.copy_(_shard(values[name], tensor))
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return _shard(whole, like)
+
+    def _agreed(self, verdict: bool) -> bool:
+        return gathered(verdict)[0]
 
     def state(self) -> dict[str, Any]:
         """That of all ranks, gathered; on other ranks than 0 without the optimiser's."""
@@ -154,12 +145,6 @@ class ShardedPolicy(Policy):
             for index, of_one in optimizer["state"].items()
         }
         super().load_state({**state, "optimizer": optimizer})
-
-    def save_state(self, path: Path) -> None:
-        """As a policy in one process; rank 0 writes."""
-        state = self.state()
-        if dist.get_rank() == 0:
-            self._write_state(path, state)
 
     def _descend(self, descent: Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
         """Add the gradient of this rank's rows, times N, to the parameters' shards on all ranks."""

@@ -160,6 +160,12 @@ async def take_over(
     return opened
 
 
+def base_model(settings: Settings, weights: Path) -> Path:
+    """What a policy is loaded from that begins with these weights: with LoRA the model that the run began
+    with, for an adapter cannot be told from the weights that it was merged into."""
+    return settings.model.path.absolute() if settings.trainer.lora_rank else weights
+
+
 def rules_of(settings: Settings) -> Rules:
     """The settings that admission obeys."""
     trainer = settings.trainer
