@@ -1,0 +1,409 @@
+"""What a GPU gives: decode, the optimiser step, a publish, and a demo that learns, all on one device.
+
+    python benchmarks/gpu.py [--json] [--shape qwen3-0.6b|tiny] [--device cuda] [--keep DIR]
+
+The model has random weights and, as a rule, the shape of Qwen3-0.6B; engine and step compute in bfloat16.
+All bounds are measured on the same device in the same run.
+
+- *Decode*: requests of 128 tokens in and 128 out that all decode at once, temperature 1. `engine` is the
+  embedded engine's scheduler, its steps recorded as CUDA graphs; `unrecorded` the same kernel by kernel;
+  `generate` is transformers' on one batch: what more tokens add to its time. `limit` is count ÷ the time that
+  one pass over the weights and the rows' keys and values takes at the bandwidth of a large copy.
+  `waits_per_step` counts how often the host waits for the device.
+- *Step*: `Policy.update` on rows of one length with nothing in common, under autocast; FLOPs as in `step.py`,
+  against the best of a large bfloat16 matmul.
+- *Publish*: the files that the policy wrote, into an engine that decodes 16 requests: pause, read, check,
+  copy, resume; `until_next_token` also computes their keys and values again. Against the same bytes read into
+  page-locked memory and copied to the device.
+- *Demo*: `examples/demo` with engine and trainer on the device.
+
+Without CUDA it says so, measures nothing and exits with 0. `--shape tiny --device cpu` runs every part in
+under a minute, to show that the script works: its figures say nothing, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import controls
+import numpy as np
+import torch
+from common import Check, report
+from step import Work, flops
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tidegate.config import TrainerSettings, load_settings
+from tidegate.engine.model import Model, load_model
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.params import Limits
+from tidegate.engine.requests import Generation, parse_generate
+from tidegate.engine.scheduler import Scheduler
+from tidegate.trainer.batch import Row
+from tidegate.trainer.policy import Policy
+
+Results = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how much is asked of it."""
+
+    model: dict[str, int]
+    counts: tuple[int, ...] = (1, 16, 64, 256)
+    tokens: int = 128
+    rows: int = 64
+    row_tokens: int = 1024
+    copied_mb: int = 2048
+    matmul: int = 8192
+    repeats: int = 5
+    demo: tuple[str, ...] = ()
+    checked: bool = True
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(
+        {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "tiny": Shape(
+        {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        counts=(1, 4), tokens=8, rows=4, row_tokens=64, copied_mb=8, matmul=128, repeats=2, checked=False,
+        demo=("--trainer.steps=1", "--trainer.groups_per_batch=2",
+              "--eval.tasks=4", "--eval.interim_tasks=4"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is measured, and what bounds it."""
+
+    device: torch.device
+    bytes_s: float
+    """Read and written by a copy, together."""
+    flops_s: float
+
+    @classmethod
+    def measured(cls, device: torch.device, shape: Shape) -> Device:
+        source = torch.ones(shape.copied_mb * 2**20, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copying = best(device, lambda: target.copy_(source), 10)
+        left, right = (
+            torch.randn(shape.matmul, shape.matmul, device=device, dtype=torch.bfloat16) for _ in "lr"
+        )
+        multiplying = best(device, lambda: left @ right, 10)
+        return cls(device, 2 * source.nbytes / copying, 2 * shape.matmul**3 / multiplying)
+
+    def row(self) -> dict[str, Any]:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return {"device": name, "copy_bytes_s": self.bytes_s, "matmul_bf16_flops_s": self.flops_s}
+
+
+def timed(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds until the device has done it."""
+    settle(device)
+    began = time.perf_counter()
+    run()
+    settle(device)
+    return time.perf_counter() - began
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def best(device: torch.device, run: Callable[[], object], repeats: int) -> float:
+    run()
+    return min(timed(device, run) for _ in range(repeats))
+
+
+def make_model(directory: Path, shape: Shape) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape.model, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+# -- decode
+
+
+class Decoding:
+    """Requests that all decode at once, on a scheduler without its thread."""
+
+    def __init__(self, model: Model, count: int, tokens: int) -> None:
+        self.scheduler = Scheduler(model, max_slots=count, version="0", deliver=lambda _: None)
+        self.tokens = tokens
+        limits = Limits(model.vocab_size, model.max_context, frozenset(), False)
+        rng = np.random.default_rng(0)
+        self.requests: list[Generation] = []
+        for seed in range(count):
+            ids = rng.integers(0, model.vocab_size, tokens).tolist()
+            params = {"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": seed}
+            body = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+            self.requests.append(parse_generate(body, limits))
+            self.scheduler.submit(self.requests[-1])
+        self.until(lambda: self.scheduler.num_waiting == 0 and self.scheduler.num_running == count)
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self.scheduler.turn()
+
+    def steps(self, number: int) -> None:
+        """Every row samples so many tokens."""
+        for _ in range(number):
+            self.scheduler.turn()
+
+    def finish(self) -> float:
+        """Tokens a second from here to the end."""
+        left = sum(self.tokens - len(one.output_ids) for one in self.requests)
+        began = time.perf_counter()
+        self.until(lambda: self.scheduler.num_running == 0)  # the last token has been read from the device
+        return left / (time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def warned_waits() -> Iterator[list[Any]]:
+    """Collects torch's warnings that the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield seen
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def waits_per_step(model: Model, count: int, tokens: int) -> float:
+    decoding = Decoding(model, count, tokens)
+    decoding.steps(2)
+    number = tokens // 2
+    with warned_waits() as seen:
+        decoding.steps(number)
+    decoding.finish()
+    return sum("synchroniz" in str(one.message) for one in seen) / number
+
+
+@torch.inference_mode()
+def generate(model: Model, count: int, tokens: int) -> float:
+    """Tokens a second of transformers' `generate` on one batch, its prefill taken off."""
+    ids = torch.randint(0, model.vocab_size, (count, tokens), device=model.device)
+
+    def run(new: int) -> object:
+        return model.hf_model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+            top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
+        )  # fmt: skip
+
+    run(2)
+    more = timed(model.device, lambda: run(tokens + 1)) - timed(model.device, lambda: run(1))
+    return count * tokens / more
+
+
+def limit(model: Model, count: int, tokens: int, bound: Device) -> float:
+    """Tokens a second if a step took as long as its bytes take to be read."""
+    config = model.hf_model.config
+    weights = sum(one.nbytes for one in model.hf_model.parameters())
+    per_token = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    )
+    return count * bound.bytes_s / (weights + count * per_token * 1.5 * tokens)
+
+
+def decode(path: Path, shape: Shape, bound: Device) -> Results:
+    options = EngineOptions(
+        path, str(bound.device), "bfloat16", max_slots=max(shape.counts), max_context=4 * shape.tokens
+    )
+    engine = load_model(options)
+    unrecorded = Model(engine.hf_model, options.max_slots, options.max_context)
+    found = []
+    for count in shape.counts:
+        rates: dict[str, list[float]] = {"engine": [], "unrecorded": [], "generate": []}
+        for index in range(shape.repeats + 1):  # the first records and does not count
+            each = {
+                "engine": Decoding(engine, count, shape.tokens).finish(),
+                "unrecorded": Decoding(unrecorded, count, shape.tokens).finish(),
+                "generate": generate(engine, count, shape.tokens),
+            }
+            for name, rate in each.items() if index else ():
+                rates[name].append(rate)
+        row: dict[str, Any] = {"what": f"decode, {count}"}
+        row |= {f"{name}_tokens_s": median(taken) for name, taken in rates.items()}
+        row["limit_tokens_s"] = limit(engine, count, shape.tokens, bound)
+        row["of_limit"] = row["engine_tokens_s"] / row["limit_tokens_s"]
+        row["vs_generate"] = median(a / b for a, b in zip(rates["engine"], rates["generate"], strict=True))
+        if bound.device.type == "cuda":
+            row["waits_per_step"] = waits_per_step(engine, count, shape.tokens)
+        found.append(row)
+    return found
+
+
+# -- the optimiser step
+
+
+def rows_of_one_length(shape: Shape) -> list[Row]:
+    """With nothing in common; the last three quarters of each are trained."""
+    rng = np.random.default_rng(0)
+    n = shape.row_tokens
+    vocab = shape.model["vocab_size"]
+    return [
+        Row(
+            ids=rng.integers(0, vocab, n).astype(np.int32),
+            mask=np.arange(n) >= n // 4,
+            logprobs=np.full(n, -np.log(vocab), np.float32),
+            versions=np.zeros(n, np.int64),
+            temperature=np.ones(n, np.float32),
+            advantages=np.full(n, (-1.0) ** index, np.float32),
+            group_id=str(index // 8),
+        )
+        for index in range(shape.rows)
+    ]
+
+
+def step(policy: Policy, shape: Shape, bound: Device) -> dict[str, Any]:
+    rows = rows_of_one_length(shape)
+
+    def update() -> None:
+        with torch.autocast(bound.device.type, torch.bfloat16, cache_enabled=False):
+            policy.update(rows, version=0)
+
+    update()
+    seconds = median(timed(bound.device, update) for _ in range(shape.repeats))
+    work = flops(policy.model, (Work(0, row.inputs, row.trained) for row in rows))
+    return {
+        "what": f"step, {shape.rows} rows of {shape.row_tokens}",
+        "seconds": seconds,
+        "tokens_s": sum(row.inputs for row in rows) / seconds,
+        "flops_utilisation": work / seconds / bound.flops_s,
+    }
+
+
+# -- publish
+
+
+def read_and_copy(files: Sequence[Path], device: torch.device) -> float:
+    """Seconds to read files into page-locked memory and copy them to the device."""
+    buffers = [torch.empty(one.stat().st_size, dtype=torch.uint8) for one in files]
+    if device.type == "cuda":
+        buffers = [one.pin_memory() for one in buffers]
+    targets = [torch.empty_like(one, device=device) for one in buffers]
+
+    def run() -> None:
+        for path, buffer, target in zip(files, buffers, targets, strict=True):
+            with path.open("rb") as file:
+                assert file.readinto(buffer.numpy()) == len(buffer)
+            target.copy_(buffer)
+
+    return best(device, run, 3)
+
+
+def publish(policy: Policy, path: Path, directory: Path, shape: Shape, bound: Device) -> dict[str, Any]:
+    weights = policy.save_weights(directory)
+    files = sorted(weights.glob("*.safetensors"))
+    options = EngineOptions(path, str(bound.device), "bfloat16", max_slots=16, max_context=4 * shape.tokens)
+    model = load_model(options)
+    gaps, nexts = [], []
+    for version in range(1, shape.repeats + 1):
+        decoding = Decoding(model, options.max_slots, shape.tokens)
+        decoding.steps(shape.tokens // 2)
+        scheduler = decoding.scheduler
+        sampled = scheduler.counters.tokens_sampled
+
+        def gap(scheduler: Scheduler = scheduler, version: int = version) -> None:
+            scheduler.pause("retract")
+            scheduler.load(model.read_weights(weights), str(version), keep_cache=False, abort_all=False)
+            scheduler.resume()
+
+        gaps.append(timed(bound.device, gap))
+        began = time.perf_counter()
+        decoding.until(lambda: scheduler.counters.tokens_sampled > sampled)  # noqa: B023 - called at once
+        nexts.append(gaps[-1] + time.perf_counter() - began)
+        decoding.finish()
+    fastest = read_and_copy(files, bound.device)
+    return {
+        "what": "publish",
+        "bytes": sum(one.stat().st_size for one in files),
+        "gap_s": median(gaps),
+        "until_next_token_s": median(nexts),
+        "read_and_copy_s": fastest,
+        "gap_vs_bandwidth": median(gaps) / fastest,
+    }
+
+
+# -- the demo
+
+
+def demo(shape: Shape, device: torch.device, directory: Path) -> dict[str, Any]:
+    with controls.demo("calculator", directory) as (config, laid):
+        place = [f"--run.dir={directory}", "--run.name=demo"]
+        on = [f"--engine.device={device}", f"--trainer.device={device}"]
+        found = controls.train(load_settings(config, [*place, *laid, *on, *shape.demo]))
+    return {"what": "demo", **found}
+
+
+# -- all of it
+
+
+def measure(shape: Shape, device: torch.device, directory: Path) -> tuple[Results, list[Check]]:
+    path = directory / "model"
+    make_model(path, shape)
+    bound = Device.measured(device, shape)
+    decoded = decode(path, shape, bound)
+    policy = Policy.load(path, TrainerSettings(device=str(device)))
+    stepped = step(policy, shape, bound)
+    published = publish(policy, path, directory / "published", shape, bound)
+    results = [bound.row(), *decoded, stepped, published]
+    checks = [
+        Check("flops_utilisation", stepped["flops_utilisation"], ">=", 0.45),
+        Check("publish_gap_vs_bandwidth", published["gap_vs_bandwidth"], "<=", 2.0),
+        Check("waits_per_step", max(row.get("waits_per_step", 0.0) for row in decoded), "<=", 1.0),
+    ]
+    return results, checks if shape.checked else []
+
+
+def learned(shape: Shape, device: torch.device, directory: Path) -> tuple[dict[str, Any], list[Check]]:
+    ran = demo(shape, device, directory)
+    checks = [
+        Check("demo_after", ran["after"], ">=", 0.90),
+        Check("demo_logprob_max_error", ran["logprob_max_error"], "<=", 1e-3),
+        Check("demo_audit_holds", float(ran["audit"]), "==", 1.0),
+    ]
+    return ran, checks if shape.checked else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--keep", type=Path, help="keep the demo's run here")
+    given = parser.parse_args(arguments)
+    if given.device.type == "cuda" and not torch.cuda.is_available():
+        print("torch finds no CUDA device here: nothing was measured, and nothing is claimed.")
+        return report([], [], as_json=given.json)
+    shape = SHAPES[given.shape]
+    directory = Path(tempfile.mkdtemp(prefix="tidegate-gpu-"))
+    try:
+        results, checks = measure(shape, given.device, directory)
+        ran, more = learned(shape, given.device, given.keep or directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return report([*results, ran], [*checks, *more], as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
