@@ -218,10 +218,9 @@ def limit(model: Model, count: int, tokens: int, bound: Device) -> float:
     """Tokens a second if a step took as long as its bytes take to be read."""
     config = model.hf_model.config
     weights = sum(one.nbytes for one in model.hf_model.parameters())
-    per_token = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    )
-    return count * bound.bytes_s / (weights + count * per_token * 1.5 * tokens)
+    width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    cached = 2 * width * model.dtype.itemsize * 1.5 * tokens  # of a row half-way
+    return count * bound.bytes_s / (weights + count * cached)
 
 
 def decode(path: Path, shape: Shape, bound: Device) -> Results:
