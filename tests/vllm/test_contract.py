@@ -68,10 +68,14 @@ async def publish(engine: Client, weights: Path, version: int) -> None:
     await engine.post("/continue_generation", {})
 
 
+LONGER = 2 * LONG
+"""So that a reply is still under way when a publish comes, also where the machine has more to do."""
+
+
 async def whole(engine: Client, prompt: list[int], updates: Callable[[int], Any], *, stream: bool) -> Sampled:
-    """A reply of LONG tokens as the gateway gets it: what was aborted goes on from its tokens."""
+    """A reply of LONGER tokens as the gateway gets it: what was aborted goes on from its tokens."""
     params = {"temperature": 1.0, "ignore_eos": True}
-    order = Order(torch.tensor(prompt, dtype=torch.int32).numpy(), params, LONG, stream=stream)
+    order = Order(torch.tensor(prompt, dtype=torch.int32).numpy(), params, LONGER, stream=stream)
     sampled = Sampled()
     while sampled.finish not in ("stop", "length"):
         body = json.loads(request_body(order, sampled, f"{prompt}"))
@@ -95,7 +99,7 @@ async def test_weights_change_under_running_requests(
     published: list[int] = []
 
     async def update(at: int) -> None:
-        if at >= 40 and not published:
+        if at >= 8 and not published:
             published.append(at)
             await publish(engine, versions[1], 1)
 
@@ -107,7 +111,7 @@ async def test_weights_change_under_running_requests(
     for prompt, task in [([1, 2, 3], watched), *(([1, 3, n], task) for n, task in enumerate(others))]:
         sampled = task.result()
         assert [span.version for span in sampled.spans] == [0, 1]
-        assert (sampled.spans[0].start, sampled.spans[1].end, len(sampled.ids)) == (0, LONG, LONG)
+        assert (sampled.spans[0].start, sampled.spans[1].end, len(sampled.ids)) == (0, LONGER, LONGER)
         assert sampled.spans[0].end == sampled.spans[1].start
         for version, start, end in sampled.spans:
             expected = recomputed(versions[version], prompt, sampled.ids)
