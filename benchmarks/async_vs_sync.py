@@ -36,6 +36,7 @@ from tidegate.envs.base import load_environment
 from tidegate.trainer.audit import audit_run
 from tidegate.trainer.evaluate import Evaluator
 from tidegate.trainer.guard import Guard
+from tidegate.trainer.local import Local
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import EngineControl
@@ -85,7 +86,7 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
     rewards = {}
     async with contextlib.AsyncExitStack() as stack:
         where = settings.run_dir / "evaluation"
-        processes = await start_processes(quick, where, lambda: (first, 0), guard, view.note, stack)
+        processes = await start_processes(quick, where, lambda: (first, 0), guard, view.note, stack, Local())
         stack.push_async_callback(guard.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         episodes = Episodes(processes.gateway, processes.worker, quick.agent.deadline_s)

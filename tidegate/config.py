@@ -121,6 +121,8 @@ class AgentSettings(Section):
     """One deadline over set-up, agent and reward of a slot attempt."""
     max_concurrency: Annotated[int, Field(ge=1)] = 128
     """Slot attempts that run at the same time."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Processes that share them, each attempt in the one that has the fewest."""
 
 
 class SamplingSettings(Section):
@@ -349,6 +351,27 @@ class EvalSettings(Section):
     """A whole evaluation; what has not ended by then is counted as unfinished."""
 
 
+Resources = dict[str, Annotated[float, Field(gt=0)]]
+
+
+class ClusterSettings(Section):
+    """What processes ask of a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU = 1}`. What is left
+    out: as many CPUs as a process has threads, and a GPU where its device is cuda."""
+
+    trainer: Resources = {}
+    """Of each trainer rank."""
+    engine: Resources = {}
+    """Of each engine; SGLang and vLLM have a GPU each where nothing else is said."""
+    gateway: Resources = {}
+    """Of the gateway with its shards, on the node of the first trainer rank."""
+    agents: Resources = {}
+    """Of each of the agents' processes."""
+    environment: list[str] = []
+    """Variables that processes on other nodes need besides those that are passed on anyway (docs/ray.md)."""
+    patience_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the cluster may take to give what is asked."""
+
+
 class Settings(Section):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
 
@@ -361,6 +384,7 @@ class Settings(Section):
     sampling: SamplingSettings = SamplingSettings()
     trainer: TrainerSettings = TrainerSettings()
     eval: EvalSettings = EvalSettings()
+    cluster: ClusterSettings = ClusterSettings()
 
     @property
     def patience_s(self) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,38 +15,88 @@ from tidegate.config import Settings
 from tidegate.envs.base import load_environment
 from tidegate.errors import StartError, TidegateError
 from tidegate.observer import Observer
+from tidegate.trainer.local import Local
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
 from tidegate.trainer.observers.several import Several
+from tidegate.trainer.parts import Parts
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 
 if TYPE_CHECKING:
     from tidegate.trainer.run import Result, Run
 
+STOPPED = 130
 
-def launch(settings: Settings, *, resume: bool = False, fresh: bool = False) -> int:
-    """Train and show it; returns the exit code. Everything that can be checked before a start is."""
-    check(settings)
-    environment = load_environment(settings.env.use, settings.env.options)
-    from tidegate.trainer.run import Result, Run  # torch takes seconds; what is wrong has been said by now
 
-    if fresh:
-        set_aside(settings.run_dir)
+def launch(
+    settings: Settings, *, resume: bool = False, fresh: bool = False, cluster: str | None = None
+) -> int:
+    """Train and show it; returns the exit code. Everything that can be checked before a start is.
+
+    `cluster` is a Ray cluster's address, or `auto` or `local`; None: this machine is enough.
+    """
     view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
-    observer = Several([view, *loggers_of(settings, view.note)])
-    run = Run(settings, environment, observer, resume=resume)
-    observer.started(_info(settings, run))
+    make = partial(Launch, settings, resume, fresh)
     try:
-        try:
-            result = asyncio.run(_with_signals(run))
-            code = 0 if result.status == "completed" else 130
-        except TidegateError as error:
-            result = Result("failed", str(error), run.steps_done, run.before, run.after)
-            code = error.exit_code
-        _finish(settings, observer, result)
-        return code
+        if cluster is not None:
+            return _driver()(cluster, settings, make, view)
+        return asyncio.run(_with_signals(make(view, Local())))
     finally:
-        observer.close()
+        view.close()
+
+
+def _driver() -> Callable[..., int]:
+    """Raises StartError without Ray."""
+    try:
+        from tidegate.trainer.cluster.driver import drive
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise StartError("--cluster needs Ray, on every node: pip install 'tidegate[ray]'") from None
+    return drive
+
+
+class Launch:
+    """One run with what is around it: checks, observers, a report. Made where its first trainer rank is."""
+
+    def __init__(self, settings: Settings, resume: bool, fresh: bool, view: Observer, parts: Parts) -> None:
+        """Raises StartError or ConfigError."""
+        check(settings)
+        environment = load_environment(settings.env.use, settings.env.options)
+        from tidegate.trainer.run import Run  # torch takes seconds; what is wrong has been said by now
+
+        if fresh:
+            set_aside(settings.run_dir)
+        self._settings = settings
+        self._view = view
+        self._observer = Several([view, *loggers_of(settings, view.note)])
+        self._run = Run(settings, environment, self._observer, resume=resume, parts=parts)
+
+    async def run(self) -> int:
+        """To the end, and to the last words; the exit code."""
+        from tidegate.trainer.run import Result
+
+        run = self._run
+        self._observer.started(_info(self._settings, run))
+        try:
+            try:
+                result = await run.train()
+                code = 0 if result.status == "completed" else STOPPED
+            except TidegateError as error:
+                result = Result("failed", str(error), run.steps_done, run.before, run.after)
+                code = error.exit_code
+            _finish(self._settings, self._observer, result)
+            return code
+        finally:
+            self._observer.close()
+
+    def stop(self) -> None:
+        """Finish the step in hand and commit; asked again, end at once."""
+        if self._run.stop.is_set():
+            self._view.close()  # gives the terminal back
+            os._exit(STOPPED)  # the owned processes end when their stdin closes
+        self._view.note("finishing the step and writing a checkpoint; once more stops at once")
+        self._run.stop.set()
 
 
 def check(settings: Settings) -> None:
@@ -69,20 +121,12 @@ def set_aside(run_dir: Path) -> Path | None:
     return run_dir.rename(aside)
 
 
-async def _with_signals(run: Run) -> Result:
-    """The first Ctrl-C (or SIGTERM) finishes the step in hand and commits; a second one stops at once."""
+async def _with_signals(launched: Launch) -> int:
+    """Ctrl-C (or SIGTERM) stops it."""
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        if run.stop.is_set():
-            run.observer.close()  # gives the terminal back
-            os._exit(130)  # the owned processes end when their stdin closes
-        run.observer.note("finishing the step and writing a checkpoint; once more stops at once")
-        run.stop.set()
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    return await run.train()
+        loop.add_signal_handler(number, launched.stop)
+    return await launched.run()
 
 
 def _info(settings: Settings, run: Run) -> dict[str, object]:

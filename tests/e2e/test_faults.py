@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.runs import TrainProcess, gone, held, ledger, metrics, training
 from tidegate.errors import StartError
-from tidegate.trainer.processes import MAX_GATEWAY_RESTARTS
+from tidegate.trainer.servers import MAX_RESTARTS
 
 pytestmark = pytest.mark.slow
 
@@ -75,13 +75,13 @@ def test_a_gateway_that_keeps_dying_stops_the_run_with_a_checkpoint(tmp_path: Pa
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=1000") as run:
         run.until_step(2)
-        for restart in range(1 + MAX_GATEWAY_RESTARTS):
+        for restart in range(1 + MAX_RESTARTS):
             os.kill(run.owned("gateway"), signal.SIGKILL)
-            if restart < MAX_GATEWAY_RESTARTS:
+            if restart < MAX_RESTARTS:
                 run.until_said("the gateway is back", times=restart + 1)
         assert run.wait(60) == StartError.exit_code, run.output()
     said = " ".join(run.output().split())
-    assert f"the gateway was killed by SIGKILL, after {MAX_GATEWAY_RESTARTS} restarts" in said
+    assert f"the gateway was killed by SIGKILL, after {MAX_RESTARTS} restarts" in said
     assert "--resume" in said
     before = held(run_dir)
     assert before.groups["stepped"] == before.groups["live"] == 0

@@ -130,7 +130,7 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     assert two["weights"] == alone["weights"] == 2 * gpus["weights"]
     assert two["activations"] == 2 * alone["activations"] == 2 * gpus["activations"]
     settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
-    assert "this process and 2 followers of it, on cuda" in describe(settings)
+    assert "the run's process and 2 followers of it, on cuda" in describe(settings)
     assert "each of 3 GPUs" in describe(settings)
 
 

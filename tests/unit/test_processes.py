@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tidegate.config import load_settings
-from tidegate.trainer.processes import engine_arguments, engine_services, pinned
+from tidegate.trainer.local import Local
+from tidegate.trainer.servers import engine_arguments, pinned
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
 def test_several_engines_from_one_setting(tmp_path: Path, count: int, names: list[str]) -> None:
     settings = load_settings(None, ["--model.path=x", f"--engine.count={count}", "--engine.threads=2"])
-    services = engine_services(settings, tmp_path, lambda: (tmp_path / "v7", 7))
+    services = Local().engines(settings, tmp_path, lambda: (tmp_path / "v7", 7))
     assert [one.name for one in services] == names
     assert len({one.log for one in services}) == count
     command = engine_arguments(settings, lambda: (tmp_path / "v7", 7))

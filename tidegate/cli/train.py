@@ -12,13 +12,19 @@ def add(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "train",
         help="train an agent's model",
-        usage="tidegate train CONFIG.toml [--resume | --fresh] [--dry-run] [--section.key value ...]",
+        usage="tidegate train CONFIG.toml [--resume | --fresh] [--cluster ADDRESS] [--dry-run] "
+        "[--section.key value ...]",
         description="Train: starts the engine and the gateway, runs the agent, updates and publishes.",
         epilog="Any setting can be given as --section.key value; `tidegate train --settings` lists them.",
     )
     how = verb.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     how.add_argument("--fresh", action="store_true", help="set an existing run of this name aside first")
+    verb.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run it on a Ray cluster: auto (this machine is a node of it), ray://HOST:PORT, or local",
+    )
     verb.add_argument(
         "--dry-run", action="store_true", help="print settings, processes and memory, and start nothing"
     )
@@ -41,8 +47,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe
 
-        print(describe(settings, resume=arguments.resume, fresh=arguments.fresh))
+        print(describe(settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster))
         return 0
     from tidegate.launch import launch
 
-    return launch(settings, resume=arguments.resume, fresh=arguments.fresh)
+    return launch(settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster)

@@ -21,7 +21,8 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.render import Renderer
-from tidegate.trainer.processes import engine_services, gateway_service
+from tidegate.trainer.local import Local
+from tidegate.trainer.processes import admin_key
 from tidegate.trainer.workers import AgentWorker
 
 
@@ -93,7 +94,7 @@ class Examination:
         if settings.engine.urls:
             return [url.rstrip("/") for url in settings.engine.urls]
         weights = settings.model.path.absolute()
-        engine = engine_services(settings, self.folder, lambda: (weights, 0))[0]
+        engine = Local().engines(settings, self.folder, lambda: (weights, 0))[0]
         stack.push_async_callback(engine.stop)
         try:
             return [await engine.start()]
@@ -122,7 +123,8 @@ class Examination:
             self._say(judge_episode(episode, self.settings, renderer))
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
-        service, key = gateway_service(self.settings, self.folder)
+        key = admin_key(self.settings)
+        service = Local().gateway(self.settings, self.folder, key, None)
         stack.push_async_callback(service.stop)
         client = None
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.evaluation.sampler import Attempt
 from tidegate.trainer.guard import Guard
+from tidegate.trainer.local import Local
 from tidegate.trainer.processes import start_processes
 from tidegate.trainer.rollout import Episodes
 from tidegate.types import Sampling, Task, Trajectory
@@ -44,7 +45,9 @@ async def hosted(
     weights = settings.model.path.absolute()
     async with contextlib.AsyncExitStack() as stack:
         try:
-            processes = await start_processes(settings, directory, lambda: (weights, 0), guard, note, stack)
+            processes = await start_processes(
+                settings, directory, lambda: (weights, 0), guard, note, stack, Local()
+            )
             episodes = Episodes(processes.gateway, processes.worker, settings.agent.deadline_s)
             yield _Attempt(episodes, sampling)
         finally:

@@ -11,14 +11,18 @@ from tidegate import sections
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
-from tidegate.trainer.processes import engine_arguments, gateway_arguments
+from tidegate.trainer.cluster.placement import Placement
+from tidegate.trainer.servers import engine_arguments, gateway_arguments
 from tidegate.trainer.vllm import vllm_arguments
 
 MASK = "…"
 
 
-def describe(settings: Settings, *, resume: bool = False, fresh: bool = False) -> str:
-    """The resolved settings, the processes, the memory and disk, and what is still missing."""
+def describe(
+    settings: Settings, *, resume: bool = False, fresh: bool = False, cluster: str | None = None
+) -> str:
+    """The resolved settings, the processes and their place on a cluster, the memory and disk, and what is
+    still missing."""
     shown = settings
     if settings.gateway.admin_key is not None:
         gateway = settings.gateway.model_copy(update={"admin_key": MASK})
@@ -28,6 +32,7 @@ def describe(settings: Settings, *, resume: bool = False, fresh: bool = False) -
         sections.dump(shown).strip(),
         "\n# Processes that would be started",
         *processes(shown),
+        *_placement(settings, cluster),
         "\n# Memory",
         *_memory(settings),
     ]
@@ -44,13 +49,19 @@ def processes(settings: Settings) -> Iterator[str]:
     else:
         several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
         yield f"engine    {shlex.join(_engine(settings))}{several}"
-    gateway = [*gateway_arguments(settings), "--port", str(settings.gateway.port)]
+    gateway = [*gateway_arguments(settings, settings.gateway.host), "--port", str(settings.gateway.port)]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]
     yield f"agents    python -m tidegate.agents.worker {shlex.join(agent)}"
     trainer = settings.trainer
     others = f" and {trainer.ranks - 1} followers of it" if trainer.ranks > 1 else ""
-    yield f"trainer   this process{others}, on {trainer.device}, {trainer.steps} steps"
+    yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"
+
+
+def _placement(settings: Settings, cluster: str | None) -> Iterator[str]:
+    if cluster is not None:
+        yield f"\n# On the Ray cluster ({cluster}): a bundle a line; what shares one is on one node"
+        yield from Placement.of(settings).lines()
 
 
 def _engine(settings: Settings) -> list[str]:

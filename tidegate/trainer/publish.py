@@ -22,7 +22,7 @@ import aiohttp
 import orjson
 
 from tidegate import failpoints
-from tidegate.errors import EngineError, PublishError
+from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.trainer.sender import Sender
 
 CALL_S = 60.0
@@ -109,6 +109,11 @@ class EngineControl:
             await self.call("/continue_generation", {})
 
 
+async def _seen(url: str, weights: Path) -> Path:
+    """Every engine sees the directory."""
+    return weights
+
+
 @dataclass(slots=True)
 class Publisher:
     """Publishes to all engines at once.
@@ -133,6 +138,8 @@ class Publisher:
     patience_s: float
     sender: Sender | None = None
     """Sends the weights to the engines; None: they read the files. Those it fails with read them then."""
+    place: Callable[[str, Path], Awaitable[Path]] = _seen
+    """Where the engine at a URL finds what lies in a directory here. Raises StartError, OSError."""
     out: set[str] = field(default_factory=set)
     _expected: set[str] = field(default_factory=set)
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -181,7 +188,7 @@ class Publisher:
         """Have a newcomer, whatever weights it has, read what is live; that version. Raises EngineError."""
         weights, version = self.live
         async with aiohttp.ClientSession() as http:
-            await EngineControl(url, http).load(weights, version)
+            await self._read(EngineControl(url, http), weights, version)
         self.out.discard(url)
         return version
 
@@ -201,7 +208,7 @@ class Publisher:
             if label is None or url in self.out:
                 return False
             try:
-                await engine.load(weights, version)
+                await self._read(engine, weights, version)
                 return True
             except EngineError as error:
                 if error.retryable:
@@ -257,10 +264,20 @@ class Publisher:
     async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
         try:
             if not await self._sent(engine, version):
-                await engine.load(weights, version)
+                await self._read(engine, weights, version)
         except EngineError as error:
             return error
         return None
+
+    async def _read(self, engine: EngineControl, weights: Path, version: int) -> None:
+        """Have an engine read the weights, brought to its node before it is paused. Raises EngineError."""
+        try:
+            there = await self.place(engine.url, weights)
+        except (StartError, OSError) as error:
+            raise EngineError(
+                f"engine {engine.url}: the weights did not come to its node: {error}", retryable=True
+            ) from error
+        await engine.load(there, version)
 
     async def _sent(self, engine: EngineControl, version: int) -> bool:
         """Whether the weights could be sent."""

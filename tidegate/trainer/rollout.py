@@ -17,11 +17,11 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError
 from tidegate.gateway.client import GatewayClient, Summary
 from tidegate.trainer.admission import Admission, Verdict
+from tidegate.trainer.crew import Runner
 from tidegate.trainer.dead_letters import Attempted
 from tidegate.trainer.entries import State
 from tidegate.trainer.groups import GroupState, Phase, Ticket
 from tidegate.trainer.tokens import Tokens
-from tidegate.trainer.workers import AgentWorker
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
 BACKOFF_S = 0.25
@@ -41,7 +41,7 @@ class Episodes:
     """Runs one session of the agent on a task: open → run → finish. Used by rollout and evaluation."""
 
     gateway: GatewayClient
-    worker: AgentWorker
+    worker: Runner
     deadline_s: float
     model: str = "policy"
     epoch: int | None = None

@@ -1,4 +1,4 @@
-"""One training run on one machine: starts its processes, puts the parts together, and ends them in order."""
+"""One training run: starts its processes, puts the parts together, and ends them in order."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.dead_letters import DeadLetters
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
-from tidegate.trainer.followed import followers
 from tidegate.trainer.guard import Guard, every, watchdog
 from tidegate.trainer.ledger import Ledger
+from tidegate.trainer.local import Local
 from tidegate.trainer.loop import Loop, unless, whole
 from tidegate.trainer.metrics import MetricsLog, read_metrics
+from tidegate.trainer.parts import Parts
 from tidegate.trainer.policy import Learner
-from tidegate.trainer.processes import restart_s, start_processes
+from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
 from tidegate.trainer.sender import Sender
+from tidegate.trainer.servers import restart_s
 from tidegate.trainer.start import Opened, Start, base_model, rules_of, take_over
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -53,7 +55,8 @@ class Result:
 
 
 class Run:
-    """A run, put together. `train()` is called once. `credit` replaces the settings' advantages."""
+    """A run, put together. `train()` is called once. `credit` replaces the settings' advantages, and `parts`
+    says where its processes are, on this machine by default."""
 
     def __init__(
         self,
@@ -63,11 +66,13 @@ class Run:
         *,
         resume: bool = False,
         credit: Credit | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
         self.observer = observer
         self.credit = credit or GroupCredit(settings.trainer)
+        self.parts = parts or Local()
         self.dir = settings.run_dir.absolute()
         self.start = Start.of(settings, resume)
         self.before: dict[str, float] = {}
@@ -133,12 +138,12 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        ranks = Ranks(settings.trainer, followers(settings.trainer.ranks, self.dir / "logs"))
+        ranks = Ranks(settings.trainer, self.parts.followers(settings, self.dir), self.parts.host)
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         processes = await start_processes(
-            settings, self.dir, self._live, self._guard, self.observer.note, stack
+            settings, self.dir, self._live, self._guard, self.observer.note, stack, self.parts
         )
         self.gateway, engines = processes.gateway, processes.engines
         self.policy = await loading
@@ -180,6 +185,7 @@ class Run:
         self.publisher = Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
             engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
+            self.parts.place,
         )  # fmt: skip
         engines.lead(self.publisher)
         self.best = Best.of(self.dir)

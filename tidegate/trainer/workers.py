@@ -63,8 +63,12 @@ class AgentWorker:
         Raises ConfigError where there is no such agent, and StartError where the process cannot run.
         """
         worker = cls(use, options, log_path)
-        await worker._live()
+        await worker.open()
         return worker
+
+    async def open(self) -> None:
+        """As `start`, of a worker that is there; may be called twice."""
+        await self._live()
 
     @property
     def pid(self) -> int | None:

@@ -1,0 +1,197 @@
+"""A run on a cluster, as far as it needs no Ray: who sits where, what goes along, who runs an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.config import Settings, load_settings
+from tidegate.errors import ConfigError, StartError
+from tidegate.observer import Silent
+from tidegate.plan.dry_run import describe
+from tidegate.trainer.cluster.passing import Luggage, Mark, Node, passed_on
+from tidegate.trainer.cluster.placement import HOME, Placement
+from tidegate.trainer.cluster.relay import KEPT, Relay, tell
+from tidegate.trainer.crew import Crew
+from tidegate.trainer.workers import AgentResult
+from tidegate.types import TaskView
+
+
+def settings_of(*overrides: str) -> Settings:
+    return load_settings(None, ["--model.path=examples/tiny_base/model", *overrides])
+
+
+def test_every_process_has_a_seat_and_the_gateway_sits_with_the_run() -> None:
+    settings = settings_of(
+        "--trainer.ranks=2", "--trainer.device=cuda", "--trainer.threads=4", "--engine.count=2",
+        "--agent.workers=3", "--gateway.shards=2", '--cluster.engine={GPU = 2, "fast" = 0.5}',
+        "--engine.kind=sglang", "--engine.python=/x/python",
+    )  # fmt: skip
+    placement = Placement.of(settings)
+    assert [(seat.name, seat.bundle) for seat in placement.seats] == [
+        ("trainer-0", 0), ("gateway", 0), ("trainer-1", 1), ("engine-1", 2), ("engine-2", 3),
+        ("agent-1", 4), ("agent-2", 5), ("agent-3", 6),
+    ]  # fmt: skip
+    assert placement.bundles[0] == {"CPU": 6, "GPU": 1}
+    assert placement["engine-2"].resources == {"CPU": 1, "GPU": 2, "fast": 0.5}
+    assert placement.total == {"CPU": 6 + 4 + 2 + 3, "GPU": 6, "fast": 1}
+    assert placement[HOME].resources == {"CPU": 4, "GPU": 1}
+
+
+def test_the_sum_of_a_bundle_is_no_finer_than_ray_counts() -> None:
+    placement = Placement.of(settings_of("--cluster.trainer={CPU = 0.1}", "--cluster.gateway={CPU = 0.2}"))
+    assert placement.bundles[0] == {"CPU": 0.3}
+
+
+def test_engines_that_run_already_have_no_seat() -> None:
+    names = [seat.name for seat in Placement.of(settings_of('--engine.urls=["http://a"]')).seats]
+    assert names == [HOME, "gateway", "agent"]
+
+
+@pytest.mark.parametrize("overrides", [["--engine.device=cuda:1"], ["--trainer.device=cuda:0"]])
+def test_a_numbered_gpu_is_refused_on_a_cluster(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"Ray gives each process its own: set it to 'cuda'"):
+        Placement.of(settings_of(*overrides))
+
+
+def test_a_dry_run_prints_the_placement() -> None:
+    settings = settings_of("--engine.count=2", "--engine.device=cuda")
+    text = describe(settings, cluster="ray://head:10001")
+    assert "On the Ray cluster (ray://head:10001)" in text
+    assert "trainer-0 + gateway   2 CPU\nengine-1              1 CPU, 1 GPU\n" in text
+    assert "in all: 5 CPU, 2 GPU" in text
+    assert "Ray" not in describe(settings)
+
+
+def test_the_variables_that_matter_go_along_and_no_others() -> None:
+    environment = {
+        "HF_HOME": "/models", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "3", "TOKENIZERS_PARALLELISM": "false", "HOME": "/root",
+        "JUDGE_KEY": "s3cret",
+    }  # fmt: skip
+    there = passed_on(environment)
+    assert there.keys() == environment.keys() - {"CUDA_VISIBLE_DEVICES", "HOME", "JUDGE_KEY"}
+    assert passed_on(environment, ["JUDGE_KEY"])["JUDGE_KEY"] == "s3cret"
+    with pytest.raises(ConfigError, match="names OTHER_KEY, which is not set here"):
+        passed_on(environment, ["OTHER_KEY"])
+
+
+def test_a_node_that_is_not_alike_is_named() -> None:
+    here, same = Node("10.0.0.1", "3.11.7", "0.1.0"), Node("10.0.0.2", "3.11.7", "0.1.0")
+    assert same.unlike(here) is None
+    older = Node("10.0.0.3", "3.12.1", "0.0.9")
+    said = older.unlike(here) or ""
+    assert "node 10.0.0.3 has Python 3.12.1 instead of 3.11.7 and tidegate 0.0.9 instead of 0.1.0" in said
+
+
+def test_a_mark_is_seen_in_its_own_directory_alone(tmp_path: Path) -> None:
+    mark = Mark.leave(tmp_path / "runs" / "a")
+    assert mark.seen()
+    assert not Mark(tmp_path / "elsewhere", mark.text).seen()
+    Mark.leave(tmp_path / "runs" / "a")  # another run of that name, on a disk of its own
+    assert not mark.seen()
+
+
+def test_luggage_shows_no_secret(tmp_path: Path) -> None:
+    luggage = Luggage("a", Mark(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
+    assert "s3cret" not in repr(luggage)
+    assert pickle.loads(pickle.dumps(luggage)).environment == {"JUDGE_KEY": "s3cret"}
+
+
+class Hearing(Silent):
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def note(self, text: str) -> None:
+        self.heard.append(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.heard.append((what, done, total))
+
+
+def test_an_observer_elsewhere_hears_what_was_told_once_and_in_order() -> None:
+    relay, hearing = Relay(), Hearing()
+    relay.note("a")
+    relay.progress("evaluation", 1, 2)
+    for told in pickle.loads(pickle.dumps(relay.news())):
+        tell(told, hearing)
+    assert hearing.heard == ["a", ("evaluation", 1, 2)]
+    assert relay.news() == []
+    for number in range(KEPT + 5):  # nobody asks: memory is bounded, and the newest are kept
+        relay.note(str(number))
+    news = relay.news()
+    assert len(news) == KEPT
+    assert news[-1] == ("note", (str(KEPT + 4),))
+
+
+class Member:
+    """Runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.closed = False
+        self.go = asyncio.Event()
+
+    async def open(self) -> None: ...
+
+    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
+        self.jobs.append(job_id)
+        await self.go.wait()
+        return AgentResult(output=access["base_url"])
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_each_run_goes_to_the_process_that_has_the_fewest() -> None:
+    members = [Member(), Member(), Member()]
+    crew = Crew(members)  # type: ignore[arg-type]
+    view = TaskView("t", [])
+    running = [asyncio.create_task(crew.run(str(number), view, base_url="u")) for number in range(7)]
+    await asyncio.sleep(0)
+    assert [len(member.jobs) for member in members] == [3, 2, 2]
+    members[1].go.set()
+    await asyncio.gather(running[1], running[4])
+    late = asyncio.create_task(crew.run("late", view, base_url="u"))
+    await asyncio.sleep(0)
+    assert members[1].jobs[-1] == "late"
+    for one in (running[0], running[3]):  # cancelled runs are over, too
+        one.cancel()
+    await asyncio.gather(*running[0:1], running[3], return_exceptions=True)
+    members[0].go.set()
+    members[2].go.set()
+    assert (await late).output == "u"
+    await asyncio.gather(*running, return_exceptions=True)
+    assert crew._runs == [0, 0, 0]
+    await crew.close()
+    assert all(member.closed for member in members)
+
+
+async def test_an_agent_that_one_process_cannot_load_is_told_as_such() -> None:
+    class Failing(Member):
+        async def open(self) -> None:
+            raise StartError("no such agent")
+
+    with pytest.raises(StartError, match="no such agent"):
+        await Crew([Member(), Failing()]).open()  # type: ignore[list-item]
+
+
+def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import tidegate.cli\n"
+        "sys.exit(tidegate.cli.main(['train', '--cluster', 'auto', '--model.path', 'x', '--run.live=false']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ
+    )
+    assert done.returncode == StartError.exit_code
+    assert done.stderr == "tidegate: --cluster needs Ray, on every node: pip install 'tidegate[ray]'\n"
+    assert list(tmp_path.iterdir()) == []

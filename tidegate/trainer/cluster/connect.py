@@ -1,0 +1,95 @@
+"""A cluster for the time of a run: connected to, seats reserved, and let go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.cluster.placement import Placement, readable
+from tidegate.trainer.cluster.seats import NAMESPACE, Seats
+
+CONNECT_S = 10.0
+HEAD = "node:__internal_head__"
+HERE = 0.001
+"""Of a node's own resource, which ties the run to that node."""
+
+
+@contextlib.contextmanager
+def connected(cluster: str) -> Iterator[str]:
+    """Connected to `local` (a cluster of this machine that ends with us), `auto` (the one that this machine
+    is a node of), `host:port`, or `ray://host:port`. Gives the resource of the node for the run itself.
+
+    Raises ConfigError, and StartError within a minute where there is no such cluster.
+    """
+    address = os.environ.get("RAY_ADDRESS") or "auto" if cluster == "auto" else cluster
+    if address not in ("auto", "local"):
+        _reach(address)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise StartError(f"--cluster {cluster}: {_first_line(error)}") from error
+    try:
+        yield HEAD if address.startswith("ray://") else f"node:{ray.util.get_node_ip_address()}"
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ray itself waits for minutes where nobody listens."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            f"--cluster {address}: give auto, local, ray://HOST:PORT (10001 is the usual one) or HOST:PORT"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise StartError(
+            f"--cluster {address}: nobody answers there ({error}). `ray status` on a node says whether the "
+            "cluster is up"
+        ) from None
+
+
+@contextlib.contextmanager
+def reserved(run: str, placement: Placement, home: str, patience_s: float) -> Iterator[Seats]:
+    """All seats of a run, or none. `home` is the resource of the node for the first bundle.
+
+    Raises StartError where the cluster does not give them in time.
+    """
+    bundles = placement.bundles
+    bundles[0][home] = HERE
+    group = placement_group(bundles, strategy="PACK", name=f"tidegate-{run}")
+    try:
+        if not group.wait(patience_s):
+            raise StartError(
+                f"the cluster did not give the run its place within {patience_s:g} s.\nIt asks for:\n"
+                + "".join(f"  {line}\n" for line in placement.lines())
+                + f"The cluster has {_of(ray.cluster_resources())}, of which are free "
+                f"{_of(ray.available_resources())}.\n"
+                "Ask for less (engine.count, trainer.ranks, agent.workers, cluster.*), or wait longer "
+                "(cluster.patience_s)"
+            )
+        yield Seats(run, placement, group)
+    finally:
+        with contextlib.suppress(ConnectionError):  # with the cluster gone, nothing is reserved
+            remove_placement_group(group)
+
+
+def _of(resources: Mapping[str, float]) -> str:
+    """What processes may ask for."""
+    hidden = ("node:", "memory", "object_store_memory")
+    return readable({name: amount for name, amount in resources.items() if not name.startswith(hidden)})
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

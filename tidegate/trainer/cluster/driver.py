@@ -1,0 +1,99 @@
+"""The command's side of a run on a cluster: it starts it, shows what it hears, and passes Ctrl-C on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from tidegate.config import Settings
+from tidegate.errors import StartError, TidegateError, TrainingError
+from tidegate.observer import Observer
+from tidegate.trainer.cluster.calls import ANSWER_S, LostError, meaning
+from tidegate.trainer.cluster.connect import connected, reserved
+from tidegate.trainer.cluster.head import Errand, Head, Job
+from tidegate.trainer.cluster.passing import Node, passed_on
+from tidegate.trainer.cluster.placement import HOME, Placement
+from tidegate.trainer.cluster.relay import tell
+from tidegate.trainer.parts import Parts
+
+LOOK_S = 0.25
+ARRIVE_S = 120.0
+STOPPED = 130
+
+
+def drive(
+    cluster: str, settings: Settings, make: Callable[[Observer, Parts], Job], observer: Observer
+) -> int:
+    """Run a job on a cluster; returns its exit code. `make` is called there.
+
+    Ctrl-C (or SIGTERM) once asks the job to stop, twice ends everything at once. Raises TidegateError.
+    """
+    placement = Placement.of(settings)
+    environment = passed_on(os.environ, settings.cluster.environment)
+    errand = Errand(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
+    with connected(cluster) as home, _signals() as signals:
+        patience_s = settings.cluster.patience_s
+        with reserved(settings.run.name, placement, home, patience_s) as seats:
+            head = seats.take(HOME, Head, errand, seats)
+            try:
+                _compare(head)
+                return _follow(head, observer, signals)
+            except RayError as error:
+                raise _explained(error) from error
+            finally:
+                ray.kill(head)
+
+
+def _compare(head: Any) -> None:
+    """Raises StartError where the run's node is not as this one."""
+    there: Node = ray.get(head.about.remote(), timeout=ARRIVE_S)
+    unlike = there.unlike(Node("of this command"))
+    if unlike is not None:
+        raise StartError(f"the run cannot begin: {unlike}")
+
+
+def _follow(head: Any, observer: Observer, signals: list[int]) -> int:
+    """Until the job has ended, or must end."""
+    running = head.run.remote()
+    asked = False
+    while True:
+        ended, _ = ray.wait([running], timeout=LOOK_S)
+        for told in ray.get(head.news.remote(), timeout=ANSWER_S):
+            tell(told, observer)
+        if ended:
+            code: int = ray.get(running)
+            return code
+        if len(signals) > 1:
+            return STOPPED
+        if signals and not asked:
+            asked = True
+            head.stop.remote()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Those that came: they are acted on between two looks."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explained(error: RayError) -> TidegateError:
+    found = meaning(error, "the run")
+    if isinstance(found, LostError):
+        return TrainingError(f"{found}. Go on from the last checkpoint with --resume")
+    return found

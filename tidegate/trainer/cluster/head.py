@@ -1,0 +1,96 @@
+"""The run itself, as an actor: the first trainer rank, the loop and the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import ray
+
+from tidegate.errors import StartError
+from tidegate.observer import Observer
+from tidegate.trainer.cluster.parts import ClusterParts
+from tidegate.trainer.cluster.passing import Luggage, Mark, Node
+from tidegate.trainer.cluster.relay import Relay, Told
+from tidegate.trainer.cluster.seats import Seats
+from tidegate.trainer.parts import Parts
+
+
+class Job(Protocol):
+    """What is run: `launch.Launch`."""
+
+    async def run(self) -> int:
+        """The exit code. Raises TidegateError."""
+
+    def stop(self) -> None:
+        """Finish the step in hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What the actor is made with."""
+
+    run: str
+    run_dir: Path
+    folder: Path
+    """The working directory of the command."""
+    environment: Mapping[str, str] = field(repr=False)
+    make: Callable[[Observer, Parts], Job]
+
+
+class Head:
+    """Runs a job whose processes are other actors', which end with this one."""
+
+    def __init__(self, errand: Errand, seats: Seats) -> None:
+        os.environ.update(errand.environment)
+        self._errand = errand
+        self._seats = seats
+        self._node = Node(ray.util.get_node_ip_address())
+        self._relay = Relay()
+        self._job: Job | None = None
+        self._stopped = False
+
+    async def about(self) -> Node:
+        return self._node
+
+    async def run(self) -> int:
+        """The exit code. Raises TidegateError."""
+        errand = self._errand
+        if errand.folder.is_dir():
+            os.chdir(errand.folder)
+        elif not errand.run_dir.is_absolute():
+            raise StartError(
+                f"{errand.folder} is not on node {self._node.address}, where the run is: give run.dir and "
+                "the other paths as they are there, from the root"
+            )
+        parts = ClusterParts(self._seats, self._node, self._pack, self._relay.note)
+        self._job = await asyncio.to_thread(errand.make, self._relay, parts)  # torch takes seconds
+        if self._stopped:
+            self._job.stop()
+        gathering = asyncio.create_task(parts.gather_logs())
+        try:
+            return await self._job.run()
+        finally:
+            gathering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await gathering
+
+    async def news(self) -> list[Told]:
+        """What observers were told since the last time."""
+        return self._relay.news()
+
+    async def stop(self) -> None:
+        """Finish the step in hand and commit."""
+        self._stopped = True
+        if self._job is not None:
+            self._job.stop()
+
+    def _pack(self) -> Luggage:
+        errand = self._errand
+        mark = Mark.leave(errand.run_dir.absolute())
+        return Luggage(errand.run, mark, errand.folder, errand.environment)

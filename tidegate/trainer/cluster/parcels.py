@@ -1,0 +1,75 @@
+"""Files for nodes that do not see the run's directory: put into Ray's object store once for all."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A directory's files, by name, as references to their bytes (uint8)."""
+
+    name: str
+    files: Mapping[str, Any]
+
+
+class Post:
+    """Sends directories; the last two stay in the object store."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Path, Parcel] = {}
+        self._numbers = 0
+
+    def parcel(self, directory: Path) -> Parcel:
+        """The directory's files, put there when they are first asked for. It blocks. Raises OSError.
+
+        Directories are told apart by their paths, and are not changed once they are named.
+        """
+        found = self._sent.pop(directory, None)
+        if found is None:
+            self._numbers += 1
+            files = {
+                file.name: ray.put(np.fromfile(file, dtype=np.uint8))
+                for file in sorted(directory.iterdir())
+                if file.is_file()
+            }
+            found = Parcel(f"{self._numbers:06d}-{directory.name}", files)
+        self._sent[directory] = found
+        for oldest in list(self._sent)[:-KEPT]:
+            del self._sent[oldest]
+        return found
+
+
+class Shelf:
+    """Where parcels are unpacked; the last two stay."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._kept: list[Path] = []
+
+    async def unpack(self, parcel: Parcel) -> Path:
+        """Write the files, and name the directory when it is whole. Raises OSError, and RayError where
+        they are lost."""
+        place = self._directory / parcel.name
+        if place not in self._kept:
+            part = place.with_suffix(".partial")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            for name, reference in parcel.files.items():
+                content = await reference
+                await asyncio.to_thread(content.tofile, part / name)
+            part.replace(place)
+            self._kept.append(place)
+        while len(self._kept) > KEPT:
+            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+        return place

@@ -1,0 +1,60 @@
+"""Several processes of agents as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tidegate.errors import unwrapped
+from tidegate.trainer.workers import AgentResult
+from tidegate.types import TaskView
+
+
+class Runner(Protocol):
+    """What runs agents: `trainer.workers.AgentWorker`, or several of its kind."""
+
+    async def open(self) -> None:
+        """Wait until the agent is loaded. Raises ConfigError, StartError."""
+
+    async def run(
+        self,
+        job_id: str,
+        view: TaskView,
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        seed: int | None,
+        deadline_s: float,
+    ) -> AgentResult: ...
+
+    async def close(self) -> None: ...
+
+
+class Crew:
+    """Gives each run to the member that has the fewest."""
+
+    def __init__(self, members: Sequence[Runner]) -> None:
+        self.members = list(members)
+        self._runs = [0] * len(self.members)
+
+    async def open(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as together:
+                for member in self.members:
+                    together.create_task(member.open())
+        except ExceptionGroup as failures:
+            raise unwrapped(failures) from None
+
+    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
+        """As `AgentWorker.run`."""
+        index = self._runs.index(min(self._runs))
+        self._runs[index] += 1
+        try:
+            return await self.members[index].run(job_id, view, **access)
+        finally:
+            self._runs[index] -= 1
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in self.members))

@@ -1,0 +1,45 @@
+"""The processes of a run on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tidegate.config import Settings
+from tidegate.services import LOOPBACK, Service
+from tidegate.trainer.followed import Follower, followers
+from tidegate.trainer.parts import Live
+from tidegate.trainer.servers import agent_names, engine_names, engine_server, gateway_server, pinned
+from tidegate.trainer.workers import AgentWorker
+
+
+class Local:
+    """`trainer.parts.Parts` of one machine: reachable from there alone, if `gateway.host` says no more."""
+
+    host = LOOPBACK
+
+    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[Service]:
+        return [
+            engine_server(
+                settings, name, index, run_dir, self.host, 0, partial(pinned, live, run_dir / "weights", name)
+            )
+            for index, name in enumerate(engine_names(settings))
+        ]
+
+    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> Service:
+        gateway = settings.gateway
+        return gateway_server(settings, key, journal, run_dir, gateway.host, gateway.port)
+
+    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentWorker]:
+        agent = settings.agent
+        return [
+            AgentWorker(agent.use, agent.options, run_dir / "logs" / f"{name}.log")
+            for name in agent_names(settings)
+        ]
+
+    def followers(self, settings: Settings, run_dir: Path) -> Sequence[Follower]:
+        return followers(settings.trainer.ranks, run_dir / "logs")
+
+    async def place(self, url: str, weights: Path) -> Path:
+        return weights
