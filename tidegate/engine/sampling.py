@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tidegate.engine.adjust import adjust
 from tidegate.engine.device import upload
@@ -14,6 +15,8 @@ from tidegate.engine.slots import Slots
 
 GREEDY_BELOW = 1e-6
 """A temperature under this means the likeliest token, as in SGLang."""
+BLOCK = 128
+"""Ids whose probabilities are summed together where a vocabulary is searched in two steps."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -63,9 +66,13 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def drawn(logits_bv: Tensor, scales_b: Tensor, draws_b: Tensor, greedy_b: Tensor) -> Tensor:
-    """`sample` for rows without rules of their own, on the device alone: float64 [2, rows], for `read`."""
+    """`sample` for rows without rules of their own, on the device alone: float64 [2, rows], for `read`.
+
+    It draws what `sample` draws, but for the rounding of sums, without a running sum over the whole
+    vocabulary: each of its terms waits for those before it.
+    """
     logprobs_bv = torch.log_softmax(logits_bv.float() / scales_b[:, None], dim=-1)
-    ids = torch.where(greedy_b, logprobs_bv.argmax(-1), _inverse_cdf(logprobs_bv, draws_b))
+    ids = torch.where(greedy_b, logprobs_bv.argmax(-1), _inverse_cdf_in_blocks(logprobs_bv, draws_b))
     return _with_logprobs(ids, logprobs_bv)
 
 
@@ -113,6 +120,23 @@ def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
     targets = draws[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
+
+
+def _inverse_cdf_in_blocks(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
+    """The same by way of the sums of blocks of ids: which block, then which of its ids."""
+    vocab = logprobs_bv.shape[-1]
+    if vocab % BLOCK:
+        logprobs_bv = pad(logprobs_bv, (0, -vocab % BLOCK), value=-torch.inf)
+    probs = logprobs_bv.double().exp_().unflatten(-1, (-1, BLOCK))
+    upto = pad(probs.sum(-1).cumsum(-1), (1, 0))
+    targets = draws[:, None] * upto[:, -1:]
+    block = torch.searchsorted(upto[:, 1:].contiguous(), targets, right=True).clamp_(max=probs.shape[1] - 1)
+    within = probs.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1)
+    # Both sums are rounded: what is left stays below the block's own, or an id of probability 0 is found.
+    below = torch.nextafter(within[:, -1:], torch.zeros_like(targets))
+    rest = (targets - upto.gather(-1, block)).clamp(min=0.0).minimum(below)
+    found = block * BLOCK + torch.searchsorted(within, rest, right=True)
+    return found[:, 0].clamp_(max=vocab - 1)
 
 
 def _draw_from_top(
