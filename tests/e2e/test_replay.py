@@ -44,13 +44,20 @@ def test_replay_is_the_run_again_and_sees_what_was_changed(
     assert "can start from 0, 2, 4" in capsys.readouterr().err
 
 
+LORA = (
+    "--trainer.lora_rank=8", "--trainer.learning_rate=3e-3", "--trainer.compute_dtype=bfloat16",
+    "--trainer.activation_checkpointing=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), LORA], ids=["whole", "lora"])
 def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--trainer.steps=2") as run:
+    with training(run_dir, "--trainer.steps=2", *more) as run:
         assert run.wait() == 0, run.output()[-3000:]
-    with training(run_dir, "--trainer.steps=4", "--resume") as run:
+    with training(run_dir, "--trainer.steps=4", "--resume", *more) as run:
         assert run.wait() == 0, run.output()[-3000:]
     assert main(["replay", str(run_dir), "--from", "2", "--json"]) == 0
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -156,6 +156,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(base: Path) -> None:
     assert apart(policy.weights(), before) == set()
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
