@@ -10,7 +10,7 @@ import torch
 
 from tidegate.engine.params import SamplingParams
 from tidegate.engine.requests import Generation
-from tidegate.engine.sampling import _inverse_cdf, _inverse_cdf_in_blocks, sample, uniforms
+from tidegate.engine.sampling import BLOCK, _inverse_cdf, _inverse_cdf_in_blocks, sample, uniforms
 from tidegate.engine.slots import Slots
 
 
@@ -70,6 +70,19 @@ def test_draws_at_every_edge_take_an_id_that_has_probability(inverse_cdf: Any) -
     draws = draws.clamp(max=1 - 2.0**-52)  # what `uniforms` gives is not more
     ids = inverse_cdf(logprobs.expand(len(draws), -1), draws)
     assert logprobs[0, ids].isfinite().all()
+
+
+def test_what_is_left_within_a_block_is_less_than_its_own_sum() -> None:
+    """Draws just below the ends of blocks that are added up in another order; the next begin with none."""
+    torch.manual_seed(2)
+    logprobs = torch.randn(500, 4 * BLOCK) * 2
+    logprobs[:, ::BLOCK] = -torch.inf
+    logprobs = torch.log_softmax(logprobs, -1)
+    ends = logprobs.double().exp().unflatten(-1, (-1, BLOCK)).sum(-1).cumsum(-1)
+    for end in range(3):
+        draws = torch.nextafter(ends[:, end] / ends[:, -1], torch.zeros(500, dtype=torch.float64))
+        ids = _inverse_cdf_in_blocks(logprobs, draws)
+        assert logprobs.gather(1, ids[:, None]).isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [5, 128, 1000, 1024])

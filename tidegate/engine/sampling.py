@@ -127,7 +127,7 @@ def _inverse_cdf_in_blocks(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
     vocab = logprobs_bv.shape[-1]
     if vocab % BLOCK:
         logprobs_bv = pad(logprobs_bv, (0, -vocab % BLOCK), value=-torch.inf)
-    probs = logprobs_bv.double().exp_().unflatten(-1, (-1, BLOCK))
+    probs = logprobs_bv.double().exp_().view(len(draws), -1, BLOCK)
     upto = pad(probs.sum(-1).cumsum(-1), (1, 0))
     targets = draws[:, None] * upto[:, -1:]
     block = torch.searchsorted(upto[:, 1:].contiguous(), targets, right=True).clamp_(max=probs.shape[1] - 1)
