@@ -86,6 +86,7 @@ TORCH = {
     "trainer/layout",
     "trainer/adapter",
     "trainer/forward",
+    "trainer/optimizer",
     "trainer/recompute",
     "trainer/publish",
     "trainer/checkpoint",

@@ -23,11 +23,9 @@ from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward, Prefix
 from tidegate.trainer.layout import Bundle, Microbatch, Pass, bundles, padding_ratio
 from tidegate.trainer.loss import make_loss
+from tidegate.trainer.optimizer import adamw, learning_rate
 from tidegate.trainer.pretrained import read_model, tokenizer_files, write_model
 from tidegate.types import Logprobs
-
-FINAL_RATE = 0.1
-"""What is left of the learning rate at the last step of a linear schedule."""
 
 
 @dataclass(slots=True)
@@ -92,7 +90,7 @@ class Policy:
         self._adapter = Adapter.into(model, settings) if settings.lora_rank else None
         self._forward = self._way(model, settings)
         self._reference = None if reference is None else self._way(reference, settings)
-        self._optimizer = _optimizer(model, settings)
+        self._optimizer = adamw(model, settings)
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Self:
@@ -166,16 +164,16 @@ class Policy:
         batch, self._under_way = self._under_way, None
         if batch is None or not batch.descents:
             raise TrainingError("a batch holds no token that can be trained")
-        learning_rate = self._learning_rate()
+        rate = learning_rate(self.settings, self.steps)
         if self.settings.streaming:
-            self._step(batch.descents[0], learning_rate)
+            self._step(batch.descents[0], rate)
         taken = sum(descent.finite for descent in batch.descents)
         self.steps += bool(taken)
         descents, passes = batch.descents, [one for descent in batch.descents for one in descent.passes]
         return {
             "loss": sum(descent.loss for descent in descents) / len(descents),
             "grad_norm": sum(descent.grad_norm for descent in descents) / len(descents),
-            "learning_rate": learning_rate,
+            "learning_rate": rate,
             "optimizer_steps": float(taken),
             "skipped": float(not taken),
             **self._pooled(batch.diagnostics).metrics(),
@@ -313,7 +311,7 @@ class Policy:
         for part in minibatches(rows, self.settings.minibatches):
             batch.descents.append(self._begin())
             self._descend(batch.descents[-1], part, batch.diagnostics)
-            if not self._step(batch.descents[-1], self._learning_rate()):
+            if not self._step(batch.descents[-1], learning_rate(self.settings, self.steps)):
                 break
 
     def _begin(self) -> Descent:
@@ -347,16 +345,7 @@ class Policy:
         diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
         return loss.detach()
 
-    def _learning_rate(self) -> float:
-        """A linear warm-up over `warmup_steps`, then constant, or linear to FINAL_RATE at `steps`."""
-        settings = self.settings
-        rate = settings.learning_rate * min(1.0, (self.steps + 1) / (settings.warmup_steps + 1))
-        if settings.schedule == "constant":
-            return rate
-        done = min(1.0, self.steps / max(1, settings.steps - 1))
-        return rate * (1.0 - (1.0 - FINAL_RATE) * done)
-
-    def _step(self, descent: Descent, learning_rate: float) -> bool:
+    def _step(self, descent: Descent, rate: float) -> bool:
         """Take the step if it is finite; returns whether it was."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         torch._foreach_div_(gradients, descent.denominator)
@@ -367,7 +356,7 @@ class Policy:
             self.non_finite = self._suspects(descent.rows)
             return False
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = rate
         self._optimizer.step()
         return True
 
@@ -407,15 +396,3 @@ class Policy:
             or np.isnan(row.logprobs[row.mask]).any()
         }
         return sorted(bad or {row.group_id for row in rows})
-
-
-def _optimizer(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, as usual."""
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    groups = [
-        {"params": [one for one in parameters if one.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
-    )
