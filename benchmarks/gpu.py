@@ -10,7 +10,7 @@ All bounds are measured on the same device in the same run.
   `generate` is transformers' on one batch: what more tokens add to its time. `limit` is count ÷ the time that
   one pass over the weights and the rows' keys and values takes at the bandwidth of a large copy.
   `waits_per_step` counts how often the host waits for the device.
-- *Step*: `Policy.update` on rows of one length with nothing in common, under autocast; FLOPs as in `step.py`,
+- *Step*: `Policy.update` on rows of one length with nothing in common; FLOPs as in `step.py`,
   against the best of a large bfloat16 matmul.
 - *Publish*: the files that the policy wrote, into an engine that decodes 16 requests: pause, read, check,
   copy, resume; `until_next_token` also computes their keys and values again. Against the same bytes read into
@@ -277,8 +277,7 @@ def step(policy: Policy, shape: Shape, bound: Device) -> dict[str, Any]:
     rows = rows_of_one_length(shape)
 
     def update() -> None:
-        with torch.autocast(bound.device.type, torch.bfloat16, cache_enabled=False):
-            policy.update(rows, version=0)
+        policy.update(rows, version=0)
 
     update()
     seconds = median(timed(bound.device, update) for _ in range(shape.repeats))
@@ -362,7 +361,7 @@ def measure(shape: Shape, device: torch.device, directory: Path) -> tuple[Result
     make_model(path, shape)
     bound = Device.measured(device, shape)
     decoded = decode(path, shape, bound)
-    policy = Policy.load(path, TrainerSettings(device=str(device)))
+    policy = Policy.load(path, TrainerSettings(device=str(device), compute_dtype="bfloat16"))
     stepped = step(policy, shape, bound)
     published = publish(policy, path, directory / "published", shape, bound)
     results = [bound.row(), *decoded, stepped, published]
