@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,8 @@ BACKENDS = ("gloo", "cpu:gloo")
 """What SGLang's protocol calls the one there is: from host memory to host memory."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHECKSUM_MODULUS = 2**61 - 1
+SLOWEST_BYTES_S = 50e6
+"""Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
 
 
 class WeightsGroup:
@@ -29,21 +31,29 @@ class WeightsGroup:
         place = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         self.name = name
         self._store = store  # the members' connections live as long as it does
-        timeout = timedelta(seconds=timeout_s)
-        self._group: Any = dist.ProcessGroupGloo(place, rank, size, timeout)
+        self._timeout_s = timeout_s
+        self._group: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout_s))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values in all members' tensors, in their order. Raises RuntimeError."""
+        """Rank 0's values in all members' tensors, in their order. Raises RuntimeError, also where they do
+        not come in the time that so many bytes may take."""
         if self._group is None:
             raise RuntimeError(f"the group {self.name!r} is closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        size = sum(one.numel() * one.element_size() for one in tensors)
+        options.timeout = timedelta(seconds=self._timeout_s + transfer_s(size))
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
 
     def close(self) -> None:
         """Let go of the connections, which ends them: what other members wait for fails."""
         self._group = None
+
+
+def transfer_s(size: int) -> float:
+    """How long so many bytes of weights may take, beside what any call takes."""
+    return size / SLOWEST_BYTES_S
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -59,15 +69,23 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     return total % CHECKSUM_MODULUS
 
 
-def buckets(tensors: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
-    """The names in order, in runs of at most `most_bytes`; what is larger by itself goes alone."""
+def buckets(
+    tensors: Mapping[str, Tensor], most_bytes: int, unit: Callable[[str], str] = str
+) -> list[list[str]]:
+    """The names in runs of at most `most_bytes`, in the order of their units, which stay whole.
+
+    A unit that is larger by itself goes alone; unless said otherwise a tensor is one.
+    """
+    units: dict[str, list[str]] = {}
+    for name in tensors:
+        units.setdefault(unit(name), []).append(name)
     found: list[list[str]] = []
     held = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+    for names in units.values():
+        size = sum(tensors[name].numel() * tensors[name].element_size() for name in names)
         if not found or held + size > most_bytes:
             found.append([])
             held = 0
-        found[-1].append(name)
+        found[-1] += names
         held += size
     return found

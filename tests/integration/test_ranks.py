@@ -143,6 +143,7 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     """AdamW's moments, an adapter and all: written by two and gone on from by one, and the reverse."""
     first, second, third = (make_rows(6, seed=number) for number in range(3))
     alone = Policy.load(base, settings(1, learning_rate=1e-3, **more), seed=9)
+    sent: list[dict[str, torch.Tensor]] = []
     async with opened(base, tmp_path, learning_rate=1e-3, **more) as (lead, _):
 
         def by_two() -> None:
@@ -164,9 +165,15 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
             lead.load_state_from(tmp_path / "one.pt")
             lead.load_weights(tmp_path / "one")
             step(lead, third)
+            next(lead.weight_buckets(10_000))  # and the rest is nobody's: the ranks stay in step
+            sent.extend(lead.weight_buckets(10_000))
             lead.save_weights(tmp_path / "three")
 
         await asyncio.to_thread(go_on)
+    three = parameters(tmp_path / "three")
+    assert len(sent) > 2
+    assert [name for bucket in sent for name in bucket] == list(three), "each once"
+    assert all(torch.equal(one, three[name]) for bucket in sent for name, one in bucket.items())
     assert apart(parameters(tmp_path / "two"), parameters(tmp_path / "one")) <= 1e-6
     step(alone, third)
     assert apart(parameters(tmp_path / "three"), alone.weights()) <= 1e-6

@@ -223,26 +223,19 @@ async def test_one_that_is_not_up_yet_is_waited_for_and_no_longer_than_the_patie
         await world.until(lambda: "engine never is refused: nobody there" in world.notes)
 
 
-async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish() -> None:
     class Sends:
-        ready = True
-        takes: frozenset[str] = frozenset()
+        takes: frozenset[str] = frozenset({"own"})
 
-        def take(self) -> None: ...
-        def drop(self) -> None: ...
         def retain(self, urls: object) -> None: ...
-        def note(self, _: str) -> None: ...
 
-    async def bring(control: Control, version: int, _: object) -> None:
-        if control.machine.fault is None or control.url in sends.takes:
-            control.machine.label = str(version)
-        else:
-            raise EngineError("cannot be sent")
+        async def send(self, engines: list[Control], version: int) -> set[str]:
+            for engine in engines:
+                if engine.url in self.takes:
+                    engine.machine.label = str(version)
+            return set(self.takes)
 
     sends = Sends()
-    monkeypatch.setattr(Control, "bring", bring, raising=False)
     async with running() as world:
         world.publisher.sender = sends  # type: ignore[assignment]
         for url in ("remote", "other"):
@@ -252,7 +245,7 @@ async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish
         for _ in range(50):
             await asyncio.sleep(0)  # looks at what it says of itself, which proves nothing
         assert not world.rows["remote"]["admitted"]
-        sends.takes = frozenset({"remote"})
+        sends.takes = frozenset({"own", "remote"})
         await world.publish()
         await world.until(lambda: world.serves("remote"))
         assert "engine remote joined, at version 1" in world.notes

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tidegate import weights_group
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer import publish
-from tidegate.trainer.publish import Publisher
+from tidegate.trainer.publish import EngineControl, Publisher
 
 
 @dataclass
@@ -25,6 +27,7 @@ class ControlEngine:
     version: str = "0"
     calls: list[str] = field(default_factory=list)
     broken: dict[str, list[int]] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
     lies: str | None = None
     url: str = ""
 
@@ -33,6 +36,7 @@ class ControlEngine:
         self.calls.append(path)
         if self.broken.get(path):
             return web.json_response({"error": "no"}, status=self.broken[path].pop(0))
+        await asyncio.sleep(self.slow.get(path, 0.0))
         body: dict[str, Any] = await request.json() if request.method == "POST" else {}
         if path == "pause_generation":
             assert body == {"mode": "retract"}
@@ -43,6 +47,8 @@ class ControlEngine:
         return web.json_response({"weight_version": self.lies or self.version})
 
 
+SIZE = 1_000_000
+"""Of published weights, in bytes."""
 MOVES = ["pause_generation", "update_weights_from_disk", "model_info", "continue_generation"]
 
 
@@ -89,6 +95,8 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
 
     def save(directory: Path) -> None:
         directory.mkdir(parents=True)
+        with open(directory / "model.safetensors", "wb") as file:
+            file.truncate(SIZE)  # with nothing in it
 
     restored: list[str] = []
 
@@ -239,6 +247,20 @@ async def test_a_hanging_engine_has_a_deadline(
     await stage.publisher.publish(1)
     assert stage.quarantined == [stage.urls[0]]
     server.close()
+
+
+async def test_a_load_may_take_as_long_as_its_bytes(
+    stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "CALL_S", 0.5)
+    monkeypatch.setattr(weights_group, "SLOWEST_BYTES_S", SIZE / 60)
+    engines[0].slow |= {"update_weights_from_disk": 0.6}
+    await stage.publisher.publish(1)
+    assert [engine.version for engine in engines] == ["1", "1"]
+    engines[0].slow |= {"model_info": 0.6}
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(EngineError, match="TimeoutError"):
+            await EngineControl(engines[0].url, http).version()  # it moves nothing
 
 
 def test_engine_errors_say_whether_to_try_again() -> None:

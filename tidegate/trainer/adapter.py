@@ -68,6 +68,11 @@ class Adapter:
         return found
 
 
+def layer_of(name: str) -> str:
+    """What a parameter is merged with what has the same: a wrapped layer's name, else its own."""
+    return name.removesuffix(DOWN).removesuffix(UP).removesuffix(f"{BASE}weight")
+
+
 def _check(model: Any) -> None:
     """Raises StartError where merging would not give the policy: A and B beside each other's matrix only."""
     named = list(model.named_parameters(remove_duplicate=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.adapter import Adapter
+from tidegate.trainer.adapter import Adapter, layer_of
 from tidegate.trainer.batch import Row, minibatches
 from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward, Prefix
@@ -26,6 +26,7 @@ from tidegate.trainer.loss import make_loss
 from tidegate.trainer.optimizer import adamw, learning_rate
 from tidegate.trainer.pretrained import read_model, tokenizer_files, write_model
 from tidegate.types import Logprobs
+from tidegate.weights_group import buckets
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Learner(Protocol):
     def add(self, rows: Sequence[Row], version: int) -> None: ...
     def finish(self) -> dict[str, float]: ...
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
-    def weights(self) -> dict[str, Tensor]: ...
+    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
     def save_state(self, path: Path) -> None: ...
     def load_weights(self, directory: Path) -> None: ...
     def load_state_from(self, path: Path) -> None: ...
@@ -203,6 +204,16 @@ class Policy:
         before the next step. Where there are several ranks it is rank 0 that has them.
         """
         return self._plain(dict(self.model.named_parameters()))
+
+    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]:
+        """The same in host memory, in runs of at most so many bytes (what is larger by itself comes alone).
+
+        Each is gathered when it is asked for.
+        """
+        live = dict(self.model.named_parameters())
+        for names in buckets(live, most_bytes, layer_of):  # an adapter is merged layer by layer
+            values = self._plain({name: live[name] for name in names})
+            yield {name: one.cpu().contiguous() for name, one in values.items()}
 
     def _plain(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the model as the base model has them."""

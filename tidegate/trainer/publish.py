@@ -24,6 +24,7 @@ import orjson
 from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.trainer.sender import Sender
+from tidegate.weights_group import transfer_s
 
 CALL_S = 60.0
 KEPT = 2
@@ -41,11 +42,12 @@ class EngineControl:
         self.url = url.rstrip("/")
         self._http = http
 
-    async def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST `body` (GET where it is None); every call has the deadline CALL_S."""
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        """POST `body` (GET where it is None). Every call has the deadline CALL_S, and in addition the time
+        that so many bytes of weights may take which it moves."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         headers = {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        timeout = aiohttp.ClientTimeout(total=CALL_S + transfer_s(size))
         try:
             async with self._http.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
@@ -82,31 +84,31 @@ class EngineControl:
             return None
 
     async def load(self, weights: Path, version: int) -> None:
-        """Bring the engine to `version`, the one in that directory."""
-        await self.bring(version, lambda: self._read(weights, version))
-
-    async def _read(self, weights: Path, version: int) -> None:
-        await self.call(
-            "/update_weights_from_disk",
-            {
-                "model_path": str(weights),
-                "weight_version": str(version),
-                "flush_cache": True,
-                "abort_all_requests": False,
-            },
-        )
-
-    async def bring(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
-        """Bring the engine to `version`, which it is at after `load`; whatever happens, it is asked to go on
+        """Bring the engine to `version`, the one in that directory; whatever happens, it is asked to go on
         afterwards."""
-        await self.call("/pause_generation", {"mode": "retract"})
+        size = await asyncio.to_thread(_size_of, weights)
+        body = {
+            "model_path": str(weights), "weight_version": str(version), "flush_cache": True,
+            "abort_all_requests": False,
+        }  # fmt: skip
+        await self.pause()
         try:
-            await load()
-            attested = await self.version()
-            if attested != version:
-                raise EngineError(f"engine {self.url} attests version {attested} after loading {version}")
+            await self.call("/update_weights_from_disk", body, size)
+            await self.verify(version)
         finally:
-            await self.call("/continue_generation", {})
+            await self.resume()
+
+    async def pause(self) -> None:
+        await self.call("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        await self.call("/continue_generation", {})
+
+    async def verify(self, version: int) -> None:
+        """Raises EngineError where it attests another version."""
+        attested = await self.version()
+        if attested != version:
+            raise EngineError(f"engine {self.url} attests version {attested} after loading {version}")
 
 
 async def _seen(url: str, weights: Path) -> Path:
@@ -152,26 +154,26 @@ class Publisher:
             await asyncio.to_thread(self.save, weights)
         await self.cancel_doomed(version)
         self.live = (weights, version)
-        if self.sender is None:
-            await self.bring_all()
-        else:
-            self.sender.retain(self.engines())
-            await asyncio.to_thread(self.sender.take)
-            try:
-                await self.bring_all()
-            finally:
-                self.sender.drop()
+        await self.bring_all(self.sender)
         self._prune(weights)
 
-    async def bring_all(self) -> None:
+    async def bring_all(self, sender: Sender | None = None) -> None:
         """Bring every engine to what is live: also engines of others, whose weights nobody knows.
 
         One that fails while others don't is tried `ATTEMPTS_BESIDE_OTHERS` times and then out of service;
-        from the next publish on at which it answers it is back. Raises PublishError where none is left.
+        from the next publish on at which it answers it is back. With a `sender` those read the files to whom
+        the policy's weights could not be sent. Raises PublishError where none is left.
         """
         async with self._one_at_a_time, aiohttp.ClientSession() as http:
             weights, version = self.live
-            brought, failed = await self._rounds(http, weights, version)
+            silent = await self._silent(http)
+            sent: set[str] = set()
+            if sender is not None:
+                urls = self.engines()
+                sender.retain(urls)
+                engines = [EngineControl(url, http) for url in urls if url not in silent]
+                sent = await sender.send(engines, version)
+            brought, failed = await self._rounds(http, weights, version, silent, sent)
         if not brought:
             reasons = "; ".join(str(one) for one in failed.values()) or "the run has none"
             raise PublishError(f"version {version} could not be published to any engine: {reasons}")
@@ -224,15 +226,14 @@ class Publisher:
         self._expected.update(urls)
 
     async def _rounds(
-        self, http: aiohttp.ClientSession, weights: Path, version: int
+        self, http: aiohttp.ClientSession, weights: Path, version: int, silent: set[str], sent: set[str]
     ) -> tuple[set[str], dict[str, EngineError]]:
-        """Load on all, then again on those that may yet succeed. Returns who did, and why others did not.
+        """Load on all others than those, then again on who may yet succeed. Who did, and why others did not.
 
         Who is there is asked anew for each round: one that dies may come back elsewhere.
         """
         deadline, pause_s = time.monotonic() + self.patience_s, BACKOFF_S
-        silent = await self._silent(http)
-        brought: set[str] = set()
+        brought = set(sent)
         failed: dict[str, EngineError] = {}
         for attempt in itertools.count(1):
             present = [url for url in self.engines() if url not in silent]
@@ -263,8 +264,7 @@ class Publisher:
 
     async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
         try:
-            if not await self._sent(engine, version):
-                await self._read(engine, weights, version)
+            await self._read(engine, weights, version)
         except EngineError as error:
             return error
         return None
@@ -279,20 +279,16 @@ class Publisher:
             ) from error
         await engine.load(there, version)
 
-    async def _sent(self, engine: EngineControl, version: int) -> bool:
-        """Whether the weights could be sent."""
-        sender = self.sender
-        if sender is None or not sender.ready:
-            return False
-        try:
-            await engine.bring(version, lambda: sender.send(engine, version))
-        except EngineError as error:
-            sender.note(f"version {version} could not be sent, and is read from files: {error}")
-            return False
-        return True
-
     def _prune(self, newest: Path) -> None:
         """Keep the last two published versions."""
         self._kept = [one for one in self._kept if one != newest] + [newest]
         while len(self._kept) > KEPT:
             shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+
+
+def _size_of(weights: Path) -> int:
+    """In bytes; 0 where they are not there, or not any more, which the engine will say."""
+    try:
+        return sum(file.stat().st_size for file in weights.iterdir())
+    except FileNotFoundError:
+        return 0

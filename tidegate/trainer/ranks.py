@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,16 @@ class Lead:
         with self._ranks.together("save_weights", directory):
             return self.policy.save_weights(directory, durable=durable)
 
-    def weights(self) -> dict[str, Tensor]:
-        with self._ranks.together("weights"):
-            return self.policy.weights()
+    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]:
+        """Whoever asks for fewer than all of them has to close it: the followers gather all."""
+        with self._ranks.together("help_with_weights", most_bytes):
+            found = self.policy.weight_buckets(most_bytes)
+            try:
+                for bucket in found:  # noqa: UP028 - closing this one must not close that one
+                    yield bucket
+            finally:
+                for _ in found:
+                    pass
 
     def save_state(self, path: Path) -> None:
         with self._ranks.together("save_state", path):

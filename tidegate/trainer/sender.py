@@ -1,7 +1,8 @@
 """Weights sent to engines over process groups: neither a disk that both see, nor a file, is in the way.
 
 Each engine has a group of its own with the trainer, so that one that dies takes no other with it, and one
-that comes back joins by itself.
+that comes back joins by itself. Weights go in buckets: while one is sent to all engines, the next one is
+gathered, so that the trainer holds two of them and never the whole model again.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.errors import EngineError
-from tidegate.weights_group import BACKENDS, WeightsGroup, buckets, checksum
+from tidegate.weights_group import BACKENDS, CHECKSUM_MODULUS, WeightsGroup, checksum
 
 BUCKET_BYTES = 256 * 2**20
-TIMEOUT_S = 60.0
-"""How long an engine may take to join a group, or to take a bucket."""
+JOIN_S = 60.0
+"""How long an engine may take to join a group."""
 
 T = TypeVar("T")
 
@@ -34,61 +35,63 @@ class Called(Protocol):
 
     url: str
 
-    async def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]: ...
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def verify(self, version: int) -> None: ...
+
+
+class Bucket(NamedTuple):
+    """Some of the weights, in host memory; `size` in bytes."""
+
+    tensors: dict[str, Tensor]
+    size: int
+    checksum: int
+
+
+Source = Generator[dict[str, Tensor], None, None]
 
 
 class Sender:
-    """Sends what it last took. `weights()` gives the live parameters by name; `note` hears of what failed."""
+    """Sends the policy's weights; `source(most_bytes)` gives them in buckets, gathered as they are asked for.
+
+    `note` hears of what failed.
+    """
 
     def __init__(
-        self,
-        weights: Callable[[], Mapping[str, Tensor]],
-        note: Callable[[str], None],
-        bucket_bytes: int = BUCKET_BYTES,
+        self, source: Callable[[int], Source], note: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        self.note = note
-        self._weights = weights
+        self._note = note
+        self._source = source
         self._bucket_bytes = bucket_bytes
         self._groups: dict[str, WeightsGroup] = {}
         self._numbers = itertools.count(1)
-        self._taken: dict[str, Tensor] = {}
-        self._checksum = 0
 
-    def take(self) -> None:
-        """Gather the weights. It blocks; the policy must not be trained until `drop`."""
-        self._taken = {name: one.detach().cpu().contiguous() for name, one in self._weights().items()}
-        self._checksum = checksum(self._taken.items())
+    async def send(self, engines: Sequence[Called], version: int) -> set[str]:
+        """Make the weights live on engines, as this version; the URLs of those on which they are.
 
-    def drop(self) -> None:
-        """Let go of what was taken."""
-        self._taken = {}
-
-    @property
-    def ready(self) -> bool:
-        """Whether something is taken."""
-        return bool(self._taken)
-
-    async def send(self, engine: Called, version: int) -> None:
-        """Make what was taken live on a paused engine, bucket by bucket.
-
-        Raises EngineError; the group is closed then, and the next time another one is made.
+        The policy must not be trained meanwhile. All get the same bucket at the same time, so the slowest
+        sets the pace; one that fails gets no more of them, is asked to go on, and is in a group no more.
         """
+        gathering = _OneAhead(self._source(self._bucket_bytes))
+        done: list[Called] = []
         try:
-            group = self._groups.get(engine.url) or await self._meet(engine)
-            try:
-                await engine.call("/begin_weight_update", {})
-                await self._buckets(engine, group, version)
-            except EngineError:
-                with suppress(EngineError):  # so that the next update can be opened
-                    await engine.call("/end_weight_update", {})
-                raise
-            answer = await engine.call("/end_weight_update", {})
-            came = answer.get("checksum", self._checksum)  # SGLang gives none
-            if came != self._checksum:
-                raise EngineError(f"engine {engine.url}: the weights that came are not those that were sent")
-        except BaseException:
-            self._leave(engine.url)
-            raise
+            bucket = await gathering.next()
+            going = await self._each(engines, self._begin)
+            size, total = 0, 0
+            while bucket is not None:
+                going = await self._each(going, partial(self._bucket, bucket=bucket, version=version))
+                size, total = size + bucket.size, (total + bucket.checksum) % CHECKSUM_MODULUS
+                bucket = None  # before the next but one is gathered
+                bucket = await gathering.next()
+            done = await self._each(going, partial(self._end, size=size, total=total, version=version))
+            return {engine.url for engine in done}
+        finally:
+            await asyncio.gather(*(self._give_up(one) for one in engines if one not in done))
+            await gathering.close()
 
     def retain(self, urls: Iterable[str]) -> None:
         """Leave the groups with engines that are not among these."""
@@ -104,10 +107,62 @@ class Sender:
         if group is not None:
             group.close()
 
+    async def _each(
+        self, engines: Sequence[Called], step: Callable[[Called], Awaitable[None]]
+    ) -> list[Called]:
+        """A step with all of them at the same time; those with which it worked."""
+        worked = await asyncio.gather(*(self._worked(engine, step) for engine in engines))
+        return [engine for engine, well in zip(engines, worked, strict=True) if well]
+
+    async def _worked(self, engine: Called, step: Callable[[Called], Awaitable[None]]) -> bool:
+        try:
+            await step(engine)
+        except EngineError as error:
+            self._note(f"weights could not be sent, and are read from files: {error}")
+            return False
+        return True
+
+    async def _begin(self, engine: Called) -> None:
+        if engine.url not in self._groups:
+            self._groups[engine.url] = await self._meet(engine)
+        await engine.pause()
+        await engine.call("/begin_weight_update", {})
+
+    async def _bucket(self, engine: Called, bucket: Bucket, version: int) -> None:
+        """What it says of the version holds from the end on."""
+        group, tensors = self._groups[engine.url], list(bucket.tensors.values())
+        body: dict[str, Any] = {
+            "names": list(bucket.tensors),
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors],
+            "shapes": [list(one.shape) for one in tensors],
+            "group_name": group.name,
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": str(version),
+        }
+        ask = engine.call("/update_weights_from_distributed", body, bucket.size)
+        await _both(engine, ask, partial(group.broadcast, tensors), group.close)
+
+    async def _end(self, engine: Called, size: int, total: int, version: int) -> None:
+        answer = await engine.call("/end_weight_update", {}, size)
+        came = answer.get("checksum", total)  # SGLang gives none
+        if came != total:
+            raise EngineError(f"engine {engine.url}: the weights that came are not those that were sent")
+        await engine.verify(version)
+        await engine.resume()
+
+    async def _give_up(self, engine: Called) -> None:
+        """Have it go on with the weights that it has, ready for another update."""
+        self._leave(engine.url)
+        with suppress(EngineError):
+            await engine.call("/end_weight_update", {})
+        with suppress(EngineError):
+            await engine.resume()
+
     async def _meet(self, engine: Called) -> WeightsGroup:
         """A group of the two. Raises EngineError."""
         name = f"tidegate-{next(self._numbers)}"
-        timeout = timedelta(seconds=TIMEOUT_S)
+        timeout = timedelta(seconds=JOIN_S)
         address = await asyncio.to_thread(_address_towards, engine.url)
         store = dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False, timeout=timeout)
         ask = engine.call(
@@ -117,33 +172,37 @@ class Sender:
                 "group_name": name, "backend": BACKENDS[-1],
             },
         )  # fmt: skip
-        group = await _both(engine, ask, partial(WeightsGroup, store, 0, 2, name, TIMEOUT_S))
-        self._groups[engine.url] = group
-        return group
+        return await _both(engine, ask, partial(WeightsGroup, store, 0, 2, name, JOIN_S))
 
-    async def _buckets(self, engine: Called, group: WeightsGroup, version: int) -> None:
-        """One after the other; the last one says what version they are."""
-        *others, last = buckets(self._taken, self._bucket_bytes)
-        for names in others:
-            await self._bucket(engine, group, names, None)
-        await self._bucket(engine, group, last, version)
 
-    async def _bucket(
-        self, engine: Called, group: WeightsGroup, names: list[str], version: int | None
-    ) -> None:
-        tensors = [self._taken[name] for name in names]
-        body: dict[str, Any] = {
-            "names": names,
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors],
-            "shapes": [list(one.shape) for one in tensors],
-            "group_name": group.name,
-            "flush_cache": version is not None,
-            "abort_all_requests": False,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
-        ask = engine.call("/update_weights_from_distributed", body)
-        await _both(engine, ask, partial(group.broadcast, tensors), group.close)
+class _OneAhead:
+    """The buckets of a source, of which the next one is gathered in a thread meanwhile."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._ahead = self._start()
+
+    async def next(self) -> Bucket | None:
+        """None where there is none left. Raises what the source raises."""
+        bucket = await asyncio.shield(self._ahead)
+        if bucket is not None:
+            self._ahead = self._start()
+        return bucket
+
+    async def close(self) -> None:
+        """Let the source come to its end."""
+        await asyncio.gather(self._ahead, return_exceptions=True)
+        await asyncio.to_thread(self._source.close)
+
+    def _start(self) -> asyncio.Task[Bucket | None]:
+        return asyncio.create_task(asyncio.to_thread(self._gather))
+
+    def _gather(self) -> Bucket | None:
+        tensors = next(self._source, None)
+        if tensors is None:
+            return None
+        size = sum(one.numel() * one.element_size() for one in tensors.values())
+        return Bucket(tensors, size, checksum(tensors.items()))
 
 
 async def _both(

@@ -123,6 +123,11 @@ class ShardedPolicy(Policy):
         whole = {key: _gather(one) for key, one in once.items()}
         return {name: whole[id(one)] for name, one in live.items()} if self._leads else {}
 
+    def help_with_weights(self, most_bytes: int) -> None:
+        """Other ranks' part in rank 0's `weight_buckets`."""
+        for _ in self.weight_buckets(most_bytes):
+            pass
+
     def _part(self, whole: Tensor, like: Tensor) -> Tensor:
         return _shard(whole, like)
 

@@ -1,0 +1,160 @@
+"""What it brings to gather a bucket of weights while another one is sent: a publish's time, its gap, memory.
+
+Two trainer ranks share a random model, which goes to embedded engines by gloo: in buckets one ahead, and, the
+same code, with all of them gathered first. Both ways take turns in one run. `publish_s` is the whole of a
+send, `gap_s` what an engine pauses for, `held_mb` what rank 0's memory grew by at its peak.
+
+    python benchmarks/broadcast.py [--json] [--rounds 5] [--hidden 768] [--bucket-mb 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from common import Check, report
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tidegate.config import TrainerSettings
+from tidegate.services import Service
+from tidegate.trainer.followed import followers
+from tidegate.trainer.guard import Guard
+from tidegate.trainer.publish import EngineControl
+from tidegate.trainer.ranks import Ranks
+from tidegate.trainer.sender import Sender
+
+Buckets = Generator[dict[str, torch.Tensor], None, None]
+WAYS = ("one ahead", "all first")
+
+
+def make_model(directory: Path, hidden: int) -> int:
+    """A random Qwen3; its size in bytes, in float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    return sum(one.numel() * one.element_size() for one in model.parameters())
+
+
+class Timed(EngineControl):
+    """Knows when it paused and went on."""
+
+    paused_at = resumed_at = 0.0
+
+    async def pause(self) -> None:
+        await super().pause()
+        self.paused_at = time.perf_counter()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.resumed_at = time.perf_counter()
+
+
+@contextlib.contextmanager
+def memory_peak() -> Iterator[dict[str, float]]:
+    """How far this process's memory grows meanwhile, in MB (Linux)."""
+    found: dict[str, float] = {}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    yield found
+    found["mb"] = _memory("VmHWM") - before
+
+
+def _memory(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+async def measured(options: argparse.Namespace, directory: Path, stack: contextlib.AsyncExitStack) -> Any:
+    size = await asyncio.to_thread(make_model, directory / "model", options.hidden)
+    settings = TrainerSettings(ranks=2)
+    guard = Guard()
+    stack.push_async_callback(guard.close)
+    (directory / "logs").mkdir()
+    ranks = Ranks(settings, followers(settings.ranks, directory / "logs"))
+    stack.push_async_callback(ranks.close)
+    engines = [
+        Service("engine", lambda: ["--model", str(directory / "model")], directory, name=f"engine-{number}")
+        for number in range(options.engines)
+    ]
+    for engine in engines:
+        stack.push_async_callback(engine.stop)
+        await engine.start()
+    policy = await ranks.open(directory / "model", 0, guard.watch)
+    http = await stack.enter_async_context(aiohttp.ClientSession())
+    controls = [Timed(engine.url, http) for engine in engines]
+
+    def all_first(most_bytes: int) -> Buckets:
+        yield from list(policy.weight_buckets(most_bytes))
+
+    sources = dict(zip(WAYS, (policy.weight_buckets, all_first), strict=True))
+    way = WAYS[0]
+    sender = Sender(lambda most_bytes: sources[way](most_bytes), print, options.bucket_mb * 2**20)
+    stack.callback(sender.close)
+    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    version = 0
+    for number in range(options.rounds + 1):
+        for way in WAYS if number % 2 else WAYS[::-1]:
+            version += 1
+            with memory_peak() as peak:
+                began = time.perf_counter()
+                sent = await sender.send(controls, version)
+                ended = time.perf_counter()
+            assert len(sent) == len(controls)
+            gap = max(one.resumed_at - one.paused_at for one in controls)
+            if number:  # the first round makes the groups
+                taken[way].append({"publish_s": ended - began, "gap_s": gap, "held_mb": peak["mb"]})
+    return size, taken
+
+
+async def run(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as place:
+        async with contextlib.AsyncExitStack() as stack:
+            size, taken = await measured(options, Path(place), stack)
+    names = ("publish_s", "gap_s", "held_mb")
+    medians = {
+        way: {name: statistics.median(one[name] for one in rows) for name in names}
+        for way, rows in taken.items()
+    }
+    model_mb = size / 2**20
+    results = [{"way": way, "model_mb": model_mb, **found} for way, found in medians.items()]
+    ahead, first = (medians[way] for way in WAYS)
+    most = 2 * options.bucket_mb + options.engines * options.bucket_mb + SLACK_MB
+    checks = [
+        Check("publish_s, one ahead ÷ all first", ahead["publish_s"] / first["publish_s"], "<=", 1.05),
+        Check("held_mb, one ahead", ahead["held_mb"], "<=", most),
+        Check("held_mb, all first", first["held_mb"], ">=", model_mb / 2),
+    ]
+    return report(results, checks, as_json=options.json)
+
+
+SLACK_MB = 32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--bucket-mb", type=int, default=32)
+    parser.add_argument("--engines", type=int, default=1)
+    torch.set_num_threads(1)
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Weights sent in buckets: what is gathered when, what is held, and what one engine's fault is to others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.waiting import eventually
+from tidegate.errors import EngineError
+from tidegate.trainer.sender import Sender
+
+NUMBER = 6
+
+
+class Group:
+    """A process group that takes everything at once."""
+
+    name = "group"
+    closed = False
+
+    def broadcast(self, _: Any) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Receiver:
+    """An engine: it takes a bucket when `takes` is set; `breaks` at that bucket."""
+
+    url: str
+    breaks: int | None = None
+    said: list[str] = field(default_factory=list)
+    takes: asyncio.Event = field(default_factory=asyncio.Event)
+    got: int = 0
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        self.said.append(path.strip("/"))
+        if path == "/update_weights_from_distributed":
+            assert size == 4
+            if self.got == self.breaks:
+                raise EngineError(f"{self.url} broke", retryable=True)
+            await self.takes.wait()
+            self.got += 1
+        return {}
+
+    async def pause(self) -> None:
+        self.said.append("pause")
+
+    async def resume(self) -> None:
+        self.said.append("resume")
+
+    async def verify(self, version: int) -> None:
+        self.said.append(f"verify {version}")
+
+
+class Source:
+    """Buckets of one float each; knows which were gathered, and how many are held at the same time."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+        self.most = 0
+        self.ended = False
+        self.thread: str | None = None
+        self._held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __call__(self, most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        self.thread = threading.current_thread().name
+        try:
+            for number in range(NUMBER):
+                tensor = torch.full((1,), float(number))
+                self._held.add(tensor)
+                self.gathered += 1
+                gc.collect()
+                self.most = max(self.most, len(self._held))
+                found = {f"layer {number}": tensor}
+                del tensor
+                yield found
+                del found
+        finally:
+            self.ended = True
+
+
+def sender_to(source: Source, notes: list[str], *engines: Receiver) -> Sender:
+    made = Sender(source, notes.append, bucket_bytes=4)  # type: ignore[arg-type]
+    made._groups.update({one.url: Group() for one in engines})  # type: ignore[misc]
+    return made
+
+
+async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_held() -> None:
+    engine, source = Receiver("one"), Source()
+    sending = asyncio.create_task(sender_to(source, [], engine).send([engine], 3))
+    await eventually(lambda: source.gathered == 2 and engine.said.count("update_weights_from_distributed"))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert (engine.got, source.gathered) == (0, 2), "the first is on its way, the second is there, no third"
+    assert source.thread != threading.current_thread().name
+    engine.takes.set()
+    assert await sending == {"one"}
+    assert (engine.got, source.gathered, source.most, source.ended) == (NUMBER, NUMBER, 2, True)
+    updates = ["update_weights_from_distributed"] * NUMBER
+    expected = ["pause", "begin_weight_update", *updates, "end_weight_update", "verify 3", "resume"]
+    assert engine.said == expected
+
+
+@pytest.mark.parametrize("at", [0, 2, NUMBER - 1])
+async def test_one_that_fails_gets_no_more_and_stops_nobody(at: int) -> None:
+    well, broken, source, notes = Receiver("well"), Receiver("broken", breaks=at), Source(), list[str]()
+    for one in (well, broken):
+        one.takes.set()
+    sender = sender_to(source, notes, well, broken)
+    assert await sender.send([well, broken], 3) == {"well"}
+    assert (well.got, broken.got) == (NUMBER, at)
+    assert broken.said[-2:] == ["end_weight_update", "resume"], "it goes on, ready for another update"
+    assert notes == ["weights could not be sent, and are read from files: broken broke"]
+    assert sender._groups.keys() == {"well"}
+
+
+async def test_a_send_that_is_cancelled_leaves_engines_that_go_on() -> None:
+    engine, source = Receiver("one"), Source()
+    sender = sender_to(source, [], engine)
+    sending = asyncio.create_task(sender.send([engine], 3))
+    await eventually(lambda: "update_weights_from_distributed" in engine.said)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert engine.said[-1] == "resume"
+    assert source.ended
+    assert not sender._groups
+
+
+async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
+    engine = Receiver("one")
+    engine.takes.set()
+
+    def failing(_: int) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"a": torch.zeros(1)}
+        raise RuntimeError("a rank is gone")
+
+    sender = Sender(failing, print, 4)  # type: ignore[arg-type]
+    sender._groups["one"] = Group()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        await sender.send([engine], 3)
+    assert engine.said[-1] == "resume"
