@@ -63,7 +63,7 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
 
 def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None:
     run_dir = tmp_path / "sent"
-    with training(run_dir, "--trainer.steps=6", "--engine.count=2", SENT) as run:
+    with training(run_dir, "--trainer.steps=6", "--engine.count=2", "--trainer.on_policy=true", SENT) as run:
         run.until_step(2)
         os.kill(run.owned("engine-1"), signal.SIGKILL)
         assert run.wait() == 0, run.output()
@@ -71,5 +71,6 @@ def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None
     assert "the engine-1 was killed by SIGKILL; starting it again" in said
     lines = metrics(run_dir)
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sent as trained"
+    assert max(line["staleness/max"] for line in lines[1:]) == 0
     assert all(line["time/publish"] > 0 for line in lines[1:])
     assert held(run_dir).groups["trained"] == 24

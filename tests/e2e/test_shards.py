@@ -25,8 +25,8 @@ def shards_of(front: int) -> dict[int, int]:
 
 def test_a_killed_shard_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--trainer.steps=8", "--gateway.shards=2") as run:
-        run.until_step(2)
+    with training(run_dir, "--trainer.steps=5", "--eval.tasks=4", "--gateway.shards=2") as run:
+        run.until_step(1)
         first = shards_of(run.owned("gateway"))
         assert first.keys() == {0, 1}
         os.kill(first[1], signal.SIGKILL)
@@ -35,9 +35,6 @@ def test_a_killed_shard_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
         assert run.wait() == 0, run.output()
         assert all(gone(pid) for pid in later.values())
     audit = held(run_dir)
-    assert audit.groups["trained"] == 8 * 4
+    assert audit.groups["trained"] == 5 * 4
     assert audit.groups["live"] == audit.groups["failed"] == 0
     assert audit.attempts["failed"] == 0, "agents saw a slow answer, not an error"
-    with training(run_dir, "--trainer.steps=9", "--resume", "--gateway.shards=3") as run:
-        assert run.wait(60) != 0
-        assert "start with that many shards" in " ".join(run.output().split())
