@@ -14,6 +14,7 @@ from tidegate.errors import TrainingError
 pytestmark = pytest.mark.slow
 TWO = "--trainer.ranks=2"
 SENT = "--trainer.publish_transport=broadcast"
+ADAPTED = ("--trainer.lora_rank=4", "--trainer.activation_checkpointing=true", "--trainer.learning_rate=3e-3")
 
 
 def follower(run: TrainProcess) -> int:
@@ -45,7 +46,7 @@ def test_two_ranks_train_and_the_run_goes_on_with_one(tmp_path: Path) -> None:
 
 def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "two"
-    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1", TWO) as run:
+    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1", TWO, *ADAPTED) as run:
         run.until_step(2)
         os.kill(follower(run), signal.SIGKILL)
         assert run.wait(60) == TrainingError.exit_code, run.output()
@@ -53,7 +54,7 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
         assert "trainer rank 1 was killed by SIGKILL" in said
         assert "--resume" in said
     steps = held(run_dir).steps
-    with training(run_dir, "--trainer.steps=1000", "--resume", TWO) as run:
+    with training(run_dir, "--trainer.steps=1000", "--resume", TWO, *ADAPTED) as run:
         run.until_step(steps + 1)
         other = follower(run)
         run.kill()

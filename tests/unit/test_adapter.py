@@ -137,6 +137,23 @@ def test_shared_prefixes_and_layers_computed_again_give_the_same_gradients(
     assert torch.equal(shared, again)
 
 
+def test_a_batch_in_parts_gives_the_gradient_of_the_whole(base: Path) -> None:
+    """By tokens and by minibatches as they come, with layers computed again."""
+    parts: list[dict[str, object]] = [
+        {"microbatch_tokens": 8192},
+        {"microbatch_tokens": 64},
+        {"microbatch_tokens": 64, "minibatches": 2, "streaming": True},
+    ]
+    found = []
+    for settings in parts:
+        policy = load(base, activation_checkpointing=True, max_grad_norm=1e9, **settings)
+        policy.update(rows_that_share(), version=3)
+        parameters = policy._adapter.parameters(policy.model)
+        found.append(torch.cat([one.grad.flatten() for one in parameters.values()]))
+    whole = found[0]
+    assert [float((one - whole).norm() / whole.norm()) for one in found] == pytest.approx([0] * 3, abs=1e-6)
+
+
 def test_passes_in_bfloat16(base: Path) -> None:
     exact, short = (trained(base, steps=1, compute_dtype=one) for one in ("float32", "bfloat16"))
     for name, one in short._adapter.parameters(short.model).items():
