@@ -37,6 +37,7 @@ from tidegate.errors import ConfigError
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_BFLOAT16 = 0.7
+"""What activations take where products are in bfloat16, of what they take in float32."""
 LOGITS_AT_ONCE = 2**26
 """As in the trainer: more logits than these are computed in pieces."""
 

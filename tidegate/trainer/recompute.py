@@ -22,12 +22,12 @@ def recompute(layers: Iterable[Any]) -> None:
         layer.forward = partial(_twice, layer.forward)
 
 
-def _twice(forward: Callable[..., Any], *inputs: Any, past_key_values: Any = None, **more: Any) -> Any:
+def _twice(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
     """A layer's forward, now and on the way back. Nothing in it is random: dropout is off."""
-    if past_key_values is not None:
-        more["past_key_values"] = _Cache(past_key_values) if torch.is_grad_enabled() else past_key_values
     if not torch.is_grad_enabled():
         return forward(*inputs, **more)
+    if more.get("past_key_values") is not None:
+        more["past_key_values"] = _Cache(more["past_key_values"])
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
 
 
