@@ -42,3 +42,13 @@ is_dry() {
   done
   return 1
 }
+
+# this_node: an address by which other machines reach this one.
+this_node() {
+  hostname -I | cut -d ' ' -f 1
+}
+
+# new_key: a secret that nobody has used.
+new_key() {
+  python -c 'import secrets; print(secrets.token_urlsafe(24))'
+}

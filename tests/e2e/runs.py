@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,21 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "
 class TrainProcess:
     """A training process of its own; `lines` grows in `log` until it ends."""
 
-    def __init__(self, run_dir: Path, arguments: Sequence[str], *, config: Path = DEMO) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        arguments: Sequence[str],
+        *,
+        config: Path = DEMO,
+        environment: Mapping[str, str] = ENVIRONMENT,
+    ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.parent / f"{run_dir.name}.out"
         place = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tidegate", "train", str(config), *place, *SMALL, *arguments],
-                cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+                cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
 
     def wait(self, timeout: float = 300) -> int:
@@ -80,9 +87,11 @@ class TrainProcess:
 
 
 @contextlib.contextmanager
-def training(run_dir: Path, *arguments: str, config: Path = DEMO) -> Iterator[TrainProcess]:
+def training(
+    run_dir: Path, *arguments: str, config: Path = DEMO, environment: Mapping[str, str] = ENVIRONMENT
+) -> Iterator[TrainProcess]:
     """A training process that is gone afterwards, whatever happens."""
-    run = TrainProcess(run_dir, arguments, config=config)
+    run = TrainProcess(run_dir, arguments, config=config, environment=environment)
     try:
         yield run
     finally:

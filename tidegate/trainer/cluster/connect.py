@@ -35,13 +35,22 @@ def connected(cluster: str) -> Iterator[str]:
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+        _init(address, options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise StartError(f"--cluster {cluster}: {_first_line(error)}") from error
+        raise StartError(f"--cluster {cluster}: {_why(error)}") from error
     try:
         yield HEAD if address.startswith("ray://") else f"node:{ray.util.get_node_ip_address()}"
     finally:
         ray.shutdown()
+
+
+def _init(address: str, options: Mapping[str, Any]) -> None:
+    """A busy head node may fail to start the process that stands for a client: that is tried twice."""
+    told = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR", **options}
+    try:
+        ray.init(address, **told)
+    except ConnectionAbortedError:
+        ray.init(address, **told)
 
 
 def _reach(address: str) -> None:
@@ -91,5 +100,13 @@ def _of(resources: Mapping[str, float]) -> str:
     return readable({name: amount for name, amount in resources.items() if not name.startswith(hidden)})
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _why(error: BaseException) -> str:
+    """Ray's first line, and what it says further down where that is the cause."""
+    first = str(error).strip().partition("\n")[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        if "InvalidAuthToken" in str(cause):
+            return f"{first} Its token is wanted: RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes"
+        cause = cause.__cause__
+    last = str(error).strip().rpartition("\n")[2]
+    return first if last == first else f"{first} {last}"

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from tidegate.config import Settings
 from tidegate.errors import StartError, TidegateError, TrainingError
 from tidegate.observer import Observer
-from tidegate.trainer.cluster.calls import ANSWER_S, LostError, meaning
+from tidegate.trainer.cluster.calls import LostError, meaning
 from tidegate.trainer.cluster.connect import connected, reserved
 from tidegate.trainer.cluster.head import Errand, Head, Job
 from tidegate.trainer.cluster.passing import Node, passed_on
@@ -24,6 +24,8 @@ from tidegate.trainer.cluster.relay import tell
 from tidegate.trainer.parts import Parts
 
 LOOK_S = 0.25
+NEWS_S = 300.0
+"""A run that is lost is known at once; one that writes its report says nothing for a while."""
 ARRIVE_S = 120.0
 STOPPED = 130
 
@@ -65,7 +67,7 @@ def _follow(head: Any, observer: Observer, signals: list[int]) -> int:
     asked = False
     while True:
         ended, _ = ray.wait([running], timeout=LOOK_S)
-        for told in ray.get(head.news.remote(), timeout=ANSWER_S):
+        for told in ray.get(head.news.remote(), timeout=NEWS_S):
             tell(told, observer)
         if ended:
             code: int = ray.get(running)

@@ -19,7 +19,9 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         theirs, self._ours = os.pipe()
         try:
-            subprocess.run(["sh", "-c", _SWEEPER, str(self.path)], stdin=theirs, check=True)
+            # In a session of its own: Ray ends the process group of an actor that died.
+            command = ["sh", "-c", _SWEEPER, str(self.path)]
+            subprocess.run(command, stdin=theirs, check=True, start_new_session=True)
         finally:
             os.close(theirs)
 

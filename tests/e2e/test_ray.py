@@ -1,0 +1,89 @@
+"""Runs on a real Ray of two nodes: they train, lose actors, stop in order, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.runs import REPO, held, metrics, training
+from tests.ray_cluster import SEATS, RayCluster, may_hide, ray_cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not may_hide(), reason="to hide a directory from a node takes a mount of its own"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as one:
+        yield one
+
+
+def nothing_left(cluster: RayCluster, run: str) -> bool:
+    """Neither processes nor actors' directories; that nothing stays reserved, the next run shows."""
+    deadline = time.monotonic() + 30
+
+    def left() -> list[object]:
+        return [*cluster.tidegates(), *cluster.runs.parent.glob(f"tidegate-{run}-*")]
+
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)  # polling other processes
+    assert left() == [], cluster.processes()
+    return True
+
+
+def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> None:
+    run_dir = cluster.runs / "many"
+    arguments = [
+        "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--engine.count=2",
+        "--gateway.shards=2", "--agent.workers=2", *SEATS,
+    ]  # fmt: skip
+    with training(run_dir, *arguments, environment=cluster.environment) as run:
+        run.until_step(1)
+        (owner,) = cluster.owners("engine-1.address")
+        os.kill(owner, signal.SIGKILL)
+        run.until_said("the engine-1 is back")
+        os.kill(cluster.owners("tidegate.agents.worker")[0], signal.SIGKILL)
+        lost_at = metrics(run_dir)[-1]["step"]
+        run.until(lambda: len(cluster.owners("tidegate.agents.worker")) == 2)
+        run.until_step(lost_at + 3)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output()
+    assert nothing_left(cluster, "many")
+    said = " ".join(run.output().split())
+    assert "the engine-1 was lost" in said
+    assert "finishing the step and writing a checkpoint" in said
+    lines = metrics(run_dir)
+    assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sampled with what was published"
+    assert held(run_dir).groups["trained"] == 4 * lines[-1]["step"]
+    failures = (run_dir / "trajectories" / "failed.jsonl").read_text()
+    assert re.search("agent-[12] was lost", failures), "the episodes of the lost actor are named"
+    for name in ("engine-1", "engine-2", "trainer-1", "gateway", "agent-1", "agent-2"):
+        assert (run_dir / "logs" / f"{name}.log").exists(), "logs of both nodes are together"
+
+
+def test_a_killed_command_takes_its_run_along(cluster: RayCluster) -> None:
+    run_dir = cluster.runs / "killed"
+    arguments = ["--cluster", cluster.address, "--trainer.steps=1000", *SEATS]
+    with training(run_dir, *arguments, environment=cluster.environment) as run:
+        run.until_step(2)
+        run.kill()
+    assert nothing_left(cluster, "killed")
+    held(run_dir)
+
+
+def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
+    # A process of its own: Ray reads its token once, when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray_faults", cluster.address],
+        capture_output=True, text=True, timeout=120, env=cluster.environment, cwd=REPO, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

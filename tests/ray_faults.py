@@ -1,0 +1,77 @@
+"""What goes wrong on a cluster, met on a real one: `python -m tests.ray_faults HOST:PORT`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.ray_cluster import SEATS
+from tidegate.config import load_settings
+from tidegate.errors import StartError
+from tidegate.trainer.cluster.calls import LostError, answer
+from tidegate.trainer.cluster.connect import connected, reserved
+from tidegate.trainer.cluster.placement import HOME, Placement
+from tidegate.trainer.cluster.seats import Seats
+
+
+class Failing:
+    def __init__(self) -> None:
+        raise OSError("no room here")
+
+    async def about(self) -> None: ...
+
+
+class Dying:
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def wait(self) -> None:
+        await asyncio.sleep(600)
+
+
+def placement(*overrides: str) -> Placement:
+    return Placement.of(load_settings(None, ["--model.path=x", *SEATS, *overrides]))
+
+
+def too_much(home: str) -> None:
+    with (
+        pytest.raises(StartError) as refused,
+        reserved("greedy", placement("--cluster.engine={CPU = 0.2, GPU = 8}"), home, 1),
+    ):
+        pass
+    said = str(refused.value)
+    assert "did not give the run its place within 1 s" in said
+    assert "8 GPU" in said
+    assert "3 CPU" in said
+
+
+async def lost(seats: Seats) -> None:
+    with pytest.raises(LostError, match="engine could not be made on its node: OSError: no room here"):
+        await answer(seats.take("engine", Failing).about.remote(), "engine")
+    actor = seats.take("gateway", Dying, restarts=1)
+    before = await answer(actor.pid.remote(), "gateway")
+    with pytest.raises(StartError, match="is on the cluster"):
+        seats.take("gateway", Dying)
+    waiting = asyncio.create_task(answer(actor.wait.remote(), "gateway", None))
+    await asyncio.sleep(0)
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(LostError, match="gateway was lost"):
+        await waiting
+    assert await answer(actor.pid.remote(), "gateway") != before, "it is started again"
+    with pytest.raises(LostError, match="did not answer within 0"):
+        await answer(seats.take(HOME, Dying).wait.remote(), "gateway", 0.1)
+
+
+def main(address: str) -> None:
+    with connected(address) as home:
+        too_much(home)
+        with reserved("faults", placement(), home, 30) as seats:
+            asyncio.run(lost(seats))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
