@@ -3,8 +3,8 @@
     init_weights_update_group once, then for every version
     begin_weight_update → update_weights_from_distributed, a bucket each → end_weight_update
 
-Other than in SGLang nothing is live before the end, and then all at once; and the end says what came, by its
-checksum.
+Other than in SGLang nothing is live before the end, and then all at once (the beginning says so: `staged`);
+requests may run meanwhile. The end says what came, by its checksum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def _leave(engine: Engine, request: Request) -> Response:
 async def _begin(engine: Engine, _: Request) -> Response:
     async with engine.loading:
         engine.receiver.begin()
-    return done("an update is open")
+    return done("an update is open", staged=True)
 
 
 async def _receive(engine: Engine, request: Request) -> Response:

@@ -2,7 +2,8 @@
 
 Each engine has a group of its own with the trainer, so that one that dies takes no other with it, and one
 that comes back joins by itself. Weights go in buckets: while one is sent to all engines, the next one is
-gathered, so that the trainer holds two of them and never the whole model again.
+gathered, so that the trainer holds two of them and never the whole model again. An engine that keeps what
+comes beside its live weights works on, and is paused only to change over.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ class Sender:
     async def _begin(self, engine: Called) -> None:
         if engine.url not in self._groups:
             self._groups[engine.url] = await self._meet(engine)
-        await engine.pause()
-        await engine.call("/begin_weight_update", {})
+        answer = await engine.call("/begin_weight_update", {})
+        if not answer.get("staged"):  # what comes is live at once, as in SGLang
+            await engine.pause()
 
     async def _bucket(self, engine: Called, bucket: Bucket, version: int) -> None:
         """What it says of the version holds from the end on."""
@@ -144,6 +146,7 @@ class Sender:
         await _both(engine, ask, partial(group.broadcast, tensors), group.close)
 
     async def _end(self, engine: Called, size: int, total: int, version: int) -> None:
+        await engine.pause()  # again, where it had to be before
         answer = await engine.call("/end_weight_update", {}, size)
         came = answer.get("checksum", total)  # SGLang gives none
         if came != total:
