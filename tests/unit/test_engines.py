@@ -22,11 +22,12 @@ from tidegate.trainer.publish import Publisher
 
 @dataclass
 class Machine:
-    """One engine; `fault` is what its loads raise."""
+    """One engine; `fault` is what its loads raise, and none ends before `loads_on` is set."""
 
     label: str
     alive: bool = True
     fault: EngineError | None = None
+    loads_on: asyncio.Event | None = None
     loads: list[int] = field(default_factory=list)
 
 
@@ -138,6 +139,8 @@ class Control:
             if not self.machine.alive:
                 raise EngineError("nobody there", retryable=True)
             await asyncio.sleep(0)
+        if self.machine.loads_on is not None:
+            await self.machine.loads_on.wait()
         if self.machine.fault is not None:
             raise self.machine.fault
         self.machine.loads.append(version)
@@ -180,11 +183,14 @@ async def test_who_joins_is_brought_to_what_is_live_and_to_every_version_after_i
 
 async def test_a_version_that_became_live_meanwhile_is_loaded_before_it_serves() -> None:
     async with running() as world:
+        loads_on = asyncio.Event()
+        world.machines["new"] = Machine("default", loads_on=loads_on)
         await world.join("new")
         await world.until(lambda: "engine new joins" in world.notes)
         await world.publish()
+        loads_on.set()
         await world.until(lambda: world.serves("new"))
-        assert world.machines["new"].loads[-1] == 1
+        assert world.machines["new"].loads == [0, 1]
 
 
 async def test_who_left_gets_no_more_versions_and_may_join_again() -> None:
