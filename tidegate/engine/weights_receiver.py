@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tidegate.engine.checks import RequestError
 from tidegate.engine.weights import FLOATS
-from tidegate.weights_group import BACKENDS, WeightsGroup, checksum
+from tidegate.weights_group import BACKENDS, CHECKSUM_MODULUS, WeightsGroup, checksum
 
 TIMEOUT_S = 60.0
 TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
@@ -25,9 +25,12 @@ class Update:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
     keep_cache: bool = False
+    checksum: int = 0
+    """Of the tensors so far."""
 
-    def checksum(self) -> int:
-        return checksum(self.tensors.items())
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors |= tensors
+        self.checksum = (self.checksum + checksum(tensors.items())) % CHECKSUM_MODULUS
 
 
 class WeightsReceiver:
@@ -81,7 +84,7 @@ class WeightsReceiver:
         except RuntimeError as error:
             self.leave(name)
             raise RequestError(f"the weights did not come: {error}") from error
-        update.tensors |= empty
+        update.take(empty)
         return update
 
     def end(self) -> Update:

@@ -81,10 +81,9 @@ async def _end(engine: Engine, _: Request) -> Response:
         in_flight = await engine.call(
             lambda: scheduler.load(weights, update.version, keep_cache=update.keep_cache, abort_all=False)
         )
-        checksum = await asyncio.to_thread(update.checksum)
     return done(
         f"{len(update.tensors)} tensors are live",
-        num_paused_requests=in_flight, weight_version=scheduler.version, checksum=checksum,
+        num_paused_requests=in_flight, weight_version=scheduler.version, checksum=update.checksum,
     )  # fmt: skip
 
 
