@@ -2,7 +2,7 @@
 
 Each engine has a group of its own with the trainer, so that one that dies takes no other with it, and one
 that comes back joins by itself. Weights go in buckets: while one is sent to all engines, the next one is
-gathered, so that the trainer holds two of them and never the whole model again. An engine that keeps what
+gathered, so that two of them are held here. An engine that keeps what
 comes beside its live weights works on, and is paused only to change over.
 """
 
