@@ -352,6 +352,27 @@ async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_e
             assert await llm.chat.completions.create(model="m", messages=ASK, timeout=20)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+async def test_a_front_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
+    model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "front.json", tmp_path / "tmp"
+    place.mkdir()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
+        "--port", "0", "--announce", str(announce), env={**os.environ, "TMPDIR": str(place)},
+    )  # fmt: skip
+    try:
+        await eventually(lambda: announce.exists() or process.returncode is not None, 90)
+        assert [one.name.startswith("tidegate-front-") for one in place.iterdir()] == [True]
+        process.send_signal(how)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert not list(place.iterdir())
+
+
 def pid_of(base_url: str) -> int:
     """The shard that listens on an address; its front holds that too."""
     port = f":{urlsplit(base_url).port:04X}"

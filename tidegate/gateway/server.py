@@ -43,6 +43,8 @@ def serve_front(
         failed.append(why)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # When all is done uvicorn raises once more what ended it, which must not skip what comes after it here.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
         fleet = [
             Shard(index, arguments(index), Path(directory), admin_key, listen.host) for index in range(shards)
