@@ -404,6 +404,28 @@ async def test_the_client_says_who_did_not_answer() -> None:
             await client.list_groups()
 
 
+async def test_a_gateway_that_is_given_up_is_waited_for_no_longer() -> None:
+    """Calls wait for one that is started again, on a socket that its owner holds; then it is given up."""
+    asked = asyncio.Event()
+    held: list[asyncio.StreamWriter] = []
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        asked.set()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with GatewayClient(f"http://{host}:{port}") as client, asyncio.timeout(5):
+            call = asyncio.create_task(client.list_engines())
+            await asked.wait()
+            client.give_up("it died too often")
+            for waited in (call, client.list_engines()):
+                with pytest.raises(GatewayError, match="it died too often"):
+                    await waited
+        for writer in held:
+            writer.close()
+
+
 async def test_the_client_waits_for_a_gateway_that_comes_up(tmp_path: Path) -> None:
     engine = FakeEngine(make_tokenizer().decode)
     await engine.start()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import ModelSettings, Settings, TrainerSettings
-from tidegate.errors import PublishError
+from tidegate.errors import GatewayError, PublishError
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.batch import Row
 from tidegate.trainer.batches import Batches
@@ -127,6 +127,20 @@ async def test_a_step_has_its_line_also_where_the_run_ends_before_the_next(tmp_p
     assert "time/publish" in hands.lines[0]
     assert "time/publish" not in hands.lines[1]
     assert hands.lines[1]["reward/mean"] == 0.5
+
+
+async def test_a_step_has_its_line_also_where_the_gateway_cannot_be_told_of_it(tmp_path: Path) -> None:
+    loop, hands, book = looped(tmp_path, steps=3)
+    hands.ready.set()
+
+    async def ack(*_: Any) -> None:
+        raise GatewayError("it died too often")
+
+    hands.ack = ack  # type: ignore[method-assign]
+    with pytest.raises(GatewayError):
+        await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert {one["step"] for one in book if one.get("state") == "stepped" and "step" in one} == {1}
+    assert [line["step"] for line in hands.lines] == [1]
 
 
 async def test_a_step_in_which_the_run_is_cancelled_has_its_line(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -73,6 +74,9 @@ class GatewayClient:
         self._call_s = call_s
         self._http: aiohttp.ClientSession | None = None
         self._answered = False
+        self._gone: str | None = None
+        self._limits: set[asyncio.Timeout] = set()
+        """Of the calls under way."""
 
     async def __aenter__(self) -> GatewayClient:
         return self
@@ -81,6 +85,12 @@ class GatewayClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def give_up(self, why: str) -> None:
+        """It does not come back: the calls under way, and all others, fail at once."""
+        self._gone = why
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         if self._http is not None:
@@ -255,7 +265,7 @@ class GatewayClient:
         seconds = timeout_s if timeout_s is not None else self._call_s
         wait, tries, last = _FIRST_WAIT_S, 0, "is silent"
         try:
-            async with asyncio.timeout(seconds):
+            async with self._limit(seconds):
                 while True:
                     try:
                         answer = await self._once(method, path, body)
@@ -272,9 +282,21 @@ class GatewayClient:
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
                     wait = min(wait * 2, _LONGEST_WAIT_S)
         except TimeoutError:
+            if self._gone is not None:
+                raise GatewayError(self._gone) from None
             raise GatewayError(
                 f"the gateway at {self.url} did not answer {method} {path} within {seconds:g} s: it {last}"
             ) from None
+
+    @contextlib.asynccontextmanager
+    async def _limit(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError after so long, or once the gateway is given up."""
+        async with asyncio.timeout(seconds if self._gone is None else 0) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
 
     async def _once(self, method: str, path: str, body: Any) -> bytes:
         if self._http is None:

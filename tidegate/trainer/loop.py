@@ -100,8 +100,8 @@ class Loop:
             return
         self.step += 1
         self.recorder.batch(batch, self.step)
-        await self.batches.stepped(batch, self.step)
         metrics |= self.recorder.batch_metrics(batch, self.step) | found
+        await self.batches.stepped(batch, self.step)
 
     async def _skip(self, batch: Batch) -> None:
         groups = ", ".join(self.policy.non_finite)

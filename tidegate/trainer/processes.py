@@ -103,21 +103,25 @@ async def _start_gateway(
     server = parts.gateway(settings, run_dir, key, journal)
     stack.push_async_callback(server.stop)
     url = await server.start()
-    guard.watch(_keep_gateway(server, note), "gateway")
     client = GatewayClient(url, key)
+    guard.watch(_keep_gateway(server, client, note), "gateway")
     stack.push_async_callback(client.close)
     return client
 
 
-async def _keep_gateway(gateway: Server, note: Callable[[str], None]) -> None:
+async def _keep_gateway(gateway: Server, client: GatewayClient, note: Callable[[str], None]) -> None:
     """Restart a dead gateway: its journal holds what it was doing. Give up after MAX_RESTARTS."""
-    while True:
-        how = await gateway.died()
-        if gateway.restarts >= MAX_RESTARTS:
-            raise StartError(f"{how}, after {gateway.restarts} restarts; {gateway.last_words()}")
-        note(f"{how}; starting it again")
-        await gateway.restart()
-        note("the gateway is back, with the sessions it had")
+    try:
+        while True:
+            how = await gateway.died()
+            if gateway.restarts >= MAX_RESTARTS:
+                raise StartError(f"{how}, after {gateway.restarts} restarts; {gateway.last_words()}")
+            note(f"{how}; starting it again")
+            await gateway.restart()
+            note("the gateway is back, with the sessions it had")
+    except StartError as error:
+        client.give_up(str(error))  # the run ends now, and what it still has to tell it need not wait
+        raise
 
 
 async def _start_agents(
