@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
 from tidegate.errors import unwrapped
-from tidegate.trainer.workers import AgentResult
+from tidegate.trainer.workers import Access, AgentResult
 from tidegate.types import TaskView
 
 
@@ -17,17 +17,7 @@ class Runner(Protocol):
     async def open(self) -> None:
         """Wait until the agent is loaded. Raises ConfigError, StartError."""
 
-    async def run(
-        self,
-        job_id: str,
-        view: TaskView,
-        *,
-        base_url: str,
-        api_key: str,
-        model: str,
-        seed: int | None,
-        deadline_s: float,
-    ) -> AgentResult: ...
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult: ...
 
     async def close(self) -> None: ...
 
@@ -47,7 +37,7 @@ class Crew:
         except ExceptionGroup as failures:
             raise unwrapped(failures) from None
 
-    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
         """As `AgentWorker.run`."""
         index = self._runs.index(min(self._runs))
         self._runs[index] += 1

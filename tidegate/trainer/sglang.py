@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.config import EngineSettings
 from tidegate.serve import write_whole
 from tidegate.services import LOOPBACK
 from tidegate.tethered import TetheredService
-
-Live = Callable[[], tuple[Path, int]]
+from tidegate.trainer.parts import Live
 
 
 class SGLangServer(TetheredService):

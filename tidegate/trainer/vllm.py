@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.config import EngineSettings
 from tidegate.services import LOOPBACK, Service
 from tidegate.tethered import READY_S
-
-Live = Callable[[], tuple[Path, int]]
+from tidegate.trainer.parts import Live
 
 
 class VLLMServer(Service):

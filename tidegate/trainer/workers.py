@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import ADMIN_KEY
@@ -40,6 +40,16 @@ class AgentResult:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+
+
+class Access(TypedDict):
+    """An agent's way to its session, and how long it may take."""
+
+    base_url: str
+    api_key: str
+    model: str
+    seed: int | None
+    deadline_s: float
 
 
 class AgentWorker:
@@ -75,30 +85,16 @@ class AgentWorker:
         """The process that runs the agents now; None between two."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
-    async def run(
-        self,
-        job_id: str,
-        view: TaskView,
-        *,
-        base_url: str,
-        api_key: str,
-        model: str,
-        seed: int | None,
-        deadline_s: float,
-    ) -> AgentResult:
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
         """Run the agent once; `job_id` is never used twice. Returns soon after `deadline_s` at the latest.
 
         Cancelling this call cancels the run. Raises StartError once the process has died too often.
         """
+        deadline_s = access["deadline_s"]
         process = await self._live()
         ended = process.send_run(
-            job_id,
-            {
-                "task": {"id": view.id, "messages": list(view.messages)},
-                "session": {"base_url": base_url, "api_key": api_key, "model": model, "seed": seed,
-                            "deadline_s": deadline_s},
-            },
-        )  # fmt: skip
+            job_id, {"task": {"id": view.id, "messages": list(view.messages)}, "session": access}
+        )
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 result = await ended

@@ -6,7 +6,7 @@ An actor that is started again by Ray is empty: the run, which learns of its los
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,9 @@ from tidegate.trainer.cluster.parcels import Parcel, Shelf
 from tidegate.trainer.cluster.passing import Luggage, Node
 from tidegate.trainer.cluster.scratch import Scratch
 from tidegate.trainer.followed import Follower
-from tidegate.trainer.workers import AgentResult, AgentWorker
+from tidegate.trainer.parts import Live
+from tidegate.trainer.workers import Access, AgentResult, AgentWorker
 from tidegate.types import TaskView
-
-Live = Callable[[], tuple[Path, int]]
 
 
 class Host:
@@ -118,7 +117,7 @@ class AgentHost(Host):
         """As `AgentWorker.open`."""
         await self._worker.open()
 
-    async def run(self, job_id: str, view: TaskView, access: Mapping[str, Any]) -> AgentResult:
+    async def run(self, job_id: str, view: TaskView, access: Access) -> AgentResult:
         """As `AgentWorker.run`; ends by `cancel`, too."""
         task = asyncio.ensure_future(self._worker.run(job_id, view, **access))
         self._runs[job_id] = task

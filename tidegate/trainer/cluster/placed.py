@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import ray
 
@@ -21,7 +21,7 @@ from tidegate.trainer.cluster.hosts import Order
 from tidegate.trainer.cluster.parcels import Parcel
 from tidegate.trainer.cluster.passing import Node
 from tidegate.trainer.parts import Live
-from tidegate.trainer.workers import MAX_RESTARTS, AgentResult
+from tidegate.trainer.workers import MAX_RESTARTS, Access, AgentResult
 from tidegate.types import Outcome, TaskView
 
 LOST_S = 60.0
@@ -180,7 +180,7 @@ class PlacedAgents(Placed):
         await answer(self._actor.open.remote(), self.name, READY_S)
         self._there = True
 
-    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
         """As `AgentWorker.run`. A run that is lost with its actor ends `cancelled`."""
         async with self._starting:
             if not self._there:
