@@ -49,10 +49,11 @@ def bind(listen: Listen) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((listen.host, listen.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
+        why = error.strerror if isinstance(error, OSError) else error
         raise StartError(
-            f"cannot listen on {listen.host}:{listen.port}: {error.strerror}; "
+            f"cannot listen on {listen.host}:{listen.port}: {why}; "
             "choose another port, or port 0 for a free one"
         ) from None
     return sock

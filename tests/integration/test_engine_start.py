@@ -48,6 +48,11 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> Non
             serve(EngineOptions(tmp_path / "nowhere"), Listen(port=port))
 
 
+def test_a_number_that_is_no_port_is_said() -> None:
+    with pytest.raises(StartError, match=r"cannot listen on .*:99999"):
+        bind(Listen(port=99999))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -40,6 +40,8 @@ class Wobbly:
             request.transport.abort()
         if fault == "garbage":
             return web.Response(text="<html>")
+        if isinstance(fault, str) and fault.startswith("{"):
+            return web.Response(text=fault, content_type="application/json")
         if isinstance(fault, int):
             error = {"message": "as asked", "type": "", "code": "told"}
             return web.json_response({"error": error}, status=fault)
@@ -103,6 +105,49 @@ async def test_one_server_too_gets_its_retries(servers: list[Wobbly], fault: str
     async with SearchClient(servers[0].url, timeout_s=10) as client:
         assert [one.id for one in await client.search("?")] == ["a"]
     assert servers[0].calls == 3
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        '{"results": [{}]}',
+        '{"results": {}}',
+        '{"results": [[{"id": "a", "title": null, "text": "x", "score": 1}]]}',
+        '{"results": [[{"id": "a", "title": "x", "text": 7, "score": 1}]]}',
+        '{"results": [[{"id": null, "title": "x", "text": "y", "score": 1}]]}',
+        '{"results": [[{"id": "a", "title": "x", "text": "y", "score": "nan"}]]}',
+    ],
+)
+async def test_nonsense_is_neither_an_answer_nor_an_empty_one(servers: list[Wobbly], nonsense: str) -> None:
+    servers[0].faults.append(nonsense)
+    async with SearchClient(servers[0].url, timeout_s=10) as client:
+        assert [one.id for one in await client.search("?")] == ["a"]
+    assert servers[0].calls == 2
+
+
+class Named(FakeIndex):
+    """Has a document of every id."""
+
+    def find(self, id: str) -> Document | None:
+        return Document(id, "", "")
+
+
+@pytest.mark.parametrize("id", [".", "..", "a/../b", "/", "a b%2F?#é", "x" * 4000])
+async def test_every_id_reaches_the_server_as_it_is(id: str) -> None:
+    async with serving(Named()) as (url, _), SearchClient(url) as client:
+        found = await client.document(id)
+        assert found is not None
+        assert found.id == id
+
+
+async def test_what_is_no_text_is_refused_before_it_is_sent(servers: list[Wobbly]) -> None:
+    async with SearchClient(servers[0].url) as client:
+        for call in (client.search("\ud800"), client.search(["x", "\ud800"]), client.document("\ud800")):
+            with pytest.raises(RetrievalRefused, match="no text"):
+                await call
+        with pytest.raises(RetrievalRefused, match="an id of 100000 bytes"):
+            await client.document("x" * 100_000)
+    assert servers[0].calls == 0
 
 
 async def test_a_silent_server_leaves_time_for_another_try(servers: list[Wobbly]) -> None:
@@ -187,6 +232,8 @@ async def test_a_cancelled_search_is_over_at_the_server_too() -> None:
 
 
 def test_a_client_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match=r"'localhost:8100' is no retrieval server's URL"):
+        SearchClient(["http://a:8100", "localhost:8100"])
     with pytest.raises(ConfigError):
         SearchClient([])
 

@@ -13,7 +13,7 @@ from tests.rag_stand import FakeIndex, serving
 from tests.scripted_llm import Reply, scripted_llm, tool_call
 from tidegate.agents.base import Result, Session, load_agent
 from tidegate.agents.search import SearchAgent, together
-from tidegate.errors import ConfigError, InfrastructureError, RetrievalUnavailable
+from tidegate.errors import ConfigError, InfrastructureError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus import Document
 from tidegate.types import TaskView
 
@@ -137,6 +137,10 @@ async def test_a_query_that_was_made_before_is_told_and_not_made_again() -> None
         ("search", {"query": ["7"]}, 'error: the arguments must be {"query": "..."}'),
         ("search", {"query": "  "}, 'error: the arguments must be {"query": "..."}'),
         ("search", {"query": "x" * 100_000}, "error: the search refuses this query"),
+        ("search", '{"query": "\\ud800"}', r"error: the search refuses this query: '\ud800' is no text"),
+        ("open", '{"id": "\\ud800"}', "error: there is no document"),
+        ("open", {"id": ".."}, "error: there is no document '..'"),
+        ("open", {"id": "x" * 100_000}, "error: there is no document"),
         ("open", {"id": True}, 'error: the arguments must be {"id": "..."}'),
         ("open", {"id": "d/99"}, "error: there is no document 'd/99'"),
         ("browse", {"url": "x"}, "error: there is no tool 'browse'; there is search(query) and open(id)"),
@@ -198,6 +202,29 @@ async def test_a_retrieval_server_that_is_away_is_no_empty_result() -> None:
             await agent.run(TASK, session)
         await agent.aclose()
     assert isinstance(raised.value, InfrastructureError)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "code"),
+    [("", {"api_key": "secret"}, "wrong_key"), ("/api", {}, "no_such_route"), ("", {"k": 2000}, None)],
+)
+async def test_a_mistake_in_the_options_ends_the_run_and_is_not_told_to_the_model(
+    path: str, options: dict[str, Any], code: str | None
+) -> None:
+    """The model would be rewarded for what it did without a search that works."""
+    server = {"api_key": options["api_key"]} if "api_key" in options else {}
+    agent_options = {"k": options.get("k", 2)}
+    async with (
+        serving(FakeIndex(), **server) as stand,
+        scripted_llm(lambda _: tool_call("search", {"query": "7"})) as (url, requests),
+    ):
+        agent = SearchAgent([stand.url + path], **agent_options)
+        session = Session(url, "key", "policy", None, time.monotonic() + 30)
+        with pytest.raises(RetrievalRefused) as raised:
+            await agent.run(TASK, session)
+        await agent.aclose()
+    assert raised.value.code == (code or "invalid_request")
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.rag_stand import FakeIndex
 from tests.waiting import eventually
-from tidegate.errors import RetrievalUnavailable
+from tidegate.errors import ConfigError, RetrievalUnavailable
 from tidegate.rag.batcher import Batcher, BatchOptions
 from tidegate.rag.metrics import Metrics
 from tidegate.rag.questions import Question, answer_all
+from tidegate.rag.retrieval import RagOptions
 
 
 @contextlib.asynccontextmanager
@@ -43,6 +45,15 @@ async def busy(made: Batcher, index: FakeIndex) -> asyncio.Task[list[str]]:
     task = asyncio.create_task(ask(made, "0"))
     await eventually(lambda: made.running_since is not None)
     return task
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"queue": 0}, {"deadline_s": 0}, {"window_s": -1}])
+def test_options_that_nothing_could_be_answered_with_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        BatchOptions(**options)  # type: ignore[arg-type]
+    for wrong in ({"k": 0}, {"k": 5000}, {"threads": 0}, {"cache_bytes": -1}):
+        with pytest.raises(ConfigError, match="at least"):
+            RagOptions(Path("index"), **wrong)  # type: ignore[arg-type]
 
 
 async def test_a_batch_is_gathered_from_its_first_question_on() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.rag_corpus import build_quietly, passages, write_jsonl
-from tidegate.errors import ConfigError, CorpusError
+from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.failpoints import VARIABLE
 from tidegate.rag import build as build_module
 from tidegate.rag.build import Plan
@@ -169,6 +169,14 @@ def test_the_corpus_hash_is_of_the_documents_not_of_their_form(tmp_path: Path) -
         source = write_jsonl(tmp_path / f"{name}.jsonl", rows)
         hashes.add(build_quietly(Plan([source], tmp_path / name, bm25=True))[0].corpus)
     assert len(hashes) == 2
+
+
+def test_a_place_or_a_number_of_threads_that_will_not_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--threads 0"):
+        build_quietly(plan_of(tmp_path, threads=0))
+    (tmp_path / "index").write_text("a file")
+    with pytest.raises(StorageError, match=r"--out .*index cannot be made a directory"):
+        build_quietly(plan_of(tmp_path))
 
 
 def test_two_builds_of_one_directory_exclude_each_other(tmp_path: Path) -> None:

@@ -162,6 +162,14 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(ConfigError, match=r"broken\.parquet: not a parquet file"):
         read(tmp_path, tmp_path / "broken.parquet")
+    whole = gzip.compress(write_jsonl(tmp_path / "c.jsonl", passages(500)).read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
+    (tmp_path / "plain.jsonl.gz").write_bytes(b'{"id": 1, "text": "x"}')
+    for name in ("cut.jsonl.gz", "plain.jsonl.gz"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read to its end"):
+            read(tmp_path, tmp_path / name)
+        with pytest.raises(ConfigError, match=f"{name} cannot be read to its end"):
+            extent([tmp_path / name])
     (tmp_path / "nothing").mkdir()
     for path, why in (("absent.jsonl", "no such file"), ("x.csv", "no such file"), ("nothing", "holds no")):
         with pytest.raises(ConfigError, match=why):

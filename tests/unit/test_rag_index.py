@@ -290,6 +290,16 @@ def test_hybrid_prefers_what_both_find(whole: Path) -> None:
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
+def test_an_answer_does_not_depend_on_what_is_asked_beside_it(tmp_path: Path) -> None:
+    rows = [{"id": f"d{n}", "text": f"{'north ' * (n % 7)}river town {n}"} for n in range(400)]
+    build_quietly(Plan([write_jsonl(tmp_path / "c.jsonl", rows)], tmp_path / "i", "hash", bm25=True))
+    searcher = Searcher.open(tmp_path / "i", threads=1)
+    for mode in searcher.modes:
+        [alone] = searcher.search(["north river"], [60], mode)
+        beside, _ = searcher.search(["north river", "town"], [60, 400], mode)
+        assert [(hit.id, hit.score) for hit in beside] == [(hit.id, hit.score) for hit in alone], mode
+
+
 def test_a_query_of_unknown_words_has_no_document_by_bm25(whole: Path) -> None:
     searcher = Searcher.open(whole, threads=1)
     assert searcher.search(["xylophone", "the", ""], [5, 5, 5], "bm25") == [[], [], []]

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidegate.agents.refine import Refiner
 from tidegate.errors import RetrievalRefused
-from tidegate.rag.client import Found, SearchClient
+from tidegate.rag.client import ID_TOO_LONG, NOT_TEXT, Found, SearchClient
 
 MAX_PASSAGE = 2_000
 """Characters that a search shows of one document."""
@@ -18,6 +18,9 @@ MAX_DOCUMENT = 20_000
 LEAST = 40
 """Results of fewer characters are none: then the context is full."""
 FULL = "error: the context is full; give the answer now"
+_OF_THE_CALL = (NOT_TEXT, ID_TOO_LONG, "query_too_long")
+"""Refusals that the model's own words brought on. What else is refused (a key, a route, `k`) is a mistake in
+the agent's options, and ends the run as such: told to the model, it would be learned from."""
 
 
 def _tool(name: str, what: str, argument: str) -> dict[str, Any]:
@@ -57,7 +60,8 @@ class SearchTools:
     async def use(self, call: Any) -> str:
         """The result of a call; whatever is wrong with it goes back to the model in words.
 
-        Raises RetrievalError where a service fails: that is no result.
+        Raises RetrievalError where a service fails, or refuses what the model has no part in: that is no
+        result.
         """
         name = call.function.name if call.type == "function" else call.type
         if name not in self._arguments:
@@ -88,6 +92,8 @@ class SearchTools:
         try:
             found = await self._client.search(query, self._k)
         except RetrievalRefused as error:
+            if error.code not in _OF_THE_CALL:
+                raise
             return self.error(f"error: the search refuses this query: {error}")
         text = "\n".join(self._shown(one) for one in found) or "note: nothing was found"
         if self._refiner is None or not found:
@@ -99,7 +105,12 @@ class SearchTools:
 
     async def _open(self, id: str) -> str:
         self.metrics["opens"] += 1
-        document = await self._client.document(id)
+        try:
+            document = await self._client.document(id)
+        except RetrievalRefused as error:
+            if error.code not in _OF_THE_CALL:
+                raise
+            document = None
         if document is None:
             return self.error(f"error: there is no document {id[:80]!r}; ids are those that a search shows")
         return _cut(_whole(document.title, document.text), MAX_DOCUMENT, "… (the document goes on)")

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tidegate.errors import RetrievalUnavailable
+from tidegate.errors import ConfigError, RetrievalUnavailable
 from tidegate.rag.client import Found
 from tidegate.rag.metrics import Metrics
 from tidegate.rag.questions import Answer, Question
@@ -33,6 +33,18 @@ class BatchOptions:
     """Questions that may wait or be computed at the same time; more are refused as `overloaded`."""
     deadline_s: float = 30.0
     """How long a question may wait for its answer."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what nothing could be answered with."""
+        if self.max_batch < 1 or self.queue < 1:
+            raise ConfigError(
+                f"a batch of {self.max_batch} and a queue of {self.queue} queries: each must hold at least 1"
+            )
+        if not (self.window_s >= 0 and self.deadline_s > 0):
+            raise ConfigError(
+                f"a window of {self.window_s:g} s and a deadline of {self.deadline_s:g} s: the window must "
+                "be at least 0, the deadline more"
+            )
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import orjson
 
-from tidegate.errors import ConfigError, CorpusError
+from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.failpoints import reach
 from tidegate.rag import bm25, corpus, index, probe
 from tidegate.rag.bm25 import build_bm25, require_bm25s
@@ -73,11 +73,16 @@ def build(plan: Plan, news: News) -> Manifest:
 
     Raises ConfigError, CorpusError and StorageError; the index that was there before stays.
     """
+    if plan.threads < 1:
+        raise ConfigError(f"--threads {plan.threads}: at least one is needed")
     if plan.encoder is None and not plan.bm25:
         raise ConfigError("an index needs an encoder, BM25 or both: give --encoder, --bm25")
     files = source_files(plan.sources)
     generation = plan.generation(files)
-    plan.out.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"--out {plan.out} cannot be made a directory: {error.strerror}") from None
     with _alone(plan.out):
         manifest = _standing(plan, generation, news)
         if manifest is None:

@@ -12,6 +12,7 @@ failure; a request that a server refuses as wrong is `RetrievalRefused`, and is 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ from urllib.parse import quote
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from tidegate.errors import RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus import Document
@@ -31,7 +33,12 @@ RAG_KEY = "TIDEGATE_RAG_KEY"
 """The environment variable in which a retrieval server is given its key."""
 NO_DOCUMENT = "no_such_document"
 """The code of the 404 that says that a corpus has no such document."""
+NOT_TEXT = "not_text"
+"""The code of a refusal: half of a surrogate pair, which a model may write in JSON, is no text."""
+ID_TOO_LONG = "id_too_long"
 SEARCH_S = 30.0
+_LONGEST_ID = 16_384
+"""Bytes of an id in an address; servers take 64 kB of it."""
 _CONNECT_S = 5.0
 _LEAST_TRY_S = 1.0
 T = TypeVar("T")
@@ -90,6 +97,8 @@ class SearchClient:
         Raises RetrievalUnavailable, RetrievalRefused.
         """
         queries = [query] if isinstance(query, str) else list(query)
+        for one in queries:
+            _check_text(one)
         asked = {"queries": queries, "k": k, "mode": mode}
         body = orjson.dumps({name: value for name, value in asked.items() if value is not None})
         results = await self._call("POST", "/v1/search", body, lambda answer: _found(answer, len(queries)))
@@ -101,7 +110,7 @@ class SearchClient:
         Raises RetrievalUnavailable, RetrievalRefused.
         """
         try:
-            return await self._call("GET", f"/v1/documents/{quote(id, safe='')}", None, _document)
+            return await self._call("GET", f"/v1/documents/{_in_address(id)}", None, _document)
         except RetrievalRefused as refused:
             if refused.code == NO_DOCUMENT:
                 return None
@@ -171,7 +180,9 @@ class SearchClient:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         headers = {"Content-Type": "application/json"}
-        async with self._http.request(method, url + path, data=body, headers=headers) as response:
+        # The path is quoted already; to be quoted again would make a path of an id like "..".
+        address = URL(url + path, encoded=True)
+        async with self._http.request(method, address, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status >= 400:
                 raise _refusal(response.status, answer)
@@ -235,18 +246,53 @@ class SyncSearchClient:
             raise
 
 
+def _check_text(text: str) -> None:
+    """Raises RetrievalRefused for what no server can be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RetrievalRefused(
+            f"{text[:80]!r} is no text: it holds half of a surrogate pair", code=NOT_TEXT
+        ) from None
+
+
+def _in_address(id: str) -> str:
+    """An id as one part of a path, dots too: "." and ".." mean something else there."""
+    _check_text(id)
+    quoted = quote(id, safe="").replace(".", "%2E")
+    if len(quoted) > _LONGEST_ID:
+        raise RetrievalRefused(
+            f"an id of {len(quoted)} bytes, of at most {_LONGEST_ID}", status=414, code=ID_TOO_LONG
+        )
+    return quoted
+
+
 def _found(answer: Any, queries: int) -> list[list[Found]]:
-    results = [
-        [Found(str(row["id"]), row["title"], row["text"], float(row["score"])) for row in rows]
-        for rows in answer["results"]
-    ]
+    """Raises ValueError, KeyError, TypeError for what is no answer: nonsense is not an empty result."""
+    results = [[_row(row) for row in _list(rows)] for rows in _list(answer["results"])]
     if len(results) != queries:
         raise ValueError(f"{len(results)} results for {queries} queries")
     return results
 
 
+def _row(row: Any) -> Found:
+    document, score = _document(row), float(row["score"])
+    if not math.isfinite(score):
+        raise ValueError(f"the document {document.id!r} has the score {score}")
+    return Found(document.id, document.title, document.text, score)
+
+
 def _document(answer: Any) -> Document:
-    return Document(str(answer["id"]), answer["title"], answer["text"])
+    fields = [answer["id"], answer["title"], answer["text"]]
+    if not all(isinstance(one, str) for one in fields):
+        raise TypeError(f"a document's id, title and text are texts, not {fields!r:.80}")
+    return Document(*fields)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a list was expected, not {value!r:.80}")
+    return value
 
 
 def _refusal(status: int, answer: bytes) -> RetrievalError:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.errors import RetrievalRefused, RetrievalUnavailable
+from tidegate.errors import ConfigError, RetrievalRefused, RetrievalUnavailable
 from tidegate.loading import nearest
 from tidegate.prometheus import prometheus
 from tidegate.rag.batcher import Batcher, BatchOptions
@@ -48,6 +48,16 @@ class RagOptions:
     batches: BatchOptions = field(default_factory=BatchOptions)
     cache_bytes: int = 64 * 2**20
     api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if not 1 <= self.k <= MAX_K:
+            raise ConfigError(f"k = {self.k}: at least 1 document, at most {MAX_K}")
+        if self.threads < 1 or self.cache_bytes < 0:
+            raise ConfigError(
+                f"{self.threads} threads and a cache of {self.cache_bytes} bytes: at least 1 thread, and no "
+                "less than 0 bytes"
+            )
 
 
 class _Generation:

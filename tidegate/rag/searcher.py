@@ -106,10 +106,10 @@ class Searcher:
         mode = self.modes[0] if mode is None else mode
         if mode not in self.modes:
             raise ConfigError(f"this index has no mode {mode!r}; it was built for {', '.join(self.modes)}")
-        most = min(max(ks, default=0), len(self))
-        if most == 0:
+        wanted = [min(k, len(self)) for k in ks]
+        if not any(wanted):
             return [[] for _ in queries]
-        return [self._hits(one[:k]) for one, k in zip(self._rankings(queries, most, mode), ks, strict=True)]
+        return [self._hits(one) for one in self._rankings(queries, wanted, mode)]
 
     def document(self, row: int) -> Document:
         """Raises IndexError for a row that there is not."""
@@ -120,14 +120,24 @@ class Searcher:
         row = self.corpus.row(id)
         return None if row is None else self.corpus[row]
 
-    def _rankings(self, queries: Sequence[str], k: int, mode: str) -> Sequence[Ranking]:
-        depth = max(k, DEPTH) if mode == "hybrid" else k
-        found = [
-            part.search(queries, depth)
-            for name, part in (("dense", self._dense), ("bm25", self._bm25))
-            if part is not None and mode in (name, "hybrid")
-        ]
-        return found[0] if mode != "hybrid" else [fuse(rankings, k) for rankings in zip(*found, strict=True)]
+    def _rankings(self, queries: Sequence[str], ks: Sequence[int], mode: str) -> list[Ranking]:
+        """The k best of each query.
+
+        What is looked into equally deep is one search: who is among equals, and what two rankings have in
+        common, depends on the depth, and so must not depend on what is asked beside a query.
+        """
+        depths = [max(k, DEPTH) for k in ks] if mode == "hybrid" else ks
+        found: dict[int, Ranking] = {}
+        for depth in set(depths):
+            places = [place for place, one in enumerate(depths) if one == depth]
+            lists = [
+                part.search([queries[place] for place in places], depth)
+                for name, part in (("dense", self._dense), ("bm25", self._bm25))
+                if part is not None and mode in (name, "hybrid")
+            ]
+            for place, rankings in zip(places, zip(*lists, strict=True), strict=True):
+                found[place] = rankings[0] if mode != "hybrid" else fuse(rankings, ks[place])
+        return [found[place] for place in range(len(queries))]
 
     def _hits(self, found: Ranking) -> list[Hit]:
         return [Hit(self.corpus[row].id, row, score) for row, score in found]

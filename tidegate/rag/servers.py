@@ -43,6 +43,9 @@ class Servers:
     def __init__(self, urls: Sequence[str]) -> None:
         if not urls:
             raise ConfigError("a search client needs the URL of at least one server")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no retrieval server's URL: it begins with http:// or https://")
         self._servers = [Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
 
     def next(self, now: float) -> tuple[Server, float]:

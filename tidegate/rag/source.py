@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _split(contents: str) -> tuple[str, str]:
 
 
 def _jsonl(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | str | None]]:
-    with _open(path) as file:
+    with _open(path) as (_, file):
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -156,7 +157,7 @@ def _jsonl(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | str
 
 
 def _jsonl_extent(path: Path) -> Extent:
-    with path.open("rb") as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
+    with _open(path) as (stored, file):
         seen = file.read(_LOOK_BYTES)
         lines = sum(1 for line in seen.splitlines() if line.strip())
         if len(seen) < _LOOK_BYTES:
@@ -182,8 +183,14 @@ def _parsed(line: bytes) -> Mapping[str, Any] | str:
     return values if isinstance(values, dict) else f"{_short(values)}, not an object with keys"
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes] | gzip.GzipFile]]:
+    """The file as it is stored, and its lines. Raises ConfigError where they cannot be read to the end."""
+    try:
+        with path.open("rb") as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
+            yield stored, file
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read to its end: {error}; is it whole?") from None
 
 
 def _parquet(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
