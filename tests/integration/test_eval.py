@@ -129,6 +129,52 @@ def test_other_environments_have_gold_answers_too(tmp_path: Path, capsys: pytest
     assert "reward 1 (exact_match 1)" in capsys.readouterr().out
 
 
+TWINS = """
+from tidegate.envs.base import Environment
+from tidegate.envs.rewards import Reward
+from tidegate.types import Task
+
+def tasks(word, count):
+    asked = [[{"role": "user", "content": f"{word} {n}"}] for n in range(count)]
+    return [Task(f"{n}", "twins", messages, f"{word}") for n, messages in enumerate(asked)]
+
+class Twins(Environment):
+    name = "twins"
+    rewards = (Reward("said", lambda output, answer: float(output == answer)),)
+
+    def train_size(self):
+        return 3
+
+    def train_task(self, index):
+        return tasks("train", 3)[index % 3]
+
+    def eval_sets(self):
+        return {"": tasks("held out", 2), "again": tasks("train", 3), "twice": tasks("a", 2) + tasks("b", 1)}
+"""
+
+
+def test_tasks_that_share_an_id_alone_are_graded_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twins.py").write_text(TWINS)
+    assert main(["eval", "--env", f"{tmp_path / 'twins.py'}:Twins", "--gold"]) == 0
+    assert re.search(
+        r"train +3 of 3\n +held-out +2 of 2\n +twice +3 of 3\n8 of 8\n$", capsys.readouterr().out
+    )
+
+
+def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twins.py").write_text(TWINS)
+    words = ["eval", "--env", f"{tmp_path / 'twins.py'}:Twins", "--url", "http://x", "--model", "m"]
+    assert main([*words, "--sets", "twice", "--out", str(tmp_path / "out")]) == 2
+    assert "1 ids stand for several tasks of the held-out set 'twice', the first is '0'" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------- what cannot be evaluated
 
 
@@ -232,6 +278,16 @@ async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agent
     assert [one["output"] for one in episodes(tmp_path / "out")] == ['["http://there/v1", "sk-1", "m"]']
     assert "reward                    0.0000   95% [0.0000, 0.7935]  Wilson score interval" in printed
     assert "sk-1" not in (tmp_path / "out" / "results.json").read_text()
+
+
+async def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents: Path) -> None:
+    (tmp_path / "twins.py").write_text(TWINS.replace('f"{word}")', '{"n": 2**70})'))
+    code, _, err = await cli(
+        "--url", "http://there/v1", "--model", "m", "--env", f"{tmp_path / 'twins.py'}:Twins",
+        "--sets", "main", "--agent", f"{agents}:access", "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert code == 0, err
+    assert [one["answer"] for one in episodes(tmp_path / "out")] == [repr({"n": 2**70})] * 2
 
 
 async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path, agents: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.envs.answers import number, read_answer
-from tidegate.envs.graders import contains, exact_match, numeric
-from tidegate.envs.rewards import Reward
+from tidegate.envs.graders import contains, exact_match, numeric, verl_flexible, verl_strict
+from tidegate.envs.rewards import Grade, Reward
 from tidegate.errors import RewardError
 
 READ = [
@@ -76,7 +78,20 @@ def test_each_way_finds_its_number(text: str, extractor: str, value: str) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["", None, "nothing", "#### 1e5", "#### 1.2.3", "#### 1,2", "it is 3/4/2020", "x2", "٤٢", "9" * 150],
+    [
+        "",
+        None,
+        "nothing",
+        "#### 1e5",
+        "1e-5",
+        "2.5E+15",
+        "#### 1.2.3",
+        "#### 1,2",
+        "it is 3/4/2020",
+        "x2",
+        "٤٢",
+        "9" * 150,
+    ],
 )
 def test_what_is_no_number_is_not_read(text: str | None) -> None:
     assert read_answer(text) is None
@@ -134,6 +149,27 @@ def test_unparseable_is_told_apart_from_wrong() -> None:
 def test_an_answer_without_a_number_is_an_error_that_says_so() -> None:
     with pytest.raises(RewardError, match=r"'numeric'.*'many' holds no number"):
         Reward("numeric", numeric)({**GIVEN, "output": "3", "answer": "many"})
+
+
+@pytest.mark.parametrize(
+    ("output", "answer", "right"),
+    [
+        ("#### 0.00001", 1e-05, True),
+        ("#### 5", 1e-05, False),
+        ("#### 10000000000000000", 1e16, True),
+        ("#### 16", 1e16, False),
+        ("#### 3", ["3", 5], True),
+        ("#### 5", ["3", 5], True),
+        ("#### 4", ["3", 5], False),
+    ],
+)
+def test_answers_may_be_numbers_of_any_size_or_several(output: str, answer: Any, right: bool) -> None:
+    assert Reward("numeric", numeric)({**GIVEN, "output": output, "answer": answer}) == right
+
+
+@pytest.mark.parametrize("grade", [verl_strict, verl_flexible])
+def test_verls_ways_take_any_of_several_answers(grade: Callable[..., Grade]) -> None:
+    assert [grade(f"#### {n}", ["3", 5]).value for n in (3, 5, 4)] == [1.0, 1.0, 0.0]
 
 
 def test_texts_may_have_several_right_answers() -> None:

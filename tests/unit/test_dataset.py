@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tidegate.envs.base import load_environment
@@ -145,6 +146,10 @@ def test_a_wrong_option_is_told(data: str, options: dict[str, Any], message: str
         ('{"prompt": "x", "answer": NaN}', "line 3: not valid JSON: NaN"),
         ('{"prompt": "x"', "line 3: not valid JSON"),
         (b'{"prompt": "\xff", "answer": 1}', "line 3: not UTF-8"),
+        ('{"prompt": "x", "answer": " "}', "line 3: 'answer' is empty"),
+        ('{"prompt": "x", "answer": ["y", ""]}', "line 3: 'answer' is empty"),
+        ('{"prompt": "x", "answer": 1e400}', "line 3: not valid JSON: 1e400 is no number"),
+        ('{"prompt": "x \\uD800", "answer": 1}', r'line 3: not valid JSON: "\ud800" is half of a character'),
     ],
 )
 def test_a_broken_row_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
@@ -153,6 +158,24 @@ def test_a_broken_row_is_named(tmp_path: Path, line: str | bytes, message: str) 
     path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(ConfigError, match=re.escape(f"{path}, {message}")):
         Dataset(str(path))
+
+
+def test_a_file_may_have_a_mark_at_its_start_and_other_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes("\ufeff".encode() + "".join(json.dumps(row) + "\r\n\r\n" for row in ROWS).encode())
+    environment = Dataset(str(path))
+    assert environment.train_size() == 36
+    assert {task.answer for task in environment.eval_sets()[""]} < {row["answer"] for row in ROWS}
+
+
+def test_whole_numbers_that_no_message_can_carry_are_text(tmp_path: Path) -> None:
+    numbers = [2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**30]
+    rows = [{"prompt": f"{n}?", "answer": n, "\ud83d\ude00": 1} for n in numbers]
+    path = jsonl(tmp_path / "big.jsonl", rows)
+    tasks = Dataset(path, eval_path=path, rewards=["numeric"]).eval_sets()[""]
+    assert [task.answer for task in tasks] == [n if -(2**63) <= n < 2**64 else str(n) for n in numbers]
+    for task in tasks:
+        orjson.dumps(task.to_wire())
 
 
 def test_a_file_without_rows_or_with_one_prompt_is_refused(tmp_path: Path) -> None:

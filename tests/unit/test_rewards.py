@@ -54,6 +54,14 @@ def test_numbers_are_compared_exactly() -> None:
     assert exact_answer(None, "#### 1") == 0.0
 
 
+def test_an_answer_may_be_the_number_alone() -> None:
+    assert exact_answer("#### 12", "12") == exact_answer("#### 12.0", 12) == 1.0
+    assert exact_answer("12", "12") == 0.0
+    assert [exact_answer(f"#### {n}", ["3", "#### 5"]) for n in (3, 5, 4)] == [1.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match="'many' holds no number"):
+        exact_answer("#### 12", "many")
+
+
 def test_a_long_answer_takes_no_long_time() -> None:
     began = time.perf_counter()
     assert final_number("#### " + "1," * 200_000) == Decimal("1" * 200_000)

@@ -25,10 +25,10 @@ MARKERS = 50
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100}+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]{{1,100}}+)?|\.[0-9]{{1,100}}+)"
 # Digits, a fraction 3/4, a mixed number 1 3/4, or LaTeX's \frac{3}{4}, with an optional sign and currency.
-# What stands around it must not make it another number: 1.2.3, 3/4/2020 and 1e5 are none.
+# What stands around it must not make it another number: 1.2.3, 3/4/2020, 1e5 and 1e-5 are none.
 _NUMBER = re.compile(
     rf"""
-    (?<![\w])(?<![0-9][.,/])
+    (?<![\w])(?<![0-9][.,/])(?<![0-9.][eE][-+−])
     (?P<sign>(?<![\w)\]}}])[-−+](?:\ ?(?=[\\$€£]))?)?
     (?:\\?[$€£]\ ?)?
     (?:

@@ -78,7 +78,7 @@ class Dataset(Finite):
         answer = None
         if self._answer is not None:
             answer = row[self._answer]
-            if answer is None or answer in ("", []):
+            if any(one is None or not str(one).strip() for one in _listed_answers(answer)):
                 raise row.error(f"{self._answer!r} is empty; answer = None says that there are none")
         info = {key: value for key, value in row.values.items() if key != self._answer}
         return Task(id, self.name, messages, answer, info)
@@ -91,7 +91,10 @@ def _split(tasks: Sequence[Task], fraction: float, path: str) -> tuple[list[Task
     keys = [_digest(task) for task in tasks]
     distinct = sorted(set(keys))
     if len(distinct) < 2:
-        raise ConfigError(f"{path}: one prompt cannot be split into training and held-out; give an eval_path")
+        raise ConfigError(
+            f"{path}: one prompt cannot be split into training and held-out; give an eval_path, which may be "
+            "the same file where nothing is trained"
+        )
     held = set(distinct[: min(len(distinct) - 1, max(1, math.ceil(fraction * len(distinct))))])
     train = [task for key, task in zip(keys, tasks, strict=True) if key not in held]
     return train, [task for key, task in zip(keys, tasks, strict=True) if key in held]
@@ -100,6 +103,11 @@ def _split(tasks: Sequence[Task], fraction: float, path: str) -> tuple[list[Task
 def _digest(task: Task) -> bytes:
     text = json.dumps(list(task.messages), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _listed_answers(answer: Any) -> Sequence[Any]:
+    """Each of the answers; a list without any is an empty answer."""
+    return (answer or [None]) if isinstance(answer, list) else [answer]
 
 
 def _listed(rewards: Any) -> Sequence[Any]:

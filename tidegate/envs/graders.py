@@ -6,7 +6,7 @@ a share), and whether none did: `unparseable` is counted apart from wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -30,14 +30,15 @@ def contains(output: str | None, answer: Any) -> float:
 
 
 def numeric(output: str | None, answer: Any) -> Grade:
-    r"""1 where the number that the output gives equals the answer, exactly.
+    r"""1 where the number that the output gives equals the answer (any, of a list), exactly.
 
     It is read from the last `####`, else the last `\boxed{}`, else after 'answer is' or 'A:', else it is
     the last number.
     """
     found = read_answer(output)
     told = _extractor(EXTRACTORS, None if found is None else found.extractor)
-    return Grade(float(found is not None and found.value == _gold(answer)), told)
+    golds = [_gold(one) for one in _each(answer)]
+    return Grade(float(found is not None and found.value in golds), told)
 
 
 def verl_strict(output: str | None, answer: Any) -> Grade:
@@ -51,9 +52,12 @@ def verl_flexible(output: str | None, answer: Any) -> Grade:
 
 
 def math_verify(output: str | None, answer: Any) -> Grade:
-    """1 where math-verify finds the output equivalent to the answer; needs the extra `math`."""
-    verdict = verify(output or "", str(answer))
-    return Grade(float(verdict.equal), _extractor(["math_verify"], "math_verify" if verdict.parsed else None))
+    """1 where math-verify finds the output equivalent to the answer (any, of a list); needs the extra
+    `math`."""
+    verdicts = [verify(output or "", one) for one in _answers(answer)]
+    parsed = any(verdict.parsed for verdict in verdicts)
+    equal = any(verdict.equal for verdict in verdicts)
+    return Grade(float(equal), _extractor(["math_verify"], "math_verify" if parsed else None))
 
 
 GRADERS: dict[str, Callable[..., float | Grade]] = {
@@ -68,7 +72,7 @@ GRADERS: dict[str, Callable[..., float | Grade]] = {
 
 
 def _verl(name: str, said: str | None, answer: Any) -> Grade:
-    return Grade(float(said is not None and said == str(answer)), _extractor([name], said and name))
+    return Grade(float(said in _answers(answer)), _extractor([name], said and name))
 
 
 def _extractor(names: Iterable[str], fired: str | None) -> dict[str, float]:
@@ -76,12 +80,18 @@ def _extractor(names: Iterable[str], fired: str | None) -> dict[str, float]:
     return {**shares, "unparseable": float(fired is None)}
 
 
+def _each(answer: Any) -> Sequence[Any]:
+    return answer if isinstance(answer, list | tuple) else [answer]
+
+
 def _answers(answer: Any) -> list[str]:
-    return [str(one) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    return [str(one) for one in _each(answer)]
 
 
 def _gold(answer: Any) -> Fraction:
     text = str(answer)
+    if type(answer) in (int, float):
+        return Fraction(text)  # 1e-05, which is no number in what a model writes
     value = number(text)
     if value is None:
         found = read_answer(text)

@@ -90,7 +90,19 @@ def final_number(text: str | None) -> Decimal | None:
     return Decimal(re.sub(r"[\s$,]", "", found[-1])) if found else None
 
 
-def exact_answer(output: str | None, answer: str) -> float:
-    """1 where the last `#### number` of the output equals the answer's, compared as decimals; else 0."""
+def exact_answer(output: str | None, answer: Any) -> float:
+    """1 where the last `#### number` of the output equals the answer's, compared as decimals; else 0.
+
+    An answer without `####` is the number itself; a list of answers has any of them. Raises RewardError
+    where one holds no number.
+    """
     said = final_number(output)
-    return float(said is not None and said == final_number(answer))
+    golds = [_stated(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    return float(said is not None and said in golds)
+
+
+def _stated(answer: str) -> Decimal:
+    found = final_number(answer if "####" in answer else f"#### {answer}")
+    if found is None:
+        raise RewardError(f"the answer {answer[:80]!r} holds no number")
+    return found

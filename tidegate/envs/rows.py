@@ -72,7 +72,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path}, line {number}"
             try:
-                values = json.loads(line, parse_constant=_no_constant)
+                values = json.loads(line, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+                if b"\\ud" in line.lower():
+                    _check_characters(values)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
             except (ValueError, RecursionError) as error:
@@ -84,6 +86,27 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:60]} is no number that can be held")
+    return number
+
+
+def _whole(text: str) -> int | str:
+    """A whole number; one of more than 64 bits stays the text it is, for no message could carry it."""
+    fits = len(text) <= 20 and -(2**63) <= int(text) < 2**64
+    return int(text) if fits else text
+
+
+def _check_characters(values: Any) -> None:
+    """Raises ValueError for half of an escaped pair of surrogates: no character, which nothing can encode."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = json.dumps(error.object[error.start])
+        raise ValueError(f"{half} is half of a character") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:

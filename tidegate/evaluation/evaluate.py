@@ -118,6 +118,14 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
                 f"there are {', '.join(known)}"
             )
     chosen = {name: found[:tasks] for name, found in sets.items() if not names or (name or "main") in names}
+    for name, found in chosen.items():
+        twice = [id for id, times in Counter(task.id for task in found).items() if times > 1]
+        if twice:
+            raise ConfigError(
+                f"{environment.name}: {len(twice)} ids stand for several tasks of the held-out set "
+                f"{name or 'main'!r}, the first is {twice[0]!r}; give each task an id of its own, by which "
+                "its samples are counted"
+            )
     if not any(chosen.values()):
         raise ConfigError(f"{environment.name}: its held-out sets are empty")
     return chosen
@@ -180,10 +188,19 @@ def _line(episode: Episode, temperature: float) -> bytes:
         "eval_set": episode.eval_set,
         "mode": "sampled" if temperature > 0 else "greedy",
         "sample": episode.sample,
-        "answer": episode.task.answer,
+        "answer": _written(episode.task.answer),
         **readable(episode.trajectory),
     }
     return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+
+
+def _written(answer: Any) -> Any:
+    """An answer as a line can hold it: what JSON lacks (sets, 2**70, keys that are no text) as text."""
+    try:
+        orjson.dumps(answer, default=str)
+    except orjson.JSONEncodeError:
+        return repr(answer)
+    return answer
 
 
 def next_directory(parent: Path) -> Path:

@@ -41,7 +41,8 @@ class GoldSplit:
 
 
 def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
-    """Grade every gold answer of every split; a task that is in two splits counts in the first.
+    """Grade every gold answer of every split; a task that is in two splits counts in the first. Two that
+    share an id alone are two.
 
     Right is a reward of at least `threshold`. Raises ConfigError where the environment has no reward of
     its own.
@@ -55,8 +56,8 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
     for name, tasks in _splits(environment):
         split = GoldSplit(name)
         for task in tasks:
-            if task.id not in seen:
-                seen.add(task.id)
+            if (key := repr(task.to_wire())) not in seen:
+                seen.add(key)
                 _grade(environment, task, threshold, split)
         if split.total:
             splits.append(split)
