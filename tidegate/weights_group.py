@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BACKENDS = ("gloo", "cpu:gloo")
-"""What SGLang's protocol calls the one there is: from host memory to host memory."""
+DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
+"""SGLang's names for what carries the bytes, and the kind of device between whose memories it does."""
+HOST = torch.device("cpu")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHECKSUM_MODULUS = 2**61 - 1
 SLOWEST_BYTES_S = 50e6
@@ -20,19 +23,37 @@ SLOWEST_BYTES_S = 50e6
 
 
 class WeightsGroup:
-    """A trainer, rank 0, and an engine.
+    """A trainer, rank 0, and an engine, which may be of several ranks.
 
-    It is none of torch's global groups: a process may be in many of them, each with its name, and they may
-    come and go one by one. The keys under which its members meet are those of SGLang's custom groups.
+    By NCCL bytes go from GPU to GPU, by gloo from host to host; what is sent and what comes is in host memory
+    either way. It is none of torch's global groups: a process may be in many of them, each with its name, and
+    they may come and go one by one. The keys under which members meet are those of SGLang's custom groups.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> None:
-        """Returns when all members are there. Raises RuntimeError where they are not within `timeout_s`."""
-        place = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_s: float,
+        device: torch.device = HOST,
+    ) -> None:
+        """Over NCCL where the device is a GPU, else over gloo. Returns when all members are there, over NCCL
+        at once. Raises RuntimeError where they are not within `timeout_s`, or there is no NCCL here."""
+        places = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+        place = dist.PrefixStore(f"{device.type}/", places)
         self.name = name
         self._store = store  # the members' connections live as long as it does
+        self._rank = rank
+        self._device = device
         self._timeout_s = timeout_s
-        self._group: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        self._group: Any
+        if device.type == "cuda":
+            self._group = _nccl(place, rank, size, timeout)
+        else:
+            self._group = dist.ProcessGroupGloo(place, rank, size, timeout)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values in all members' tensors, in their order. Raises RuntimeError, also where they do
@@ -43,12 +64,41 @@ class WeightsGroup:
         options.rootRank = 0
         size = sum(one.numel() * one.element_size() for one in tensors)
         options.timeout = timedelta(seconds=self._timeout_s + transfer_s(size))
-        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+        there = [tensor.to(self._device) for tensor in tensors]
+        for work in [self._group.broadcast([tensor], options) for tensor in there]:
             work.wait()
+        if self._rank and self._device.type != "cpu":
+            for tensor, came in zip(tensors, there, strict=True):
+                tensor.copy_(came)
 
     def close(self) -> None:
         """Let go of the connections, which ends them: what other members wait for fails."""
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and self._device.type == "cuda":
+            group.abort()
+
+
+def _nccl(place: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    if not dist.is_nccl_available():
+        raise RuntimeError("this build of torch has no NCCL")
+    with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):  # else torch ends the process where a member is gone
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(place, rank, size, options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment, for as long as something is made that reads it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def transfer_s(size: int) -> float:

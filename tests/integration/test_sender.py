@@ -16,6 +16,7 @@ from tests.integration.engine_http import Client, serving
 from tests.tiny import make_tiny_model
 from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
+from tidegate.engine.weights_receiver import WeightsReceiver
 from tidegate.trainer import sender
 from tidegate.trainer.publish import EngineControl, Publisher
 from tidegate.trainer.sender import Sender
@@ -164,12 +165,66 @@ async def test_what_did_not_come_whole_is_not_made_live(
     words = {"missing": "is missing", "shape": "has shape", "corrupt": "are not those that were sent"}
     assert words[fault] in stage.notes[0]
     info = await stage.client.info()
-    assert info["paused"] is None, "it goes on whatever happens"
-    if fault != "corrupt":
+    assert info["paused"] == "retract", "it waits for files"
+    if fault == "corrupt":
+        assert info["weight_version"] == "partial", "what is live is of no version"
+    else:
         assert info["weight_version"] == "3"
         assert all(torch.equal(before[name], value) for name, value in stage.live().items())
     assert await stage.send(5)
     assert stage.is_live()
+    info = await stage.client.info()
+    assert (info["paused"], info["weight_version"]) == (None, "5")
+
+
+class OfTwoRanks:
+    """An engine whose weights two ranks hold, each of which joins and receives, as SGLang's do."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.ranks = (WeightsReceiver(), WeightsReceiver())
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        if path == "/server_info":
+            return {"tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu"}
+        if path == "/update_weight_version":
+            return {}
+        await asyncio.gather(
+            *(asyncio.to_thread(self._on, number, path, body or {}) for number in range(len(self.ranks)))
+        )
+        return {}
+
+    def _on(self, number: int, path: str, body: dict[str, Any]) -> None:
+        rank = self.ranks[number]
+        if path == "/init_weights_update_group":
+            rank.join(
+                body["master_address"], body["master_port"], body["rank_offset"] + number, body["world_size"],
+                body["group_name"], body["backend"],
+            )  # fmt: skip
+        elif path == "/begin_weight_update":
+            rank.begin()
+        elif path == "/update_weights_from_distributed":
+            tensors = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
+            rank.receive(body["group_name"], tensors)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def verify(self, version: int) -> None: ...
+
+
+async def test_every_rank_of_an_engine_gets_the_weights() -> None:
+    engine, weights = OfTwoRanks(), {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    notes: list[str] = []
+    made = Sender(lambda _: ({name: one} for name, one in weights.items()), notes.append)
+    assert await made.send([engine], 3) == {engine.url}, notes
+    for rank in engine.ranks:
+        came = rank.end().tensors
+        assert came.keys() == weights.keys()
+        assert all(torch.equal(came[name], weights[name]) for name in weights)
+    made.close()
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,20 @@ Every test runs against both. Where they are known to differ, the difference is 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
 from tests.integration.engine_http import Client
+from tidegate.trainer.publish import EngineControl
+from tidegate.trainer.sender import Sender
+from tidegate.weights_group import buckets
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -61,6 +67,59 @@ async def test_weights_change_under_a_running_request(
     for version, part in ((0, slice(0, cut)), (1, slice(cut, LONG))):
         expected = recomputed(versions[version], [1, 2, 3], reply["output_ids"], 1.0)
         assert said[part] == pytest.approx(expected[part], abs=1e-4)
+
+
+def buckets_of(weights: Path) -> Callable[[int], Generator[dict[str, torch.Tensor], None, None]]:
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+
+    def source(most_bytes: int) -> Generator[dict[str, torch.Tensor], None, None]:
+        for names in buckets(parameters, most_bytes):
+            yield {name: parameters[name].detach() for name in names}
+
+    return source
+
+
+async def test_weights_are_sent_under_a_running_request(engine: Client, versions: list[Path]) -> None:
+    """Over a process group, in several buckets; every token is of the version that its span names."""
+    notes: list[str] = []
+    sender = Sender(buckets_of(versions[1]), notes.append, bucket_bytes=100_000)
+    control, events = EngineControl(engine.url, engine.http), []
+    async with asyncio.timeout(120):
+        async for event in engine.stream([1, 2, 3], max_new_tokens=LONG, ignore_eos=True):
+            events.append(event)
+            if len(events) == 3:
+                await control.pause()  # it may not end while they meet
+                assert await sender.send([control], 1) == {engine.url}, notes
+    sender.close()
+    meta = events[-1]["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["0", "1"]
+    cut, said = meta["weight_versions"][0]["end"], [one[0] for one in meta["output_token_logprobs"]]
+    for version, part in ((0, slice(0, cut)), (1, slice(cut, LONG))):
+        expected = recomputed(versions[version], [1, 2, 3], events[-1]["output_ids"], 1.0)
+        assert said[part] == pytest.approx(expected[part], abs=1e-4)
+
+
+async def test_half_of_the_weights_are_of_no_version(engine: Client, versions: list[Path]) -> None:
+    """Those of a trainer that fails in between; SGLang has them live. Files put it right."""
+
+    def half(most_bytes: int) -> Generator[dict[str, torch.Tensor], None, None]:
+        whole = buckets_of(versions[1])(most_bytes)
+        yield next(whole)
+        yield next(whole)
+        raise RuntimeError("a rank is gone")
+
+    control = EngineControl(engine.url, engine.http)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        await Sender(half, print, bucket_bytes=100_000).send([control], 1)
+    meta = (await engine.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True))["meta_info"]
+    # The embedded engine keeps what comes beside the old ones.
+    assert [span["version"] for span in meta["weight_versions"]] in (["partial"], ["0"])
+    await control.load(versions[1], 1)
+    reply = await engine.generate([1, 2, 3], max_new_tokens=40, ignore_eos=True)
+    assert reply["meta_info"]["weight_version"] == "1"
+    said = [one[0] for one in reply["meta_info"]["output_token_logprobs"]]
+    assert said == pytest.approx(recomputed(versions[1], [1, 2, 3], reply["output_ids"]), abs=1e-4)
 
 
 async def test_a_paused_request_waits_and_goes_on_with_the_same_tokens(engine: Client) -> None:

@@ -51,6 +51,10 @@ class Receiver:
                 raise EngineError(f"{self.url} broke", retryable=True)
             await self.takes.wait()
             self.got += 1
+            assert body is not None
+            assert body["weight_version"] == "partial", "what comes is of no version before the end"
+        if path == "/update_weight_version":
+            assert body == {"new_version": "3", "abort_all_requests": False}
         return {"staged": True} if self.staged and path == "/begin_weight_update" else {}
 
     async def pause(self) -> None:
@@ -111,7 +115,8 @@ async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_hel
     updates = ["update_weights_from_distributed"] * NUMBER
     before = [] if staged else ["pause"]  # else what comes is live at once
     assert engine.said == [
-        "begin_weight_update", *before, *updates, "pause", "end_weight_update", "verify 3", "resume"
+        "begin_weight_update", *before, *updates, "pause", "end_weight_update",
+        "update_weight_version", "verify 3", "resume",
     ]  # fmt: skip
 
 
@@ -123,7 +128,9 @@ async def test_one_that_fails_gets_no_more_and_stops_nobody(at: int) -> None:
     sender = sender_to(source, notes, well, broken)
     assert await sender.send([well, broken], 3) == {"well"}
     assert (well.got, broken.got) == (NUMBER, at)
-    assert broken.said[-2:] == ["end_weight_update", "resume"], "it goes on, ready for another update"
+    assert broken.said[-1] == "end_weight_update", "it is ready for another update"
+    assert "pause" in broken.said, "and stays paused: its weights are neither the old ones nor the new"
+    assert "resume" not in broken.said
     assert notes == ["weights could not be sent, and are read from files: broken broke"]
     assert sender._groups.keys() == {"well"}
 
@@ -154,3 +161,38 @@ async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
     with pytest.raises(RuntimeError, match="a rank is gone"):
         await sender.send([engine], 3)
     assert engine.said[-1] == "resume"
+
+
+@dataclass
+class Unwilling(Receiver):
+    """It says how it is set up, and joins no group."""
+
+    setup: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        if path == "/server_info":
+            return self.setup
+        if path == "/init_weights_update_group":
+            self.asked = body or {}
+            raise EngineError("it will not")
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "backend"),
+    [("cpu", "cpu", "gloo"), ("cpu", "cuda", "gloo"), ("cuda", "cpu", "gloo"), ("cuda", "cuda", "nccl")],
+)
+async def test_nccl_is_for_two_gpus(policy: str, engine: str, backend: str) -> None:
+    """Which is asked for, and no more: that NCCL carries weights needs GPUs."""
+    asked = Unwilling("http://127.0.0.1:1", setup={"device": engine, "tp_size": 4, "dp_size": 1})
+    assert await Sender(Source(), print, device=policy).send([asked], 3) == set()  # type: ignore[arg-type]
+    assert (asked.asked["backend"], asked.asked["world_size"], asked.asked["rank_offset"]) == (backend, 5, 1)
+
+
+@pytest.mark.parametrize("name", ["dp_size", "pp_size"])
+async def test_a_server_of_several_replicas_or_stages_is_refused_by_name(name: str) -> None:
+    engine, notes = Unwilling("http://127.0.0.1:1", setup={"device": "cpu", name: 2}), list[str]()
+    assert await Sender(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
+    assert f"{name} = 2" in notes[0]
+    assert not engine.asked

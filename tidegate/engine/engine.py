@@ -34,7 +34,7 @@ class Engine:
         )
         self.grammars = Grammars(text.tokenizer, model.vocab_size, self.limits.eos_ids)
         self.loading = asyncio.Lock()
-        self.receiver = WeightsReceiver()
+        self.receiver = WeightsReceiver(model.device)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_death: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(

@@ -147,6 +147,11 @@ async def _model_info(engine: Engine, _: Request) -> Response:
     )
 
 
+async def _server_info(engine: Engine, _: Request) -> Response:
+    """What a trainer asks before it sends weights: one rank, on that kind of device."""
+    return json_reply({"device": engine.model.device.type, "tp_size": 1, "pp_size": 1, "dp_size": 1})
+
+
 async def _health(engine: Engine, _: Request) -> Response:
     if engine.scheduler.death is not None:
         return error_reply(f"the scheduler died: {engine.scheduler.death!r}", 503)
@@ -181,6 +186,7 @@ ROUTES: tuple[tuple[str, str, Handler[Engine]], ...] = (
     *WEIGHTS_ROUTES,
     ("GET", "/model_info", _model_info),
     ("GET", "/get_model_info", _model_info),
+    ("GET", "/server_info", _server_info),
     ("GET", "/health", _health),
     ("GET", "/health_generate", _health_generate),
 )

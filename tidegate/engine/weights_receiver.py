@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tidegate.engine.checks import RequestError
 from tidegate.engine.weights import FLOATS
-from tidegate.weights_group import BACKENDS, CHECKSUM_MODULUS, WeightsGroup, checksum
+from tidegate.weights_group import CHECKSUM_MODULUS, DEVICES, HOST, WeightsGroup, checksum
 
 TIMEOUT_S = 60.0
 TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
@@ -34,20 +34,26 @@ class Update:
 
 
 class WeightsReceiver:
-    """The groups that this engine is in, and what came of the update that is open. It blocks."""
+    """The groups that this engine is in, and what came of the update that is open. It blocks.
 
-    def __init__(self) -> None:
+    `device` is what the engine computes on; what comes is kept in host memory until it is made live.
+    """
+
+    def __init__(self, device: torch.device = HOST) -> None:
+        self._device = device
         self._groups: dict[str, WeightsGroup] = {}
         self._update: Update | None = None
 
     def join(self, address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
         """Meet the trainer there; a group of the same name is left. Raises RequestError."""
-        if backend not in BACKENDS:
-            raise RequestError(f"backend = {backend!r}: this engine knows {' and '.join(BACKENDS)}")
+        known = [one for one, kind in DEVICES.items() if kind in ("cpu", self._device.type)]
+        if backend not in known:
+            raise RequestError(f"backend = {backend!r}: this engine knows {' and '.join(known)}")
+        device = HOST if DEVICES[backend] == "cpu" else self._device
         self.leave(name)
         try:
             store = dist.TCPStore(address, port, size, timeout=timedelta(seconds=TIMEOUT_S))
-            self._groups[name] = WeightsGroup(store, rank, size, name, TIMEOUT_S)
+            self._groups[name] = WeightsGroup(store, rank, size, name, TIMEOUT_S, device)
         except RuntimeError as error:
             raise RequestError(f"the group {name!r} could not be joined: {error}") from error
 

@@ -180,7 +180,7 @@ class Run:
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         sender = None
         if settings.trainer.publish_transport == "broadcast":
-            sender = Sender(self.policy.weight_buckets, self.observer.note)
+            sender = Sender(self.policy.weight_buckets, self.observer.note, device=settings.trainer.device)
             stack.callback(sender.close)
         self.publisher = Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,

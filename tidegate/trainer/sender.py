@@ -2,8 +2,9 @@
 
 Each engine has a group of its own with the trainer, so that one that dies takes no other with it, and one
 that comes back joins by itself. Weights go in buckets: while one is sent to all engines, the next one is
-gathered, so that two of them are held here. An engine that keeps what
-comes beside its live weights works on, and is paused only to change over.
+gathered, so that two of them are held here. An engine that keeps what comes beside its live weights works on,
+and is paused only to change over. One that doesn't, as SGLang, is paused from the beginning, and what it has
+meanwhile is of no version.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.errors import EngineError
-from tidegate.weights_group import BACKENDS, CHECKSUM_MODULUS, WeightsGroup, checksum
+from tidegate.weights_group import CHECKSUM_MODULUS, HOST, WeightsGroup, checksum
 
 BUCKET_BYTES = 256 * 2**20
 JOIN_S = 60.0
 """How long an engine may take to join a group."""
+PARTIAL = "partial"
+"""What an engine calls its weights while they come: the gateway takes no such token for one of a version."""
 
 T = TypeVar("T")
 
@@ -59,15 +63,21 @@ Source = Generator[dict[str, Tensor], None, None]
 class Sender:
     """Sends the policy's weights; `source(most_bytes)` gives them in buckets, gathered as they are asked for.
 
-    `note` hears of what failed.
+    `note` hears of what failed. `device` is what the policy is on: bytes go over NCCL where it and an engine
+    are on GPUs, which have to be two, and over gloo elsewhere.
     """
 
     def __init__(
-        self, source: Callable[[int], Source], note: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES
+        self,
+        source: Callable[[int], Source],
+        note: Callable[[str], None],
+        bucket_bytes: int = BUCKET_BYTES,
+        device: str = "cpu",
     ) -> None:
         self._note = note
         self._source = source
         self._bucket_bytes = bucket_bytes
+        self._device = torch.device(device)
         self._groups: dict[str, WeightsGroup] = {}
         self._numbers = itertools.count(1)
 
@@ -75,8 +85,16 @@ class Sender:
         """Make the weights live on engines, as this version; the URLs of those on which they are.
 
         The policy must not be trained meanwhile. All get the same bucket at the same time, so the slowest
-        sets the pace; one that fails gets no more of them, is asked to go on, and is in a group no more.
+        sets the pace. One that fails gets no more of them and is in a group no more; it may be paused, with
+        weights of no version, and has to read files. Where this raises all engines go on.
         """
+        try:
+            return await self._send(engines, version)
+        except BaseException:  # nobody will have them read files
+            await asyncio.gather(*(_go_on(one) for one in engines))
+            raise
+
+    async def _send(self, engines: Sequence[Called], version: int) -> set[str]:
         gathering = _OneAhead(self._source(self._bucket_bytes))
         done: list[Called] = []
         try:
@@ -84,7 +102,7 @@ class Sender:
             going = await self._each(engines, self._begin)
             size, total = 0, 0
             while bucket is not None:
-                going = await self._each(going, partial(self._bucket, bucket=bucket, version=version))
+                going = await self._each(going, partial(self._bucket, bucket=bucket))
                 size, total = size + bucket.size, (total + bucket.checksum) % CHECKSUM_MODULUS
                 bucket = None  # before the next but one is gathered
                 bucket = await gathering.next()
@@ -130,8 +148,7 @@ class Sender:
         if not answer.get("staged"):  # what comes is live at once, as in SGLang
             await engine.pause()
 
-    async def _bucket(self, engine: Called, bucket: Bucket, version: int) -> None:
-        """What it says of the version holds from the end on."""
+    async def _bucket(self, engine: Called, bucket: Bucket) -> None:
         group, tensors = self._groups[engine.url], list(bucket.tensors.values())
         body: dict[str, Any] = {
             "names": list(bucket.tensors),
@@ -140,7 +157,7 @@ class Sender:
             "group_name": group.name,
             "flush_cache": True,
             "abort_all_requests": False,
-            "weight_version": str(version),
+            "weight_version": PARTIAL,
         }
         ask = engine.call("/update_weights_from_distributed", body, bucket.size)
         await _both(engine, ask, partial(group.broadcast, tensors), group.close)
@@ -151,31 +168,34 @@ class Sender:
         came = answer.get("checksum", total)  # SGLang gives none
         if came != total:
             raise EngineError(f"engine {engine.url}: the weights that came are not those that were sent")
+        label = {"new_version": str(version), "abort_all_requests": False}
+        await engine.call("/update_weight_version", label)
         await engine.verify(version)
         await engine.resume()
 
     async def _give_up(self, engine: Called) -> None:
-        """Have it go on with the weights that it has, ready for another update."""
+        """Make it ready for another update."""
         self._leave(engine.url)
         with suppress(EngineError):
             await engine.call("/end_weight_update", {})
-        with suppress(EngineError):
-            await engine.resume()
 
     async def _meet(self, engine: Called) -> WeightsGroup:
-        """A group of the two. Raises EngineError."""
+        """A group of the trainer and the engine's ranks. Raises EngineError."""
+        ranks, kind = await _ranks_of(engine)
+        device = self._device if kind == self._device.type else HOST
         name = f"tidegate-{next(self._numbers)}"
         timeout = timedelta(seconds=JOIN_S)
         address = await asyncio.to_thread(_address_towards, engine.url)
-        store = dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False, timeout=timeout)
+        size, backend = 1 + ranks, "nccl" if device.type == "cuda" else "gloo"
+        store = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
         ask = engine.call(
             "/init_weights_update_group",
             {
-                "master_address": address, "master_port": store.port, "rank_offset": 1, "world_size": 2,
-                "group_name": name, "backend": BACKENDS[-1],
+                "master_address": address, "master_port": store.port, "rank_offset": 1,
+                "world_size": size, "group_name": name, "backend": backend,
             },
         )  # fmt: skip
-        return await _both(engine, ask, partial(WeightsGroup, store, 0, 2, name, JOIN_S))
+        return await _both(engine, ask, partial(WeightsGroup, store, 0, size, name, JOIN_S, device))
 
 
 class _OneAhead:
@@ -229,6 +249,23 @@ async def _both(
         return await working
     except RuntimeError as error:
         raise EngineError(f"engine {engine.url}: {type(error).__name__}: {error}", retryable=True) from error
+
+
+async def _ranks_of(engine: Called) -> tuple[int, str]:
+    """How many ranks hold the engine's weights, and on what kind of device. Raises EngineError."""
+    said = await engine.call("/server_info")
+    for name in ("dp_size", "pp_size"):
+        if said.get(name, 1) != 1:
+            raise EngineError(
+                f"engine {engine.url}: {name} = {said[name]}: weights can be sent to a server of one replica "
+                'in one stage; set trainer.publish_transport = "files"'
+            )
+    return int(said.get("tp_size", 1)), str(said.get("device", "cpu"))
+
+
+async def _go_on(engine: Called) -> None:
+    with suppress(EngineError):
+        await engine.resume()
 
 
 def _address_towards(url: str) -> str:
