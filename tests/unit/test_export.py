@@ -69,6 +69,42 @@ def test_parquet_holds_every_sequence_with_its_tokens(tmp_path: Path) -> None:
         assert found["versions"] == row.versions.tolist()
 
 
+def test_an_episode_of_the_batch_that_was_left_out_is_marked_as_not_trained(tmp_path: Path) -> None:
+    """`truncated_episodes = "mask"`: its reward counted in the group, its tokens did not."""
+    turn = np.full(4, -0.5, dtype=np.float32)
+    lines = [
+        {"state": state, "advantage": advantage, **readable(one_turn(turn))}
+        for state, advantage in (("stepped", None), ("stepped", 0.5), ("filtered", None))
+    ]
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_bytes(
+        b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines)
+    )
+    assert main(["export", str(tmp_path), "--parquet"]) == 0
+    table = parquet.read_table(tmp_path / "export.parquet").to_pylist()
+    assert [sum(row["trained"]) for row in table] == [0, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["--sft", "--parquet"])
+def test_what_cannot_be_exported_leaves_what_was_there(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dashboard_run(tmp_path / "run")
+    out = tmp_path / "out"
+    out.write_text("before")
+    newest = max(step_files(tmp_path / "run").values())
+    newest.write_bytes(newest.read_bytes()[:-20])
+    for run in ("run", "nowhere"):
+        assert main(["export", str(tmp_path / run), kind, "--out", str(out)]) == 1
+    assert main(["export", str(tmp_path / "run"), kind, "--out", str(tmp_path / "no" / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "not JSON" in said
+    assert "no trajectories there" in said
+    assert "out cannot be written" in said
+    assert out.read_text() == "before"
+    assert not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize("kind", ["--sft", "--parquet"])
 def test_a_directory_without_trajectories_is_refused(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

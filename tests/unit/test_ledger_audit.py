@@ -35,8 +35,10 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(sections.dump(Settings.model_validate(RAW)))
     (tmp_path / "trajectories").mkdir()
     with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
-        core = Admission(Rules(2, 2, 2, 1, max_attempts=2), ledger.book)
-        ledger.book(entry("run", "started", epoch=1, step=0, version=0, position=None))
+        rules = Rules(2, 2, 2, 1, max_attempts=2)
+        core = Admission(rules, ledger.book)
+        started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.proved())
+        ledger.book(started)
         metrics.write('{"step": 0}\n')
         for step in range(1, 4):
             _step(tmp_path, core, step)
@@ -253,6 +255,100 @@ def test_a_step_that_was_written_down_and_not_entered_yet_is_no_finding(run_dir:
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
     assert audit_run(run_dir).holds
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_held_against_those_of_each_part(
+    run_dir: Path,
+) -> None:
+    """`config.toml` has the newest alone."""
+    other = {"groups_per_batch": 3, "group_size": 3, "max_staleness": 0, "max_attempts": 1}
+    (run_dir / "config.toml").write_text(
+        sections.dump(Settings.model_validate({**RAW, "trainer": {**RAW["trainer"], **other}}))
+    )
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    one = book[_index(book, kind="group", state="stepped", step=3)]
+    one["oldest"], one["staleness"] = one["version"] - 1, 1
+    trained = run_dir / "trajectories" / "step_000003.jsonl"
+    trained.write_text(trained.read_text().replace("[[2, 0, 3]]", "[[1, 0, 3]]", 1))
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    audit = audit_run(run_dir)
+    assert audit.holds, table(audit)
+    rules = {"groups_per_batch": 2, "group_size": 2, "min_group_size": 2, "max_staleness": 0}
+    book[0]["rules"] = {**rules, "max_attempts": 2}
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    assert any("over the bound 0" in finding for finding in audit_run(run_dir).findings)
+
+
+def test_keys_and_values_of_older_weights_count_as_in_the_ledger(run_dir: Path) -> None:
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    one = book[_index(book, kind="group", state="stepped", step=3)]
+    one["oldest"], one["staleness"] = one["version"] - 1, 1
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    assert any("the ledger says 1" in finding for finding in audit_run(run_dir).findings)
+    trained = run_dir / "trajectories" / "step_000003.jsonl"
+    first, _, rest = trained.read_text().partition("\n")
+    episode = json.loads(first)
+    assert episode["group_id"] == one["id"]
+    episode["turns"][0]["kv_version"] = 1
+    trained.write_text(json.dumps(episode) + "\n" + rest)
+    audit = audit_run(run_dir)
+    assert audit.holds, table(audit)
+
+
+def _cut_step(run_dir: Path) -> None:
+    path = run_dir / "trajectories" / "step_000002.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _lost_line(run_dir: Path) -> None:
+    path = run_dir / "trajectories" / "step_000002.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def _lost_step(run_dir: Path) -> None:
+    (run_dir / "trajectories" / "step_000002.jsonl").unlink()
+
+
+def _damaged_metrics(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 2}', '{"step'))
+
+
+def _damaged_marker(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "step_2" / "COMMITTED").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut_step, "step_000002.jsonl, line 4 is damaged"),
+        (_lost_line, "with 2 attempts, and step_000002.jsonl has 1 of them"),
+        (_lost_step, "with 2 attempts, and step_000002.jsonl has 0 of them"),
+        (_damaged_metrics, "metrics.jsonl, line 3 is damaged"),
+        (_damaged_marker, "COMMITTED cannot be read"),
+    ],
+)
+def test_damaged_and_missing_files_are_findings(
+    run_dir: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(run_dir)
+    assert any(words in finding for finding in audit_run(run_dir).findings), audit_run(run_dir).findings
+
+
+def test_what_a_killed_run_leaves_is_no_finding(run_dir: Path) -> None:
+    """A torn last line of the metrics, a directory that is no checkpoint, and a step that a start which died
+    had set aside before it entered that."""
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4')
+    (run_dir / "checkpoints" / "step_old").mkdir()
+    (run_dir / "checkpoints" / "step_old" / "COMMITTED").write_text("")
+    aside = run_dir / "trajectories" / "taken_back"
+    aside.mkdir()
+    (run_dir / "trajectories" / "step_000003.jsonl").rename(aside / "2_step_000003.jsonl")
+    audit = audit_run(run_dir)
+    assert audit.holds, table(audit)
 
 
 def test_tokens_that_belie_the_ledger_are_found(run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from tidegate.trainer.batches import Batch, Batches
 from tidegate.trainer.checkpoint import Checkpoint
 from tidegate.trainer.entries import Entry, State, entry
 from tidegate.trainer.groups import Cut, Phase, Ticket
-from tidegate.trainer.ledger import Ledger
+from tidegate.trainer.ledger import Ledger, read_ledger
 from tidegate.trainer.resume import Past, bury, put_back, read_past
 from tidegate.trainer.start import Opened, Start, rules_of, take_over
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -282,6 +282,10 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
         admission = start.open_book(ledger.book, rules_of(settings(tmp_path)), {}).admission
         assert (admission.epoch, admission.version, admission.abandoned) == (2, 4, {3})
         assert admission.publishing(1) == 5
+    *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")
+    assert begun["rules"] == {
+        "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3
+    }  # fmt: skip
 
 
 def test_a_taken_directory_and_a_missing_run_are_refused(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     overrides = [f"--{one}" for one in arguments.set]
     settings = load_settings(arguments.run_dir / "config.toml", overrides)
     replay = Replay(arguments.run_dir, settings, arguments.first, arguments.until)
+    replay.steps()  # what is wrong with the files is said before a model is loaded
     policy = replay.start()
     steps = []
     for one in replay.run(policy):

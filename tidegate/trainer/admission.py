@@ -47,6 +47,11 @@ class Rules:
     steps: int | None = None
     """Optimiser steps of the run; None where groups are filtered, as nobody knows then how many it takes."""
 
+    def proved(self) -> dict[str, int | None]:
+        """Those that an audit holds the book against."""
+        names = ("groups_per_batch", "group_size", "min_group_size", "max_staleness", "max_attempts")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def capacity(self) -> int:
         """Groups that may be outstanding; without a bound, as many as staleness 4 would allow."""

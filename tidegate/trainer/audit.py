@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from tidegate.trainer.entries import FINAL, Entry, State
 from tidegate.trainer.ledger import read_ledger
 
 MARKER = "COMMITTED"
+_STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(slots=True)
@@ -39,18 +41,37 @@ def audit_run(run_dir: Path) -> Audit:
     book = _Book(settings)
     for one in read_ledger(run_dir / "ledger.jsonl"):
         book.read(one)
-    markers = list(_markers(run_dir))
-    book.close(markers[-1]["ledger"] if markers else 0)
+    book.close(_committed(run_dir, book))
     _check_metrics(run_dir, book)
     _check_trajectories(run_dir, book)
     return book.audit
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the trainer had to keep to."""
+
+    groups_per_batch: int
+    group_size: int
+    min_group_size: int
+    max_staleness: int | None
+    max_attempts: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> _Rules:
+        trainer = settings.trainer
+        return cls(
+            trainer.groups_per_batch, trainer.group_size, trainer.smallest_group, trainer.staleness_bound,
+            trainer.max_attempts,
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class _Item:
-    """A group or an attempt, as the entries tell it."""
+    """A group or an attempt, as the entries tell it; `rules` are those under which it was issued."""
 
     issued: Entry
+    rules: _Rules
     ended: Entry | None = None
     seq: int = -1
     abandoned: bool = False
@@ -63,7 +84,9 @@ class _Item:
 
 class _Book:
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self.rules = _Rules.of(settings)
+        self.batch_size: dict[int, int] = {}
+        """Of each step, by the rules under which it was taken."""
         self.audit = Audit()
         self.groups: dict[str, _Item] = {}
         self.attempts: dict[str, _Item] = {}
@@ -96,6 +119,8 @@ class _Book:
         event = one["event"]
         if event == "started":
             self.finished = False
+            if "rules" in one:
+                self.rules = _Rules(**one["rules"])
             self._resume(one)
         elif event == "publishing":
             if one["version"] <= self.last_version:
@@ -127,7 +152,7 @@ class _Book:
     def _issue(self, one: Entry, items: dict[str, _Item]) -> None:
         if one["id"] in items:
             self.wrong(f"{one['kind']} {one['id']} was issued twice")
-        items[one["id"]] = _Item(one)
+        items[one["id"]] = _Item(one, self.rules)
         if one["kind"] == "attempt":
             self._issue_attempt(one)
         elif (old := one.get("replaces")) is not None:
@@ -161,7 +186,8 @@ class _Book:
             self._check_bound(one)
 
     def _check_bound(self, one: Entry) -> None:
-        oldest, staleness, bound = one["oldest"], one["staleness"], self.settings.trainer.staleness_bound
+        oldest, staleness, bound = one["oldest"], one["staleness"], self.rules.max_staleness
+        self.batch_size[one["step"]] = self.rules.groups_per_batch
         if oldest is None or staleness is None or one["version"] - oldest != staleness:
             self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
         elif bound is not None and staleness > bound:
@@ -191,8 +217,11 @@ class _Book:
         self._check_groups()
         self._check_attempts_a_slot()
 
+    def standing(self, group: str) -> int:
+        """How many attempts a group was trained with."""
+        return sum(one.ended is not None and one.ended["state"] == "stepped" for one in self.members[group])
+
     def _check_groups(self) -> None:
-        trainer = self.settings.trainer
         members = self.members
         sizes: Counter[int] = Counter()
         for name, group in self.groups.items():
@@ -202,15 +231,15 @@ class _Book:
                 self.wrong(f"group {name} ended with an attempt still live")
             if group.ended["state"] != State.STEPPED:
                 continue
-            standing = sum(one.ended is not None and one.ended["state"] == "stepped" for one in members[name])
-            if not trainer.smallest_group <= standing <= trainer.group_size:
+            standing = self.standing(name)
+            if not group.rules.min_group_size <= standing <= group.rules.group_size:
                 self.wrong(f"group {name} was trained with {standing} attempts")
             if not group.abandoned:
                 sizes[group.ended["step"]] += 1
         self.audit.steps = len(sizes)
         for step, size in sorted(sizes.items()):
-            if size != trainer.groups_per_batch:
-                self.wrong(f"step {step} took {size} groups, not {trainer.groups_per_batch}")
+            if size != self.batch_size[step]:
+                self.wrong(f"step {step} took {size} groups, not {self.batch_size[step]}")
 
     def _check_attempts_a_slot(self) -> None:
         failures: Counter[tuple[str, int]] = Counter()
@@ -226,26 +255,44 @@ class _Book:
                 )
             ):
                 failures[attempt.issued["group"], attempt.issued["slot"]] += 1
-        limit = self.settings.trainer.max_attempts
         for (group, slot), number in failures.items():
+            known = self.groups.get(group)
+            limit = (self.rules if known is None else known.rules).max_attempts
             if number > limit:
                 self.wrong(f"group {group} slot {slot} failed {number} times; max_attempts is {limit}")
 
 
-def _markers(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The markers of the kept checkpoints, oldest first."""
-    found = (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
-    for marker in sorted(found, key=lambda path: int(path.parent.name.removeprefix("step_"))):
-        yield json.loads(marker.read_text())
+def _committed(run_dir: Path, book: _Book) -> int:
+    """The ledger's position in the newest checkpoint's marker; 0 where there is none."""
+    found = {
+        int(match[1]): path
+        for path in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
+        if (match := _STEP.fullmatch(path.parent.name))
+    }
+    if not found:
+        return 0
+    newest = found[max(found)]
+    try:
+        return int(json.loads(newest.read_text())["ledger"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        book.wrong(f"{newest} cannot be read ({error}); what it commits is not known")
+        return 0
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path, book: _Book, *, grows: bool = False) -> Iterator[dict[str, Any]]:
+    """The lines of a file; of one that `grows` the last may be cut. What is damaged is a finding."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if grows and not line.endswith(b"\n"):
+                return
+            try:
+                one = json.loads(line)
+            except ValueError as error:
+                book.wrong(f"{path.name}, line {number} is damaged: {error}")
+                continue
+            yield one
 
 
 def _check_metrics(run_dir: Path, book: _Book) -> None:
@@ -255,7 +302,9 @@ def _check_metrics(run_dir: Path, book: _Book) -> None:
         for group in book.groups.values()
         if group.ended is not None and group.stepped and not group.abandoned
     }
-    lines: Counter[int] = Counter(one["step"] for one in _json_lines(run_dir / "metrics.jsonl"))
+    lines: Counter[int] = Counter(
+        one["step"] for one in _json_lines(run_dir / "metrics.jsonl", book, grows=True)
+    )
     for step, number in lines.items():
         if number > 1:
             book.wrong(f"metrics.jsonl has {number} lines for step {step}")
@@ -264,22 +313,46 @@ def _check_metrics(run_dir: Path, book: _Book) -> None:
 
 
 def _check_trajectories(run_dir: Path, book: _Book) -> None:
-    """The recorded tokens themselves bear out the ledger's versions."""
+    """The recorded tokens bear out the ledger's versions, and are there of all that was trained on."""
+    recorded: Counter[tuple[int, str]] = Counter()
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
         versions: dict[str, set[int]] = defaultdict(set)
-        for one in _json_lines(path):
+        for one in _json_lines(path, book):
             if one.get("state") != State.STEPPED:
                 continue
+            recorded[int(path.stem.removeprefix("step_")), one["group_id"]] += 1
             turns = [turn for turn in one["turns"] if turn["delivered"]]
             versions[one["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
+            versions[one["group_id"]] |= {
+                turn["kv_version"] for turn in turns if turn.get("kv_version") is not None
+            }
             book.audit.trained_tokens += sum(len(turn["output_ids"]) for turn in turns)
         for group, found in versions.items():
             _check_versions(f"{path.name}: group {group}", found, book, book.groups.get(group))
+    _check_recorded(run_dir, book, recorded)
+
+
+def _check_recorded(run_dir: Path, book: _Book, recorded: Counter[tuple[int, str]]) -> None:
+    """Every episode that was stepped on is in its step's file; or aside, where a start that undoes the step
+    was cut short before it could say so."""
+    for name, group in book.groups.items():
+        if group.ended is None or not group.stepped or group.abandoned:
+            continue
+        step, standing = group.ended["step"], book.standing(name)
+        aside = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))
+        if recorded[step, name] != standing and not (aside and not recorded[step, name]):
+            book.wrong(
+                f"group {name} was trained at step {step} with {standing} attempts, and "
+                f"step_{step:06d}.jsonl has {recorded[step, name]} of them"
+            )
 
 
 def _check_versions(where: str, versions: set[int], book: _Book, item: _Item | None) -> None:
     if item is not None and item.ended is None and not book.finished:
         return  # the step's file is written before its entries are
+    if not versions:
+        book.wrong(f"{where} has no token")
+        return
     said = item.ended.get("oldest") if item is not None and item.ended is not None else None
     if said != min(versions):
         book.wrong(f"{where} has tokens of version {min(versions)}, the ledger says {said}")

@@ -36,8 +36,9 @@ class Entry(TypedDict, total=False):
     * attempt issued: `group`, `slot`, `number` (1 for a slot's first)
     * attempt ended: `state`, `outcome`, `why`
     * group put_back: a resume undid its step; it and the attempts that ended `stepped` with it are live again
-    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; `position` where a started run
-      resumes: the ledger's position in the marker it goes on from
+    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; of a started run also `position`
+      where it resumes (the ledger's position in the marker it goes on from), and the `rules` that hold from
+      there on: a run may be resumed with other ones
     """
 
     seq: int
@@ -60,6 +61,7 @@ class Entry(TypedDict, total=False):
     why: str | None
     epoch: int
     position: int | None
+    rules: dict[str, Any]
 
 
 def entry(kind: Kind, event: Any, **fields: Any) -> Entry:

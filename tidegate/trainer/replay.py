@@ -50,7 +50,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps after `first` up to `last` (all, if None), under `settings`."""
+    """The steps after `first` up to `last` (None: the last that was recorded whole), under `settings`."""
 
     run_dir: Path
     settings: Settings
@@ -64,7 +64,7 @@ class Replay:
         kept = checkpoints.committed(self.run_dir)
         versions = _versions(self.run_dir)
         credit = GroupCredit(self.settings.trainer)
-        for step in range(self.first + 1, min(self.last or max(files), max(files)) + 1):
+        for step in self.steps():
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
             groups = _groups(files[step])
@@ -73,6 +73,22 @@ class Replay:
             now = policy.update(rows_to_train(groups, credit(groups)), version)
             weights = kept.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
+
+    def steps(self) -> range:
+        """The steps to take. Raises TidegateError where there is none.
+
+        A run that was killed in a step may have its episodes and not its metrics: it ends before that one.
+        """
+        rows = {row["step"] for row in read_metrics(self.run_dir)}
+        last = max(rows & step_files(self.run_dir).keys() & _versions(self.run_dir).keys(), default=0)
+        chosen = range(self.first + 1, (last if self.last is None else min(self.last, last)) + 1)
+        if not chosen:
+            asked = "" if self.last is None else f" up to {self.last}"
+            raise TidegateError(
+                f"{self.run_dir}: there is no step to take after {self.first}{asked}; its steps are recorded "
+                f"up to {last}"
+            )
+        return chosen
 
     def start(self) -> Policy:
         """The policy after step `first`: the base model, or that step's checkpoint.

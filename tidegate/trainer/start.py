@@ -96,7 +96,12 @@ class Start:
         """
         past, epoch = self.past, self.past.epoch + 1
         position = self.position if epoch > 1 else None
-        book(entry("run", "started", epoch=epoch, step=self.step, version=self.version, position=position))
+        book(
+            entry(
+                "run", "started", epoch=epoch, step=self.step, version=self.version, position=position,
+                rules=rules.proved(),
+            )
+        )  # fmt: skip
         undone = past.taken_back()
         for name in undone:
             put_back(past, name, book)
