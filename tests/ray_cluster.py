@@ -1,8 +1,10 @@
-"""A real Ray of two nodes on this machine, the second of which does not see where runs are."""
+"""A real Ray of several nodes on this machine. All but the first have a network of their own, as other
+machines have, and do not see where runs are."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -21,40 +23,77 @@ SEATS = [
     "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.patience_s=30",
 ]  # fmt: skip
 """Two runs with two engines do not go beside each other: what one leaves reserved, the next one misses."""
+START = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+Table = list[tuple[int, int, list[str]]]
 START_S = 60.0
 STOP_S = 40.0
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """`near` and `far` are resources of its nodes, one of each."""
+    """Its first node has the resource `near`, each other one `far`."""
 
+    network: Network
     port: int
     client_port: int
-    runs: Path
-    """A directory that the first node sees as we do, and the second empty."""
+    folder: Path
     environment: dict[str, str]
-    pids: tuple[int, int]
+    pids: list[int]
+    """Of its nodes."""
+    numbers: Iterator[int]
+    """Which nodes that join may have."""
+    stack: contextlib.ExitStack
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.network.address(1)}:{self.port}"
 
     @property
     def client(self) -> str:
-        return f"ray://127.0.0.1:{self.client_port}"
+        return f"ray://{self.network.address(1)}:{self.client_port}"
+
+    @property
+    def runs(self) -> Path:
+        """A directory that the first node sees as we do, and others empty."""
+        return self.folder / "runs"
+
+    def join(self) -> None:
+        """Another node, of `far`; the last one in `pids`."""
+        number = next(self.numbers)
+        log = self.folder / f"far{number}.log"
+        apart = f"""
+            set -e
+            mount -t tmpfs none {self.runs}
+            mount -t tmpfs none {self.folder}/ray
+            echo apart
+            read _ || exec "$@"
+        """
+        command = [
+            "unshare", "-m", "-n", "sh", "-c", apart, "sh", *START,
+            f"--address={self.address}", f"--node-ip-address={self.network.address(number)}", "--num-cpus=1",
+            '--resources={"far": 1}',
+        ]  # fmt: skip
+        node = _started(command, log, self.environment, self.stack)
+        _until(node, log, lambda: "apart" in log.read_text())
+        self.network.link(number, node.pid)
+        assert node.stdin is not None
+        node.stdin.close()  # it goes on
+        _until(node, log, lambda: "Ray runtime started" in log.read_text())
+        self.pids.append(node.pid)
+
+    def lose(self, node: int) -> None:
+        """End a node and all that it started, at once, as its machine would."""
+        above = self.pids.pop(node)
+        os.kill(above, signal.SIGSTOP)  # it starts no more of them
+        for pid in _below({above}, _table()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> dict[int, list[str]]:
         """The command lines of all that its nodes started, by pid."""
-        found: dict[int, list[str]] = {}
-        parents = {pid: parent for pid, parent, _ in _table()}
-        for pid, _, command in _table():
-            above = pid
-            while above in parents and above not in self.pids:
-                above = parents[above]
-            if above in self.pids:
-                found[pid] = command
-        return found
+        table = _table()
+        mine = _below(set(self.pids), table)
+        return {pid: command for pid, _, command in table if pid in mine}
 
     def tidegates(self) -> list[int]:
         """Those of runs: their servers, agents, ranks, and the actors that own them."""
@@ -62,6 +101,11 @@ class RayCluster:
         return [
             pid for pid, command in self.processes().items() if any(one in " ".join(command) for one in marks)
         ]
+
+    def command(self, words: str) -> list[str]:
+        """The command line, with these words in it, of the one process that has such a one."""
+        (found,) = (command for command in self.processes().values() if words in " ".join(command))
+        return found
 
     def owners(self, words: str) -> list[int]:
         """The pids of actors whose processes have these words in their command lines."""
@@ -71,46 +115,88 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """Up when both nodes are; gone afterwards with all they started."""
+    """Up when both of its nodes are; gone afterwards with all they started."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets want short paths
-    runs = folder / "runs"
-    runs.mkdir()
-    port, client_port = _free_port(), _free_port()
+    for name in ("runs", "ray"):
+        (folder / name).mkdir()
     environment = {
         **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),
     }  # fmt: skip
-    start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
-    first = [
-        *start, "--head", f"--port={port}", f"--ray-client-server-port={client_port}", "--num-cpus=2",
-        "--include-dashboard=false", '--resources={"near": 1}', f"--temp-dir={folder}/ray",
-    ]  # fmt: skip
-    hidden = f'mount -t tmpfs none {runs} && exec "$@"'
-    second = [
-        "unshare", "-m", "sh", "-c", hidden, "sh", *start, f"--address=127.0.0.1:{port}", "--num-cpus=1",
-        '--resources={"far": 1}',
-    ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        head = _started(first, folder / "near.log", environment, stack)
-        _until(head, folder / "near.log", lambda: _listens(client_port))
-        other = _started(second, folder / "far.log", environment, stack)
-        _until(other, folder / "far.log", lambda: "Ray runtime started" in (folder / "far.log").read_text())
-        yield RayCluster(port, client_port, runs, environment, (head.pid, other.pid))
+        network = stack.enter_context(_network())
+        cluster = RayCluster(
+            network, _free_port(), _free_port(), folder, environment, [], itertools.count(2), stack
+        )
+        command = [
+            *START, "--head", f"--port={cluster.port}", f"--ray-client-server-port={cluster.client_port}",
+            f"--node-ip-address={network.address(1)}", "--num-cpus=2", "--include-dashboard=false",
+            '--resources={"near": 1}', f"--temp-dir={folder}/ray",
+        ]  # fmt: skip
+        head = _started(command, folder / "near.log", environment, stack)
+        _until(head, folder / "near.log", lambda: _listens(network.address(1), cluster.client_port))
+        cluster.pids.append(head.pid)
+        cluster.join()
+        yield cluster
 
 
 def may_hide() -> bool:
-    """Whether this process may have a mount of its own."""
-    done = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
+    """Whether this process may have mounts and a network of its own."""
+    trial = "ip link add tidegate0 type bridge && ip link add tidegate1 type veth peer name tidegate2"
+    try:
+        done = subprocess.run(["unshare", "-m", "-n", "sh", "-c", trial], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
     return done.returncode == 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """A bridge, to which nodes are linked; it is at address 1."""
+
+    name: str
+    subnet: str
+
+    def address(self, number: int) -> str:
+        return f"{self.subnet}.{number}"
+
+    def link(self, number: int, pid: int) -> None:
+        """Link the network that a process has of its own."""
+        near, far = f"{self.name}-{number}", f"{self.name}n{number}"
+        _ip("link", "add", near, "master", self.name, "type", "veth", "peer", "name", far, "netns", str(pid))
+        _ip("link", "set", near, "up")
+        inside = ["nsenter", "-t", str(pid), "-n", "ip"]
+        for words in (
+            ["addr", "add", f"{self.address(number)}/24", "dev", far], ["link", "set", far, "up"],
+            ["link", "set", "lo", "up"],
+        ):  # fmt: skip
+            subprocess.run([*inside, *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def _network() -> Iterator[Network]:
+    one, other, *rest = secrets.token_bytes(5)
+    network = Network(f"tg{bytes(rest).hex()}", f"10.{one}.{other}")
+    _ip("link", "add", network.name, "type", "bridge")
+    try:
+        _ip("addr", "add", f"{network.address(1)}/24", "dev", network.name)
+        _ip("link", "set", network.name, "up")
+        yield network
+    finally:
+        _ip("link", "del", network.name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 def _started(
     command: list[str], log: Path, environment: dict[str, str], stack: contextlib.ExitStack
 ) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment)
     stack.callback(_stop, process)
     return process
 
@@ -133,9 +219,9 @@ def _until(process: subprocess.Popen[bytes], log: Path, holds: object) -> None:
         time.sleep(0.1)  # polling another process
 
 
-def _listens(port: int) -> bool:
+def _listens(address: str, port: int) -> bool:
     with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
+        return sock.connect_ex((address, port)) == 0
 
 
 def _free_port() -> int:
@@ -144,7 +230,15 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _table() -> list[tuple[int, int, list[str]]]:
+def _below(pids: set[int], table: Table) -> set[int]:
+    """Processes and their descendants."""
+    found = set(pids)
+    while more := {pid for pid, parent, _ in table if parent in found} - found:
+        found |= more
+    return found
+
+
+def _table() -> Table:
     """pid, parent's pid and command line of every process."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):

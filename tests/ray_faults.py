@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import sys
+import time
 
 import pytest
+import ray
 
 from tests.ray_cluster import SEATS
 from tidegate.config import load_settings
@@ -66,8 +68,23 @@ async def lost(seats: Seats) -> None:
         await answer(seats.take(HOME, Dying).wait.remote(), "gateway", 0.1)
 
 
+def nothing_reserved() -> None:
+    """By runs before this one; what is no more Ray forgets a moment later."""
+    deadline = time.monotonic() + 20
+
+    def left() -> list[object]:
+        groups = ray.util.placement_group_table().values()
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        return [*actors, *(one for one in groups if one["state"] != "REMOVED")]
+
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)  # polling other processes
+    assert left() == []
+
+
 def main(address: str) -> None:
     with connected(address) as home:
+        nothing_reserved()
         too_much(home)
         with reserved("faults", placement(), home, 30) as seats:
             asyncio.run(lost(seats))

@@ -14,10 +14,11 @@ import pytest
 
 from tests.e2e.runs import REPO, held, metrics, training
 from tests.ray_cluster import SEATS, RayCluster, may_hide, ray_cluster
+from tidegate.errors import StartError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not may_hide(), reason="to hide a directory from a node takes a mount of its own"),
+    pytest.mark.skipif(not may_hide(), reason="nodes have mounts and networks of their own"),
 ]
 
 
@@ -28,7 +29,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def nothing_left(cluster: RayCluster, run: str) -> bool:
-    """Neither processes nor actors' directories; that nothing stays reserved, the next run shows."""
+    """Neither processes nor actors' directories; what is reserved, `tests.ray_faults` looks at."""
     deadline = time.monotonic() + 30
 
     def left() -> list[object]:
@@ -71,19 +72,61 @@ def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> Non
 
 
 def test_a_killed_command_takes_its_run_along(cluster: RayCluster) -> None:
+    """The weights, of two ranks and merged, have come over a process group until then."""
     run_dir = cluster.runs / "killed"
-    arguments = ["--cluster", cluster.address, "--trainer.steps=1000", *SEATS]
+    arguments = [
+        "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--trainer.lora_rank=4",
+        "--trainer.publish_transport=broadcast", *SEATS,
+    ]  # fmt: skip
     with training(run_dir, *arguments, environment=cluster.environment) as run:
-        run.until_step(2)
+        run.until_step(3)
         run.kill()
     assert nothing_left(cluster, "killed")
+    assert "read from files" not in run.output()
+    errors = [line["logprob_max_error"] for line in metrics(run_dir)[1:]]
+    assert max(error or 0 for error in errors) < 1e-3, "sampled with what was sent"
+    held(run_dir)
+
+
+def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayCluster) -> None:
+    run_dir = cluster.runs / "node"
+    arguments = ["--cluster", cluster.address, "--trainer.steps=1000", *SEATS]
+    with training(run_dir, *arguments, environment=cluster.environment) as run:
+        run.until_step(1)
+        before = cluster.command("engine.address")
+        cluster.join()
+        lost_at = metrics(run_dir)[-1]["step"]
+        cluster.lose(1)
+        run.until_said("the engine is back at version")
+        after = cluster.command("engine.address")
+        assert before[before.index("--host") + 1] != after[after.index("--host") + 1]
+        run.until_step(lost_at + 4)
+        run.interrupt()
+        run.until_said("finishing the step and writing a checkpoint")
+        run.interrupt()
+        assert run.wait(20) == 130, run.output()
+    assert nothing_left(cluster, "node")
+    assert "the engine was lost" in " ".join(run.output().split())
+    lines = metrics(run_dir)
+    assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sampled with what was published"
     held(run_dir)
 
 
 def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
-    # A process of its own: Ray reads its token once, when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ray_faults", cluster.address],
-        capture_output=True, text=True, timeout=120, env=cluster.environment, cwd=REPO, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    strange = {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_TOKEN"}
+    strange |= {"RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "1", "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "1"}
+    with (
+        training(cluster.runs / "strange", "--cluster", cluster.address, environment=strange) as near,
+        training(cluster.runs / "client", "--cluster", cluster.client, environment=strange) as client,
+    ):
+        # A process of its own: Ray reads its token once, when it is imported.
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.ray_faults", cluster.address],
+            capture_output=True, text=True, timeout=120, env=cluster.environment, cwd=REPO, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        for refused in (near, client):
+            assert refused.wait(60) == StartError.exit_code
+            sentence = refused.output().splitlines()[-1]
+            assert sentence.startswith("tidegate: --cluster")
+            assert "RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes" in sentence

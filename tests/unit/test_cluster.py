@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.observer import Silent
 from tidegate.plan.dry_run import describe
-from tidegate.trainer.cluster.passing import Luggage, Mark, Node, passed_on
+from tidegate.trainer.cluster.passing import GLOO_INTERFACE, Luggage, Mark, Node, meet_at, passed_on
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.cluster.relay import KEPT, Relay, tell
 from tidegate.trainer.crew import Crew
@@ -81,6 +82,18 @@ def test_the_variables_that_matter_go_along_and_no_others() -> None:
     assert passed_on(environment, ["JUDGE_KEY"])["JUDGE_KEY"] == "s3cret"
     with pytest.raises(ConfigError, match="names OTHER_KEY, which is not set here"):
         passed_on(environment, ["OTHER_KEY"])
+
+
+def test_process_groups_meet_at_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    meet_at("192.0.2.77")  # of no interface here
+    assert GLOO_INTERFACE not in os.environ
+    monkeypatch.setenv(GLOO_INTERFACE, "mine")
+    meet_at("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] == "mine"
+    monkeypatch.delenv(GLOO_INTERFACE)
+    meet_at("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] in [name for _, name in socket.if_nameindex()]
 
 
 def test_a_node_that_is_not_alike_is_named() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import grpc
 import ray
+from ray._private import services
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from tidegate.errors import ConfigError, StartError
@@ -17,6 +20,8 @@ from tidegate.trainer.cluster.seats import NAMESPACE, Seats
 
 CONNECT_S = 10.0
 HEAD = "node:__internal_head__"
+CLIENT_TIMEOUT = "ray client connection timeout"
+TOKEN = "RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes"
 HERE = 0.001
 """Of a node's own resource, which ties the run to that node."""
 
@@ -28,14 +33,13 @@ def connected(cluster: str) -> Iterator[str]:
 
     Raises ConfigError, and StartError within a minute where there is no such cluster.
     """
-    address = os.environ.get("RAY_ADDRESS") or "auto" if cluster == "auto" else cluster
-    if address not in ("auto", "local"):
-        _reach(address)
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    if address == "local":
+    if cluster == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        _init(address, options)
+        address = _address(cluster)
+        if address != "local":
+            _reach(cluster, address)
+        _init(address, {"include_dashboard": False} if address == "local" else {})
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise StartError(f"--cluster {cluster}: {_why(error)}") from error
     try:
@@ -44,29 +48,51 @@ def connected(cluster: str) -> Iterator[str]:
         ray.shutdown()
 
 
-def _init(address: str, options: Mapping[str, Any]) -> None:
-    """A busy head node may fail to start the process that stands for a client: that is tried twice."""
-    told = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR", **options}
-    try:
-        ray.init(address, **told)
-    except ConnectionAbortedError:
-        ray.init(address, **told)
+def _address(cluster: str) -> str:
+    """Where that is. Ray has no public call that finds its own cluster without connecting to it, for which it
+    would wait for minutes where the cluster ended without taking its address back. Raises ConnectionError."""
+    if cluster != "auto":
+        return cluster
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    return services.canonicalize_bootstrap_address_or_die("auto") if address == "auto" else address
 
 
-def _reach(address: str) -> None:
-    """Ray itself waits for minutes where nobody listens."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+def _reach(cluster: str, address: str) -> None:
+    """Ray itself waits for minutes where nobody listens, or what listens is not Ray. Raises ConfigError,
+    StartError."""
+    place = address.removeprefix("ray://")
+    host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(
             f"--cluster {address}: give auto, local, ray://HOST:PORT (10001 is the usual one) or HOST:PORT"
         )
+    where = cluster if cluster == address else f"{cluster}: {address}"
+    hint = "`ray status` on a node says whether the cluster is up"
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
-        raise StartError(
-            f"--cluster {address}: nobody answers there ({error}). `ray status` on a node says whether the "
-            "cluster is up"
-        ) from None
+        raise StartError(f"--cluster {where}: nobody answers there ({error}). {hint}") from None
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # who is there would have to be asked with Ray's own keys
+        return
+    with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_S)
+        except grpc.FutureTimeoutError:
+            raise StartError(
+                f"--cluster {where}: what listens there is not Ray, or does not answer within "
+                f"{CONNECT_S:g} s. {hint}"
+            ) from None
+
+
+def _init(address: str, options: Mapping[str, Any]) -> None:
+    """A busy head node may fail to start the process that stands for a client: that is tried twice."""
+    told = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR", **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Ray Client connection timed out")  # what is raised says it
+        try:
+            ray.init(address, **told)
+        except ConnectionAbortedError:
+            ray.init(address, **told)
 
 
 @contextlib.contextmanager
@@ -102,11 +128,15 @@ def _of(resources: Mapping[str, float]) -> str:
 
 def _why(error: BaseException) -> str:
     """Ray's first line, and what it says further down where that is the cause."""
-    first = str(error).strip().partition("\n")[0]
+    first = str(error).strip().partition("\n")[0].removesuffix(".")
     cause: BaseException | None = error
     while cause is not None:
         if "InvalidAuthToken" in str(cause):
-            return f"{first} Its token is wanted: RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes"
+            return f"{first}. Its token is wanted: {TOKEN}"
         cause = cause.__cause__
-    last = str(error).strip().rpartition("\n")[2]
-    return first if last == first else f"{first} {last}"
+    if first == CLIENT_TIMEOUT:  # what Ray's client says, too, where it is turned away
+        return (
+            f"{first}, though it listens there: it may want its token, {TOKEN}, or be about to start or end"
+        )
+    last = str(error).strip().rpartition("\n")[2].removesuffix(".")
+    return first if last == first else f"{first}. {last}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tidegate.trainer.cluster.connect import connected, reserved
 from tidegate.trainer.cluster.head import Errand, Head, Job
 from tidegate.trainer.cluster.passing import Node, passed_on
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.relay import tell
+from tidegate.trainer.cluster.relay import Told, tell
 from tidegate.trainer.parts import Parts
 
 LOOK_S = 0.25
@@ -35,18 +36,20 @@ def drive(
 ) -> int:
     """Run a job on a cluster; returns its exit code. `make` is called there.
 
-    Ctrl-C (or SIGTERM) once asks the job to stop, twice ends everything at once. Raises TidegateError.
+    Ctrl-C (or SIGTERM) once asks the job to stop, twice ends everything at once; before there is a job, once
+    is enough. Raises TidegateError.
     """
     placement = Placement.of(settings)
     environment = passed_on(os.environ, settings.cluster.environment)
     errand = Errand(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
-    with connected(cluster) as home, _signals() as signals:
+    with connected(cluster) as home:
         patience_s = settings.cluster.patience_s
         with reserved(settings.run.name, placement, home, patience_s) as seats:
             head = seats.take(HOME, Head, errand, seats)
             try:
                 _compare(head)
-                return _follow(head, observer, signals)
+                with _signals() as signals:
+                    return _follow(head, observer, signals)
             except RayError as error:
                 raise _explained(error) from error
             finally:
@@ -65,18 +68,30 @@ def _follow(head: Any, observer: Observer, signals: list[int]) -> int:
     """Until the job has ended, or must end."""
     running = head.run.remote()
     asked = False
-    while True:
+    while len(signals) < 2:
         ended, _ = ray.wait([running], timeout=LOOK_S)
-        for told in ray.get(head.news.remote(), timeout=NEWS_S):
+        for told in _news(head, signals):
             tell(told, observer)
         if ended:
             code: int = ray.get(running)
             return code
-        if len(signals) > 1:
-            return STOPPED
         if signals and not asked:
             asked = True
             head.stop.remote()
+    return STOPPED
+
+
+def _news(head: Any, signals: list[int]) -> list[Told]:
+    """What the run told since the last time; nothing where everything is to end before it answers."""
+    coming = head.news.remote()
+    deadline = time.monotonic() + NEWS_S
+    while not ray.wait([coming], timeout=LOOK_S)[0]:
+        if len(signals) > 1:
+            return []
+        if time.monotonic() > deadline:
+            break
+    told: list[Told] = ray.get(coming, timeout=0)
+    return told
 
 
 @contextlib.contextmanager

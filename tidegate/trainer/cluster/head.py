@@ -15,7 +15,7 @@ import ray
 from tidegate.errors import StartError
 from tidegate.observer import Observer
 from tidegate.trainer.cluster.parts import ClusterParts
-from tidegate.trainer.cluster.passing import Luggage, Mark, Node
+from tidegate.trainer.cluster.passing import Luggage, Mark, Node, meet_at
 from tidegate.trainer.cluster.relay import Relay, Told
 from tidegate.trainer.cluster.seats import Seats
 from tidegate.trainer.parts import Parts
@@ -51,6 +51,7 @@ class Head:
         self._errand = errand
         self._seats = seats
         self._node = Node(ray.util.get_node_ip_address())
+        meet_at(self._node.address)
         self._relay = Relay()
         self._job: Job | None = None
         self._stopped = False

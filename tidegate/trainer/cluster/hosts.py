@@ -15,7 +15,7 @@ import ray
 
 from tidegate.services import Service
 from tidegate.trainer.cluster.parcels import Parcel, Shelf
-from tidegate.trainer.cluster.passing import Luggage, Node
+from tidegate.trainer.cluster.passing import Luggage, Node, meet_at
 from tidegate.trainer.cluster.scratch import Scratch
 from tidegate.trainer.followed import Follower
 from tidegate.trainer.parts import Live
@@ -29,6 +29,7 @@ class Host:
     def __init__(self, luggage: Luggage) -> None:
         luggage.unpack()
         self.node = Node(ray.util.get_node_ip_address())
+        meet_at(self.node.address)
         self.shares = luggage.mark.seen()
         self._scratch = None if self.shares else Scratch(f"tidegate-{luggage.run}")
         self.directory = luggage.mark.directory if self._scratch is None else self._scratch.path

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tidegate import __version__
 from tidegate.errors import ConfigError
 
@@ -19,6 +21,7 @@ PREFIXES = ("HF_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "SGLANG_", "VLLM_", "WAN
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 RAYS_OWN = ("CUDA_VISIBLE_DEVICES",)
 MARK = ".cluster"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def passed_on(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
@@ -52,6 +55,18 @@ class Node:
         if not differ:
             return None
         return f"node {self.address} has {' and '.join(differ)} (node {other.address}); install that there"
+
+
+def meet_at(address: str) -> None:
+    """Have process groups of this process, and of those that it starts, use the node's own network.
+
+    Gloo listens at the address that the machine's name stands for, which often is 127.0.0.1. What the
+    variable says already holds.
+    """
+    interfaces = psutil.net_if_addrs()
+    names = [name for name, has in interfaces.items() if any(one.address == address for one in has)]
+    if names:
+        os.environ.setdefault(GLOO_INTERFACE, names[0])
 
 
 @dataclass(frozen=True, slots=True)
