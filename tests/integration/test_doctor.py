@@ -141,6 +141,15 @@ async def test_an_agent_that_raises(patient: Patient) -> None:
     assert "your agent raised IndexError" in found["agent_raised"].text
 
 
+async def test_an_agent_whose_call_is_refused(patient: Patient) -> None:
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    patient.agent = GOOD_AGENT.replace("messages=messages", f"messages={picture}")
+    found = await patient.examine()
+    assert list(found) == ["agent_raised", "calls_refused"]
+    assert "'image_url' parts are not supported" in found["agent_raised"].text
+    assert "never called" not in found["agent_raised"].text
+
+
 async def test_an_agent_that_hangs(patient: Patient) -> None:
     patient.agent = "import asyncio\nasync def agent(task, session): await asyncio.sleep(100)"
     patient.settings["agent"]["deadline_s"] = 1

@@ -134,13 +134,15 @@ async def test_a_session_whose_last_reply_was_cut_is_truncated(stage: Stage) -> 
 
 async def test_logprobs_are_given_where_asked_for(stage: Stage) -> None:
     _, llm = await opened(stage)
-    ids = stage.say("Four")
+    ids = stage.say("Four 🐙")
     reply = await llm.chat.completions.create(model="m", messages=ASK, logprobs=True)
     assert reply.choices[0].logprobs is not None
     rows = reply.choices[0].logprobs.content
     assert rows is not None
     assert len(rows) == len(ids)
-    assert "".join(row.token for row in rows[:-1]) == "Four"
+    assert "".join(row.token for row in rows[:-5]) == "Four "
+    assert [row.bytes for row in rows[-5:-1]] == [None] * 4, "parts of a character"
+    assert b"".join(bytes(row.bytes or ()) for row in rows[:-5]) == b"Four "
     assert rows[0].logprob == pytest.approx(logprob_of(ids[0], 0))
 
 

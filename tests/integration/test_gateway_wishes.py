@@ -180,19 +180,53 @@ async def test_evaluation_honours_the_agent_and_training_does_not(stage: Stage) 
         assert stage.engine.requests[-1]["sampling_params"]["temperature"] == expected
 
 
-async def test_a_prompt_over_the_budget_is_refused_and_never_cut(stage: Stage) -> None:
-    stage.engine.max_context = 64
+LONG: list[Any] = [{"role": "user", "content": "many words " * 60}]
+
+
+async def narrow(stage: Stage, context: int) -> None:
+    stage.engine.max_context = context
     await stage.client.remove_engine(stage.engine.url)
     await stage.client.add_engine(stage.engine.url)
-    await eventually(lambda: stage.gateway.pool.max_context == 64)
+    await eventually(lambda: stage.gateway.pool.max_context == context)
+
+
+async def test_a_prompt_over_the_budget_is_refused_and_never_cut(stage: Stage) -> None:
+    await narrow(stage, 64)
     _, llm = await opened(stage)
     with pytest.raises(openai.BadRequestError) as raised:
-        await llm.with_options(max_retries=3).chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "many words " * 60}]
-        )
+        await llm.with_options(max_retries=3).chat.completions.create(model="m", messages=LONG)
     assert raised.value.code == "context_length_exceeded"
     assert stage.engine.requests == []
     reply = await llm.chat.completions.create(model="m", messages=[{"role": "user", "content": "few"}])
     assert reply.usage is not None
     budget = stage.engine.requests[0]["sampling_params"]["max_new_tokens"]
     assert budget + reply.usage.prompt_tokens == 64
+
+
+@pytest.mark.parametrize("told", [None, "agent_error"])
+async def test_a_history_that_outgrew_the_context_truncates_and_a_first_prompt_does_not(
+    stage: Stage, told: str | None
+) -> None:
+    await narrow(stage, 64)
+    access, llm = await opened(stage)
+    await llm.chat.completions.create(model="m", messages=ASK)
+    with pytest.raises(openai.BadRequestError):
+        await llm.chat.completions.create(model="m", messages=LONG)
+    summary = await stage.client.finish(access.session_id, outcome=told, reward=0.25)
+    assert (summary.outcome, summary.reward) == (Outcome.TRUNCATED, 0.25)
+    assert "the model's context is full" in str(summary.error)
+    access, llm = await opened(stage)
+    with pytest.raises(openai.BadRequestError):
+        await llm.chat.completions.create(model="m", messages=LONG)
+    summary = await stage.client.finish(access.session_id, outcome=told, reward=0.25)
+    assert summary.outcome is Outcome.AGENT_ERROR
+
+
+async def test_an_agent_that_goes_on_with_a_shorter_history_completes(stage: Stage) -> None:
+    await narrow(stage, 64)
+    access, llm = await opened(stage)
+    await llm.chat.completions.create(model="m", messages=ASK)
+    with pytest.raises(openai.BadRequestError):
+        await llm.chat.completions.create(model="m", messages=LONG)
+    await llm.chat.completions.create(model="m", messages=ASK)
+    assert (await stage.client.finish(access.session_id, reward=1)).outcome is Outcome.COMPLETED

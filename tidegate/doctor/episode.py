@@ -97,7 +97,7 @@ def judge_episode(episode: Episode, settings: Settings, renderer: Renderer) -> l
 def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
     told, summary = episode.told, episode.summary
     why = (summary.error or told.error or "")[:ERROR_SHOWN].strip()
-    silent = "" if episode.trajectory.turns else "; it never called the gateway"
+    silent = "" if episode.trajectory.turns or episode.refusals else "; it never called the gateway"
     if summary.outcome is Outcome.INFRA_ERROR:
         yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
     elif told.outcome is Outcome.TIMEOUT and "blocked" in (told.error or ""):

@@ -4,7 +4,9 @@ A session that has used up its turns, tokens or seconds is over as far as sampli
 refused for good, and it can only be finished. Its outcome is `truncated`, also where the refusal made the
 agent raise: like a reply cut by its length, it ended because of what the policy did with what it was
 given, so it is rewarded and trained on. An `agent_error` would be tried again, and would teach a policy
-that never comes to an end that this costs nothing.
+that never comes to an end that this costs nothing. The same goes for a history that has outgrown the
+model's context, unless a shorter one is answered after all; a first prompt that does not fit is the agent's
+error.
 
 Too many calls at once is another thing: it passes by itself, so the refusal may be retried and leaves no
 mark on the outcome.

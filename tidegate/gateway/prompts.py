@@ -80,6 +80,8 @@ class Prompts:
             self._metrics.drifted_turns += 1
             place, delta = place._replace(parent=None, start=0), prompt
         context = self._pool.max_context or self._model_context
+        if context is not None and len(prompt) >= context and session.tree.newest() is not None:
+            session.overflowed = f"the model's context is full ({len(prompt)} of {context} tokens)"
         budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context, left)
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun

@@ -14,7 +14,8 @@ from tidegate.gateway.toolcalls import Parser, Part, Reasoning, ToolCall
 from tidegate.types import Message
 
 Decode = Callable[[Sequence[int]], str]
-_UNFINISHED = "�"  # what decoding gives for bytes of a character whose rest is still to come
+UNFINISHED = "�"
+"""What decoding gives for bytes of a character whose rest is still to come."""
 _LONGEST_CHARACTER = 4  # ids: no character has more bytes in UTF-8
 _WINDOW = 6  # ids of context that make the next ids decode as they would within the whole
 
@@ -36,7 +37,7 @@ class Detokenizer:
             if end <= self._done:
                 return ""
             text = self._fresh(end)
-            if not text.endswith(_UNFINISHED):
+            if not text.endswith(UNFINISHED):
                 break
         # Else these bytes are no character at all: only the last ones can still become one.
         self._start = max(self._start, end - _WINDOW)

@@ -79,6 +79,8 @@ class Session:
     """Why the gateway gave up on the engines in its last call, if it did."""
     spent: str | None = None
     """Which budget is used up, once a call was refused for it."""
+    overflowed: str | None = None
+    """That its history had outgrown the model's context when it last asked; the next reply takes it back."""
     interrupted: str | None = None
     """That the gateway was restarted since its last reply, which an agent may take for an error."""
     closed: str | None = None
@@ -205,19 +207,20 @@ def decide(session: Session, told: Told, now: float) -> Ending:
 
 def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
     """The outcome, and why if it went wrong."""
+    spent = session.spent or session.overflowed
     if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
         infra = session.gave_up or session.interrupted
         if told is Outcome.AGENT_ERROR and infra is not None:
             return Outcome.INFRA_ERROR, infra
-        if told is Outcome.AGENT_ERROR and session.spent is not None:
-            return Outcome.TRUNCATED, session.spent
+        if told is Outcome.AGENT_ERROR and spent is not None:
+            return Outcome.TRUNCATED, spent
         return told, None
     if now >= session.deadline:
         return Outcome.TIMEOUT, "the session's deadline passed before it was finished"
     if session.gave_up is not None:
         return Outcome.INFRA_ERROR, session.gave_up
-    if session.spent is not None:
-        return Outcome.TRUNCATED, session.spent
+    if spent is not None:
+        return Outcome.TRUNCATED, spent
     newest = session.tree.newest()
     if newest is None:
         return Outcome.AGENT_ERROR, (

@@ -175,7 +175,7 @@ class Turns:
         session.calls.delivered(call)
         assert call.node is not None, "only a reply that is there is delivered"
         self._delivered(session, call.node.turn.index)
-        session.gave_up = session.interrupted = None
+        session.gave_up = session.interrupted = session.overflowed = None
 
     def sent(self, session: Session, call: Call) -> None:
         """The whole reply went out."""

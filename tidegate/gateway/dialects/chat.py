@@ -14,7 +14,7 @@ from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.refusal import Refusal, unsupported
-from tidegate.gateway.reply import call_wire
+from tidegate.gateway.reply import UNFINISHED, call_wire
 from tidegate.gateway.sampling import Wishes
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolUse
@@ -185,7 +185,9 @@ def logprobs(call: Call, model: ServedModel) -> dict[str, Any]:
     rows = []
     for token, logprob in zip(turn.output_ids.tolist(), turn.logprobs.tolist(), strict=True):
         text = model.token_text(token)
-        rows.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        # A token that is a part of a character has no text, and its bytes are not known here.
+        data = None if UNFINISHED in text else list(text.encode())
+        rows.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})
     return {"content": rows, "refusal": None}
 
 
