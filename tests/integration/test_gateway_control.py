@@ -94,6 +94,11 @@ async def test_the_environments_reward_at_finish(stage: Stage, rewarder: Sums) -
     assert trajectory.metrics == {"tries": 2.0}
 
 
+async def test_a_task_that_is_no_json_is_refused_by_name(stage: Stage) -> None:
+    with pytest.raises(GatewayError, match=r"POST /sessions: .* no JSON: Object of type set"):
+        await stage.client.open_session(task=Task("t", "env", [], info={"seen": {1}}))
+
+
 async def test_a_hanging_reward_ends_as_reward_error_and_finish_stays_idempotent(
     stage: Stage, rewarder: Sums
 ) -> None:

@@ -31,6 +31,15 @@ def test_a_letter_says_what_was_asked_and_why_each_attempt_failed(tmp_path: Path
     assert (second["task"], second["group"], second["slot"]) == ("t2", "g7", 3)
 
 
+def test_a_task_that_no_message_could_carry_has_its_letter(tmp_path: Path) -> None:
+    """Half of a surrogate pair, and a number of more than 64 bits."""
+    letters = DeadLetters(tmp_path)
+    asked = [{"role": "user", "content": "a \ud800 é", "number": 10**30}]
+    letters.write(Task("t1", "mine", asked), "g1", 0, [Attempted("g1.0.1", Outcome.INFRA_ERROR, "\udcff")])
+    [letter] = map(json.loads, letters.path.read_bytes().splitlines())
+    assert letter["messages"] == [{"role": "user", "content": "a ? é", "number": 10**30}]
+
+
 def test_a_letter_that_was_cut_short_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     task = Task("t1", "arithmetic", [])
     DeadLetters(tmp_path).write(task, "g1", 0, [])

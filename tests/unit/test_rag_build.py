@@ -149,6 +149,24 @@ def test_another_index_is_replaced_only_where_that_is_asked_for(tmp_path: Path) 
     assert left == [".lock", Manifest.read(tmp_path / "index").generation, NAME]
 
 
+def test_an_encoder_that_was_trained_on_at_its_place_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors of both must not come together in one index, nor a finished one be taken for the new one."""
+    monkeypatch.setattr(build_module, "load_encoder", lambda *_, **__: HashEncoder())
+    weights = tmp_path / "model" / "1_Pooling" / "config.json"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("one")
+    plan = plan_of(tmp_path, encoder=str(tmp_path / "model"), bm25=False)
+    first, _ = build_quietly(plan)
+    assert "built already" in build_quietly(plan)[1]
+    weights.write_text("another")
+    with pytest.raises(ConfigError, match="--replace"):
+        build_quietly(plan)
+    again, _ = build_quietly(plan_of(tmp_path, encoder=str(tmp_path / "model"), bm25=False, replace=True))
+    assert again.generation != first.generation
+
+
 def test_the_directory_holds_the_index_and_nothing_else(tmp_path: Path) -> None:
     manifest, _ = build_quietly(plan_of(tmp_path, bm25=False))
     inside = {path.name for path in (tmp_path / "index" / manifest.generation).iterdir()}

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tidegate.config import load_settings
-from tidegate.errors import GatewayError, HopelessError
+from tidegate.errors import GatewayError, HopelessError, TrainingError
 from tidegate.trainer import rollout as module
 from tidegate.trainer.admission import Admission, Rules
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
@@ -144,6 +144,19 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter), core, book, script)
 
     return build
+
+
+async def test_an_environment_that_gives_no_task_stops_the_run_and_says_so(
+    make: Callable[..., Stage],
+) -> None:
+    class Ending(Tasks):
+        def train_task(self, index: int) -> Task:
+            return [super().train_task(0)][index]
+
+    stage = make(Script())
+    stage.rollout.tasks = Ending()
+    with pytest.raises(TrainingError, match=r"no training task 1, .*IndexError\('list index"):
+        await stage.until(lambda: False)
 
 
 async def test_groups_fill_the_gate_and_are_sealed_with_their_sessions(make: Callable[..., Stage]) -> None:

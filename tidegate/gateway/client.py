@@ -304,7 +304,10 @@ class GatewayClient:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
             self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         # Python's json, not orjson: a reward that is NaN must arrive as such, to be refused as such.
-        data = None if body is None else json.dumps(body).encode()
+        try:
+            data = None if body is None else json.dumps(body).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GatewayError(f"{method} {path}: what was to be sent is no JSON: {error}") from error
         headers = {"Content-Type": "application/json"}
         async with self._http.request(method, self.url + path, data=data, headers=headers) as response:
             answer = await response.read()

@@ -24,6 +24,7 @@ from tidegate.rag.bm25 import build_bm25, require_bm25s
 from tidegate.rag.corpus import Corpus
 from tidegate.rag.encode import Dtype, Encoder, load_encoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
+from tidegate.rag.hashing import HashEncoder
 from tidegate.rag.index import build_index, require_faiss
 from tidegate.rag.ingest import ingest
 from tidegate.rag.kinds import IndexKind, check_kind, choose
@@ -61,11 +62,20 @@ class Plan:
     shard: int = SHARD
 
     def generation(self, files: Sequence[Path]) -> str:
-        """The same for the same index of the same files, by their names, sizes and times."""
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        """The same for the same index of the same files, the encoder's where it is a directory among them, by
+        their names, sizes and times: what another encoder did at its place is never gone on with."""
+        read = [*files, *_files_of(self.encoder)]
+        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in read]
         prefixes = None if self.prefixes is None else [self.prefixes.query, self.prefixes.passage]
         settings = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard]
         return f"g-{hashlib.blake2b(orjson.dumps([stats, settings]), digest_size=6).hexdigest()}"
+
+
+def _files_of(encoder: str | None) -> list[Path]:
+    """Those of a model's directory; none of an encoder that has no directory, or comes from the hub."""
+    if encoder is None or encoder == HashEncoder.name:
+        return []
+    return sorted(one for one in Path(encoder).rglob("*") if one.is_file())
 
 
 def build(plan: Plan, news: News) -> Manifest:

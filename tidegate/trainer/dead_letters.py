@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import orjson
+from typing import Any
 
 from tidegate import failpoints
 from tidegate.trainer.lines import drop_torn_line
@@ -40,4 +40,9 @@ class DeadLetters:
             "group": group, "slot": slot, "attempts": [asdict(one) for one in attempts],
         }  # fmt: skip
         with failpoints.around("dead_letters"), open(self.path, "ab") as file:
-            file.write(orjson.dumps(line, default=str) + b"\n")
+            file.write(_encoded(line) + b"\n")
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Whatever a task is made of: one that no message could carry is what is given up first."""
+    return json.dumps(line, default=str, ensure_ascii=False).encode("utf-8", "replace")

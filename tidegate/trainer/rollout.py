@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.config import Settings
-from tidegate.errors import GatewayError, HopelessError
+from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
 from tidegate.gateway.client import GatewayClient, Summary
 from tidegate.trainer.admission import Admission, Verdict
 from tidegate.trainer.crew import Runner
@@ -136,7 +136,7 @@ class Rollout:
             raise HopelessError(f"nothing can be learned, for {why}{failure}")
 
     def _start(self, ticket: Ticket) -> None:
-        task = self.tasks.train_task(ticket.index)
+        task = self._task(ticket.index)
         group = self.admission.start_group(ticket, task.id)
         if group is None:  # quarantined; its ticket is spent
             self._skipped += 1
@@ -147,6 +147,17 @@ class Rollout:
         running = asyncio.create_task(self._group(group, task), name=group.id)
         self._running[group.id] = running
         running.add_done_callback(self._ended)
+
+    def _task(self, index: int) -> Task:
+        try:
+            return self.tasks.train_task(index)
+        except TidegateError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"the environment gave no training task {index}, and training tasks have no end: {error!r}; "
+                "see train_task in tidegate/envs/base.py"
+            ) from error
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         self._running.pop(running.get_name(), None)
