@@ -75,6 +75,8 @@ class FakeEngine:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/model_info", self._info)
+        for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
+            app.router.add_post(path, self._control)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -152,7 +154,7 @@ class FakeEngine:
         kind = "abort" if aborted else "length" if full and not ended else "stop"
         version = fault.value if fault.kind == "version" else self.version
         meta: dict[str, Any] = {
-            "id": body["rid"],
+            "id": body.get("rid", "made up"),
             "finish_reason": {"type": kind} if last else None,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(output),
@@ -170,6 +172,10 @@ class FakeEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append(orjson.loads(await request.read())["rid"])
         await self._tell()
+        return web.json_response({"success": True})
+
+    async def _control(self, request: web.Request) -> web.Response:
+        self.version = orjson.loads(await request.read()).get("weight_version", self.version)
         return web.json_response({"success": True})
 
     async def _info(self, _: web.Request) -> web.Response:

@@ -47,6 +47,10 @@ class EngineError(TidegateError):
         self.retryable = retryable
 
 
+class UnfitEngineError(EngineError):
+    """What an engine samples comes without what training needs of it."""
+
+
 class GatewayError(TidegateError):
     """The gateway answered a control call with an error; `status` is the HTTP status."""
 

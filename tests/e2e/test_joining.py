@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import ENVIRONMENT, REPO, TrainProcess, held, metrics, training
+from tests.fakes import FakeEngine, Fault
 from tests.waiting import announced
 from tidegate.gateway.client import ADMIN_KEY
 
@@ -91,3 +94,19 @@ def test_one_engine_joins_and_another_leaves_and_dies_and_nothing_is_lost(tmp_pa
     assert max(line["logprob_max_error"] or 0 for line in lines) < 1e-3, "the weights were those published"
     while_alone = [line for line in lines if left["version"] + 2 < line["version"] <= left["version"] + 4]
     assert while_alone, "no step of these has a token of the one that left"
+
+
+async def test_an_engine_whose_tokens_could_not_be_trained_on_ends_the_run_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(lambda _: "", faults=deque([Fault("no_versions")] * 3))
+    await engine.start()
+    try:
+        with training(tmp_path / "run", f'--engine.urls=["{engine.url}"]') as run:
+            assert await asyncio.to_thread(run.wait, 120) == 1
+    finally:
+        await engine.stop()
+    said = " ".join(run.output().split())
+    assert f"engine {engine.url}: a token comes without the version of the weights behind it" in said
+    assert [line["step"] for line in metrics(tmp_path / "run")] == []
+    assert len(engine.requests) == 1

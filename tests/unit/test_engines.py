@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tidegate.errors import EngineError, GatewayError
+from tidegate.errors import EngineError, GatewayError, UnfitEngineError
 from tidegate.trainer import engines as engines_module
 from tidegate.trainer import publish
 from tidegate.trainer.engines import Engines
@@ -22,11 +22,13 @@ from tidegate.trainer.publish import Publisher
 
 @dataclass
 class Machine:
-    """One engine; `fault` is what its loads raise, and none ends before `loads_on` is set."""
+    """One engine; `fault` is what its loads raise, and none ends before `loads_on` is set; `unfit` is what
+    is wrong with its tokens."""
 
     label: str
     alive: bool = True
     fault: EngineError | None = None
+    unfit: EngineError | None = None
     loads_on: asyncio.Event | None = None
     loads: list[int] = field(default_factory=list)
 
@@ -134,6 +136,11 @@ class Control:
         await asyncio.sleep(0)
         return self.machine.label if self.machine.alive else None
 
+    async def check_sample(self) -> None:
+        await asyncio.sleep(0)
+        if self.machine.unfit is not None:
+            raise self.machine.unfit
+
     async def load(self, _: Path, version: int) -> None:
         for _step in range(3):
             if not self.machine.alive:
@@ -213,6 +220,20 @@ async def test_one_that_refuses_the_weights_is_refused_with_its_reason() -> None
         await world.join("new")
         await world.until(lambda: "new" not in world.rows)
         assert "engine new is refused: its model is another one" in world.notes
+        assert world.engines.urls() == ["own"]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+async def test_one_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) -> None:
+    async with running() as world:
+        world.publisher.sender = object() if sends else None  # type: ignore[assignment]
+        world.machines["old"] = Machine(
+            "default", unfit=UnfitEngineError("a token comes without its version")
+        )
+        await world.join("old")
+        await world.until(lambda: "old" not in world.rows)
+        assert "engine old is refused: a token comes without its version" in world.notes
+        assert world.machines["old"].loads == []
         assert world.engines.urls() == ["own"]
 
 

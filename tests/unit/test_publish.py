@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.fakes import FakeEngine, Fault
 from tidegate import weights_group
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer import publish
@@ -266,3 +268,38 @@ async def test_a_load_may_take_as_long_as_its_bytes(
 def test_engine_errors_say_whether_to_try_again() -> None:
     assert EngineError("x", retryable=True).retryable
     assert not EngineError("x").retryable
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no_versions", "without the version of the weights behind it"),
+        ("no_logprobs", "without its logprob"),
+        ("garbage", "without its logprob and the version"),
+        ("refuse", "400: "),
+        ("none", None),
+        ("status", None),  # it is told by whoever owns it
+        ("drop", None),
+    ],
+)
+async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
+    tmp_path: Path, fault: str, words: str | None
+) -> None:
+    engine = FakeEngine(lambda _: "", faults=deque([Fault(fault, 503 if fault == "status" else "no")]))
+    await engine.start()
+
+    async def nothing(*_: object) -> None:
+        return
+
+    publisher = Publisher(
+        tmp_path, lambda _: None, lambda: [engine.url], nothing, nothing, nothing, (tmp_path, 0), 5.0
+    )
+    try:
+        if words is None:
+            await publisher.check_samples()
+        else:
+            with pytest.raises(EngineError, match=words):
+                await publisher.check_samples()
+    finally:
+        await engine.stop()
+    assert len(engine.requests) == 1

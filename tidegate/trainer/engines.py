@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tidegate.errors import EngineError, GatewayError, unwrapped
+from tidegate.errors import EngineError, GatewayError, UnfitEngineError, unwrapped
 from tidegate.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
@@ -160,6 +160,9 @@ class Engines:
         while True:
             try:
                 brought = {await publisher.bring(address) for address in control}
+            except UnfitEngineError as error:
+                await self._refuse(url, str(error))
+                return
             except EngineError as error:
                 if error.retryable and time.monotonic() < deadline:
                     await asyncio.sleep(LOOK_S)

@@ -22,12 +22,14 @@ import aiohttp
 import orjson
 
 from tidegate import failpoints
-from tidegate.errors import EngineError, PublishError, StartError
+from tidegate.errors import EngineError, PublishError, StartError, UnfitEngineError
 from tidegate.trainer.sender import Sender
 from tidegate.weights_group import transfer_s
 
 CALL_S = 60.0
 KEPT = 2
+NEEDED = {"output_token_logprobs": "its logprob", "weight_versions": "the version of the weights behind it"}
+"""Of a reply's `meta_info`, for every token."""
 ATTEMPTS_BESIDE_OTHERS = 3
 ANSWERS_S = 2.0
 """How long an engine that is out of service may take to say that it is there again."""
@@ -82,6 +84,21 @@ class EngineControl:
                 return str((await self.call("/model_info")).get("weight_version"))
         except (EngineError, TimeoutError):
             return None
+
+    async def check_sample(self) -> None:
+        """Have it sample a token as for training. Raises EngineError; where the token comes without what
+        training needs of it, as servers of other versions may send it, UnfitEngineError."""
+        body = {
+            "input_ids": [0], "return_logprob": True, "stream": False,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        }  # fmt: skip
+        meta = (await self.call("/generate", body)).get("meta_info")
+        missing = [what for name, what in NEEDED.items() if not (isinstance(meta, dict) and meta.get(name))]
+        if missing:
+            raise UnfitEngineError(
+                f"engine {self.url}: a token comes without {' and '.join(missing)}, so nothing that it "
+                "samples could be trained on; SGLang 0.5.23, `tidegate engine` and `tidegate vllm` send it"
+            )
 
     async def load(self, weights: Path, version: int) -> None:
         """Bring the engine to `version`, the one in that directory; whatever happens, it is asked to go on
@@ -186,11 +203,27 @@ class Publisher:
             self._expected.discard(url)
             await self.quarantine(url, str(failed[url]))
 
+    async def check_samples(self) -> None:
+        """Raises UnfitEngineError where there is an engine whose tokens could not be trained on. One that
+        does not answer is its owner's matter."""
+        async with aiohttp.ClientSession() as http:
+            checks = [EngineControl(url, http).check_sample() for url in self.engines()]
+            for result in await asyncio.gather(*checks, return_exceptions=True):
+                if isinstance(result, BaseException) and not (
+                    isinstance(result, EngineError) and result.retryable
+                ):
+                    raise result
+
     async def bring(self, url: str) -> int:
-        """Have a newcomer, whatever weights it has, read what is live; that version. Raises EngineError."""
+        """Have a newcomer, whatever weights it has, read what is live; that version.
+
+        Raises EngineError; UnfitEngineError where its tokens could not be trained on.
+        """
         weights, version = self.live
         async with aiohttp.ClientSession() as http:
-            await self._read(EngineControl(url, http), weights, version)
+            engine = EngineControl(url, http)
+            await engine.check_sample()
+            await self._read(engine, weights, version)
         self.out.discard(url)
         return version
 

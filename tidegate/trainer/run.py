@@ -191,6 +191,7 @@ class Run:
         self.best = Best.of(self.dir)
         if settings.engine.urls:
             await self.publisher.bring_all()
+        await self.publisher.check_samples()
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
             self._checkpoint, self._evaluate, self.credit, self.start.step, self.stop,
