@@ -31,7 +31,7 @@ STOP_S = 40.0
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Its first node has the resource `near`, each other one `far`."""
+    """Its first node has the resource `near`, each other one `far`, and a GPU that is none."""
 
     network: Network
     port: int
@@ -71,7 +71,7 @@ class RayCluster:
         command = [
             "unshare", "-m", "-n", "sh", "-c", apart, "sh", *START,
             f"--address={self.address}", f"--node-ip-address={self.network.address(number)}", "--num-cpus=1",
-            '--resources={"far": 1}',
+            "--num-gpus=1", '--resources={"far": 1}',
         ]  # fmt: skip
         node = _started(command, log, self.environment, self.stack)
         _until(node, log, lambda: "apart" in log.read_text())
@@ -97,14 +97,18 @@ class RayCluster:
 
     def tidegates(self) -> list[int]:
         """Those of runs: their servers, agents, ranks, and the actors that own them."""
-        marks = ("tidegate", "Host", "ray::Head")
+        marks = ("tidegate", "Host", "ray::Head", "sglang")
         return [
             pid for pid, command in self.processes().items() if any(one in " ".join(command) for one in marks)
         ]
 
     def command(self, words: str) -> list[str]:
         """The command line, with these words in it, of the one process that has such a one."""
-        (found,) = (command for command in self.processes().values() if words in " ".join(command))
+        return self.processes()[self.pid(words)]
+
+    def pid(self, words: str) -> int:
+        """The one process that has these words in its command line."""
+        (found,) = (pid for pid, command in self.processes().items() if words in " ".join(command))
         return found
 
     def owners(self, words: str) -> list[int]:
@@ -140,6 +144,19 @@ def ray_cluster() -> Iterator[RayCluster]:
         cluster.pids.append(head.pid)
         cluster.join()
         yield cluster
+
+
+def nothing_left(cluster: RayCluster, run: str) -> bool:
+    """Neither processes nor actors' directories; what is reserved, `tests.ray_faults` looks at."""
+    deadline = time.monotonic() + 30
+
+    def left() -> list[object]:
+        return [*cluster.tidegates(), *cluster.runs.parent.glob(f"tidegate-{run}-*")]
+
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)  # polling other processes
+    assert left() == [], cluster.processes()
+    return True
 
 
 def may_hide() -> bool:

@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.runs import REPO, held, metrics, training
-from tests.ray_cluster import SEATS, RayCluster, may_hide, ray_cluster
+from tests.ray_cluster import SEATS, RayCluster, may_hide, nothing_left, ray_cluster
 from tidegate.errors import StartError
 
 pytestmark = [
@@ -26,19 +25,6 @@ pytestmark = [
 def cluster() -> Iterator[RayCluster]:
     with ray_cluster() as one:
         yield one
-
-
-def nothing_left(cluster: RayCluster, run: str) -> bool:
-    """Neither processes nor actors' directories; what is reserved, `tests.ray_faults` looks at."""
-    deadline = time.monotonic() + 30
-
-    def left() -> list[object]:
-        return [*cluster.tidegates(), *cluster.runs.parent.glob(f"tidegate-{run}-*")]
-
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.1)  # polling other processes
-    assert left() == [], cluster.processes()
-    return True
 
 
 def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> None:

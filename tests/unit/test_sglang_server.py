@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import pytest
 from tests.e2e.runs import gone
 from tidegate.config import EngineSettings, load_settings
 from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.cluster.hosts import Order, ServerHost
+from tidegate.trainer.cluster.passing import GLOO_INTERFACE, Luggage, Mark
+from tidegate.trainer.servers import engine_server
 from tidegate.trainer.sglang import SGLangServer
 
 SERVER = """#!{python}
@@ -26,8 +30,8 @@ class Well(http.server.BaseHTTPRequestHandler):
         self.send_response(503 if Well.asked < 3 else 200)  # it warms up first
         self.end_headers()
     def log_message(self, *_): pass
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(("127.0.0.1", port), Well).serve_forever()
+host, port = (sys.argv[sys.argv.index(one) + 1] for one in ("--host", "--port"))
+http.server.HTTPServer((host, int(port)), Well).serve_forever()
 """
 
 
@@ -74,6 +78,40 @@ async def test_a_killed_servers_workers_end_with_it(tmp_path: Path, monkeypatch:
     os.kill(server.pid, signal.SIGKILL)
     assert "SIGKILL" in await server.died()
     assert gone(int((tmp_path / "worker").read_text()), timeout=5)
+
+
+async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the node's address, with the variables that came along; killed, it is started with what is live."""
+    monkeypatch.setattr(SGLangServer, "poll_s", 0.02)
+    for name in ("PYTHONPATH", "SGLANG_WORD", GLOO_INTERFACE):  # an actor changes its process's
+        monkeypatch.setenv(name, "of this process")
+    python = stand_in(tmp_path)
+    settings = load_settings(None, ["--model.path=x", "--engine.kind=sglang", f"--engine.python={python}"])
+    luggage = Luggage("a", Mark.leave(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"})
+    actor = ServerHost(luggage, partial(engine_server, settings, "engine-2", 1))
+
+    async def started(version: int) -> tuple[str, int]:
+        url = await actor.start(Order(0, tmp_path / f"v{version}", version))
+        said = json.loads((tmp_path / "said.json").read_text())
+        words, environment = said["argv"], said["environment"]
+        assert url == "http://{}:{}".format(*(words[words.index(one) + 1] for one in ("--host", "--port")))
+        assert words[words.index("--model-path") + 1] == str(tmp_path / f"v{version}")
+        assert words[words.index("--weight-version") + 1] == str(version)
+        assert environment["SGLANG_WORD"] == "of the command"
+        assert "PYTHONPATH" not in environment
+        return url, json.loads((tmp_path / "run" / "logs" / "engine-2.address").read_text())["pid"]
+
+    url, pid = await started(3)
+    assert url.startswith(f"http://{actor.node.address}:")
+    os.kill(pid, signal.SIGKILL)
+    how, _ = await actor.died()
+    assert "engine-2 was killed by SIGKILL" in how
+    again, pid = await started(5)
+    assert again == url
+    await actor.leave()
+    assert gone(pid)
 
 
 async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
