@@ -159,9 +159,13 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{where}: the setting {key!r} is required"
     message = error["msg"].removeprefix("Value error, ")
-    if not key or key in model.model_fields:
-        return f"{where}: {message}"
+    if not key or (key in model.model_fields and _is_section(model.model_fields[key].annotation)):
+        return f"{where}: {message}"  # of the whole section: it names the keys itself
     return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _is_type_tag(part: str | int) -> bool:

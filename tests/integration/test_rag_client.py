@@ -179,6 +179,21 @@ async def test_a_failure_goes_to_the_other_server_at_once_and_the_first_rests(
     assert bad.calls < 10  # of about 20, did it not rest
 
 
+async def test_a_call_that_may_take_less_than_a_server_rests_asks_it_all_the_same(
+    servers: list[Wobbly],
+) -> None:
+    """What failed for others was not tried for this one."""
+    servers[0].faults.extend([503] * 1000)
+    async with SearchClient(servers[0].url, timeout_s=0.5) as client:
+        known = client._servers._servers[0]
+        while known.rests_until - time.monotonic() < 1.0:
+            known.rests_until = 0.0  # as if it had rested
+            with pytest.raises(RetrievalUnavailable, match="as asked"):
+                await client.search("?")
+        servers[0].faults.clear()
+        assert [one.id for one in await client.search("?")] == ["a"]
+
+
 async def test_calls_go_to_the_least_busy(servers: list[Wobbly]) -> None:
     slow, quick = servers
     slow.faults.extend(["hang"] * 20)

@@ -217,6 +217,27 @@ def test_what_a_prompt_costs_everyone_is_told_from_what_a_reply_costs_itself(pro
     assert overhead == pytest.approx(0.05, abs=0.04)
 
 
+def test_replies_of_several_engines_are_told_from_those_of_one() -> None:
+    """Two engines that the run started, each with one of every two requests that are alike."""
+    rng = random.Random(3)
+    model = EngineModel(iteration_s=0.004, request_s=0.0005, slots=64)
+    arrivals = [(rng.triangular(0, 20, 5), 40.0, float(rng.randint(5, 60))) for _ in range(400)]
+    ended = zip(arrivals, ends_of(model, arrivals), strict=True)
+    samples = [Sample(at, end - at, prompt, tokens) for (at, prompt, tokens), end in ended for _ in range(2)]
+    found, _ = engine_of(load_settings(None, ["--model.path=m", "--engine.count=2"]), samples)
+    assert found.count == 2
+    assert found.request_s == pytest.approx(0.0005, rel=0.25)
+
+
+def test_a_damaged_file_of_episodes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_text('{"turns": [')
+    (tmp_path / "config.toml").write_text('[model]\npath = "m"\n')
+    (tmp_path / "ledger.jsonl").touch()
+    with pytest.raises(TidegateError, match=r"step_000001\.jsonl, line 1: not JSON"):
+        scenario_of(tmp_path)
+
+
 def test_too_small_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "m"\n')
     with pytest.raises(TidegateError, match="there is no ledger"):
@@ -247,6 +268,10 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
         (["--split", "4:x"], "not a whole number"),
         (["--accelerators", "1"], "less than 2"),
         (["--agent.failed", "1.5"], "agent.failed"),
+        (["--steps", "1"], "steps = 1"),
+        (["--rules.min_group_size", "9"], "more than group_size = 8"),
+        (["--plot", "picture.gif"], "ends in .png, .svg, .pdf"),
+        (["--plot", "/nowhere/picture.png"], "no such directory"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(

@@ -39,10 +39,12 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from tidegate.simulation.sweep import plot, splits_of, sweep, table
+    from tidegate.simulation.sweep import check_plot, plot, splits_of, sweep, table
 
     if arguments.keys:
         return _list_keys()
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
     scenario = _scenario(arguments, overrides)
     splits = [(scenario.engine.count, scenario.trainer.count)]
     if arguments.accelerators is not None:

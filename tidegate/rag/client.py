@@ -123,16 +123,18 @@ class SearchClient:
         while True:
             now = time.monotonic()
             server, rest_s = self._servers.next(now)
-            if now + rest_s >= deadline:
+            if now + rest_s >= deadline and tries:
                 raise RetrievalUnavailable(
                     f"no retrieval server answered within {self._timeout_s:g} s ({tries} tries), "
                     f"the last one: {last}"
                 )
-            if rest_s > 0:
+            if 0 < rest_s < deadline - now:
                 await asyncio.sleep(rest_s)
                 continue
+            if rest_s > 0:  # all rest for longer than this call may take: one is asked all the same
+                await asyncio.sleep((deadline - now) / 2)
             # A server that is silent must leave time for another try, there or elsewhere.
-            left = deadline - now
+            left = deadline - time.monotonic()
             limit = max(left / 2, min(left, _LEAST_TRY_S))
             tries += 1
             try:

@@ -103,8 +103,11 @@ def scenario_of(run_dir: Path) -> Scenario:
 
 def _episodes(run_dir: Path) -> Iterator[dict[str, Any]]:
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            yield orjson.loads(line)
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
 
 
 def _recording(episode: dict[str, Any], book: Book) -> Recording:
@@ -126,7 +129,7 @@ def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineMode
     replies under way meanwhile on one engine and `read` the prompt tokens of all that came to it meanwhile,
     its own included: they are read before anybody's next token. A term that comes out negative is left out.
     """
-    engines = len(settings.engine.urls) or 1
+    engines = len(settings.engine.urls) or settings.engine.count
     at_once = _overlap(samples) / engines
     tokens = np.array([one.tokens for one in samples])
     columns = {

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidegate.sections import Section
 from tidegate.trainer.admission import Rules
@@ -119,12 +119,20 @@ class RuleModel(Section):
     max_attempts: Count = 3
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
 
+    @model_validator(mode="after")
+    def _consistent(self) -> RuleModel:
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
+            )
+        return self
+
 
 class Scenario(Section):
     """All of it. `steps` optimiser steps are simulated; figures leave the first tenth out."""
 
     seed: int = 0
-    steps: Count = 100
+    steps: Annotated[int, Field(ge=2)] = 100
     engine: EngineModel = EngineModel()
     agent: AgentModel = AgentModel()
     trainer: TrainerModel = TrainerModel()

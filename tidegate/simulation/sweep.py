@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.errors import ConfigError
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.world import World
 
 Bound = int | None
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,16 @@ def table(cells: Sequence[Cell]) -> str:
             f"{found.engines_busy:>8.2f}{found.trainer_waits:>8.2f}{'  best' if one is best else ''}"
         )
     return "\n".join(lines)
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError where nothing could be drawn there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'tidegate[train]'")
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--plot {path}: the name ends in {', '.join(PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no such directory")
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
