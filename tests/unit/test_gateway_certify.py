@@ -73,6 +73,30 @@ def test_control_tokens_that_a_user_writes_stay_text(name: str) -> None:
     assert renderer.shielded >= 2
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek_v3"])
+def test_control_tokens_in_the_arguments_of_a_call_stay_text(name: str) -> None:
+    """Of a call that the client itself wrote after the recorded reply."""
+    renderer = family_renderer(name, "tiny")
+    control = {renderer.codec.added[one] for one in FAMILIES[name].special}
+
+    def made(text: str) -> list[int]:
+        function = {"name": "f", "arguments": {"x": text}}
+        new = [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": function}],
+            },
+            {"role": "tool", "content": "1", "tool_call_id": "c", "name": "f"},
+        ]
+        reply = {"role": "assistant", "content": "b"}
+        ids = renderer.follow_up(lambda: [{"role": "user", "content": "a"}], reply, new, None, {}, None)
+        return [one for one in ids.tolist() if one in control]
+
+    assert made(" ".join(FAMILIES[name].special)) == made("calm")
+
+
 def test_a_real_tokenizer_is_certified_within_a_second() -> None:
     certificate = certify(family_renderer("qwen3", "real"))
     assert certificate.seconds < 1

@@ -108,9 +108,9 @@ class Renderer:
         its template form, `last_id` the last id that the model sampled for it.
         Raises Unrenderable where the template has no text of its own for what follows a reply.
         """
-        if any(self.codec.looks_alike(message["content"]) for message in new):
+        if self.codec.looks_alike(orjson.dumps(new).decode()):
             self.shielded += 1
-            new = [{**message, "content": self.codec.shield(message["content"])} for message in new]
+            new = self.codec.shield_all(new)
         if self._short_ids:
             before = context
             context = lambda: with_short_ids(before())  # noqa: E731 - the same thing, mapped
