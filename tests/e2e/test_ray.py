@@ -89,6 +89,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
         run.until_step(lost_at + 4)
         run.interrupt()
         run.until_said("finishing the step and writing a checkpoint")
+        os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it answers nothing, and finishes no step
         run.interrupt()
         assert run.wait(20) == 130, run.output()
     assert nothing_left(cluster, "node")
