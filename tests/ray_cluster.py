@@ -126,7 +126,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     environment = {
         **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-        "TMPDIR": str(folder),
+        "TMPDIR": str(folder), "RAY_health_check_period_ms": "1000",  # of nodes, five of which may fail
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

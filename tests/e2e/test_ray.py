@@ -86,7 +86,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
         run.until_said("the engine is back at version")
         after = cluster.command("engine.address")
         assert before[before.index("--host") + 1] != after[after.index("--host") + 1]
-        run.until_step(lost_at + 4)
+        run.until_step(lost_at + 3)
         run.interrupt()
         run.until_said("finishing the step and writing a checkpoint")
         os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it answers nothing, and finishes no step
