@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidegate.checksum import MODULUS, Bytes, of_tensor
+
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 """SGLang's names for what carries the bytes, and the kind of device between whose memories it does."""
 HOST = torch.device("cpu")
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHECKSUM_MODULUS = 2**61 - 1
 SLOWEST_BYTES_S = 50e6
 """Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
 
@@ -107,16 +106,13 @@ def transfer_s(size: int) -> float:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Of names and bits, whatever the order of the tensors: Σ crc32(name) · Σ words, mod 2^61 − 1.
+    """Of names and bytes in host memory, as `tidegate.checksum` has it."""
+    return sum(of_tensor(name, _bytes(tensor)) for name, tensor in tensors) % MODULUS
 
-    The words are the tensor's elements read as integers. It finds what went missing or into the wrong place,
-    not a forger.
-    """
-    total = 0
-    for name, tensor in tensors:
-        words = tensor.detach().contiguous().view(WORDS[tensor.element_size()])
-        total += zlib.crc32(name.encode()) * (1 + int(words.sum(dtype=torch.int64)) % CHECKSUM_MODULUS)
-    return total % CHECKSUM_MODULUS
+
+def _bytes(tensor: Tensor) -> Bytes:
+    found: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def buckets(

@@ -25,6 +25,7 @@ CORE = {
     "failpoints",
     "prometheus",
     "key",
+    "checksum",
     "weights_group",
     "__init__",
 }

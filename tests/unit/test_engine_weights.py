@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_tiny_model
+from tidegate import checksum
 from tidegate.engine.weights import WeightsError, copy_weights, read_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -116,3 +117,13 @@ def test_tied_tensors_that_differ_are_refused(published: Path, live: Any) -> Non
         read_weights(live, published)
     rewrite(published, lambda t: t.update({"lm_head.weight": t[EMBED].clone()}))
     copy_weights(read_weights(live, published))
+
+
+def test_weights_that_are_not_those_that_were_written_are_refused(live: Any, published: Path) -> None:
+    checksum.write(published)
+    read_weights(live, published)
+    rewrite(published, lambda tensors: tensors[NORM].view(-1)[3].add_(1e-3))
+    before = snapshot(live)
+    with pytest.raises(WeightsError, match="are not those that were written"):
+        read_weights(live, published)
+    assert all(torch.equal(before[name], tensor) for name, tensor in live.state_dict().items())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tidegate import checksum
 from tidegate.config import EngineSettings
 from tidegate.engine.checks import RequestError
 from tidegate.engine.params import Limits
@@ -73,6 +74,18 @@ def test_files_that_are_cut_short_or_missing_are_refused(tmp_path: Path) -> None
     (path.parent / weights.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
     with pytest.raises(weights.WeightsError, match=r"b\.safetensors"):
         weights.manifest(path.parent)
+
+
+def test_files_that_are_not_those_that_were_written_are_refused(tmp_path: Path) -> None:
+    served = weights.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
+    new = save(tmp_path / "new", a=(2, 3), b=(4,))
+    checksum.write(new)
+    weights.check(new, served, tied=False)
+    path = new / "a.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(weights.WeightsError, match="are not those that were written"):
+        weights.check(new, served, tied=False)
 
 
 def test_what_the_models_files_say(tmp_path: Path) -> None:

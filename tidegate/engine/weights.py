@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from tidegate import checksum
 from tidegate.errors import TidegateError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,14 +39,24 @@ def converts_weights(hf_model: Any) -> bool:
 
 
 def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
-    """Read a directory of safetensors and check names, shapes and types against the live model.
+    """Read a directory of safetensors and check names, shapes and types against the live model, and the
+    bytes against the checksum that was kept of them, if one was.
 
     Raises WeightsError, which names the file or the tensor.
     """
+    files = _files(directory)
     if converts_weights(hf_model):
-        return _read_converted(hf_model, directory)
+        weights = _read_converted(hf_model, directory)
+    else:
+        weights = _read(hf_model, directory, files)
+    fault = checksum.fault_of(directory)
+    if fault is not None:
+        raise WeightsError(fault)
+    return weights
+
+
+def _read(hf_model: Any, directory: Path, files: list[Path]) -> CheckedWeights:
     with ExitStack() as stack:
-        files = _files(directory)
         return check_weights(
             hf_model, ((path, *one) for path in files for one in _tensors(path, stack)), directory
         )
@@ -84,7 +95,6 @@ def check_weights(
 
 def _read_converted(hf_model: Any, directory: Path) -> CheckedWeights:
     """Let transformers convert the files' tensors, into a second model."""
-    _files(directory)
     try:
         fresh, found = type(hf_model).from_pretrained(
             directory,

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidegate.checksum import MODULUS
 from tidegate.engine.checks import RequestError
 from tidegate.engine.weights import FLOATS
-from tidegate.weights_group import CHECKSUM_MODULUS, DEVICES, HOST, WeightsGroup, checksum
+from tidegate.weights_group import DEVICES, HOST, WeightsGroup, checksum
 
 TIMEOUT_S = 60.0
 TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
@@ -30,7 +31,7 @@ class Update:
 
     def take(self, tensors: dict[str, Tensor]) -> None:
         self.tensors |= tensors
-        self.checksum = (self.checksum + checksum(tensors.items())) % CHECKSUM_MODULUS
+        self.checksum = (self.checksum + checksum(tensors.items())) % MODULUS
 
 
 class WeightsReceiver:

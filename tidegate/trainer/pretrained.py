@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tidegate import checksum
 from tidegate.errors import StartError
 from tidegate.trainer.checkpoint import sync_tree
 
@@ -57,7 +58,8 @@ def tokenizer_files(base: Path) -> dict[str, bytes]:
 def write_model(
     directory: Path, model: Any, values: dict[str, Tensor], files: Mapping[str, bytes], *, durable: bool
 ) -> None:
-    """Write the model with these values and files beside its place, and rename it when it is complete.
+    """Write the model with these values, their checksum and files beside its place, and rename it when it
+    is complete.
 
     What was there before is replaced. `durable` also waits until it is on disk. Raises OSError.
     """
@@ -66,6 +68,7 @@ def write_model(
     partial.mkdir(parents=True)
     try:
         _write_tensors(partial, model, values)
+        checksum.write(partial)
         for name, content in files.items():
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidegate.checksum import MODULUS
 from tidegate.errors import EngineError
-from tidegate.weights_group import CHECKSUM_MODULUS, HOST, WeightsGroup, checksum
+from tidegate.weights_group import HOST, WeightsGroup, checksum
 
 BUCKET_BYTES = 256 * 2**20
 JOIN_S = 60.0
@@ -103,7 +104,7 @@ class Sender:
             size, total = 0, 0
             while bucket is not None:
                 going = await self._each(going, partial(self._bucket, bucket=bucket))
-                size, total = size + bucket.size, (total + bucket.checksum) % CHECKSUM_MODULUS
+                size, total = size + bucket.size, (total + bucket.checksum) % MODULUS
                 bucket = None  # before the next but one is gathered
                 bucket = await gathering.next()
             done = await self._each(going, partial(self._end, size=size, total=total, version=version))

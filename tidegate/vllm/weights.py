@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from tidegate import checksum
 from tidegate.errors import TidegateError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,7 +41,8 @@ def manifest(directory: Path) -> Manifest:
 
 
 def check(directory: Path, served: Manifest, *, tied: bool) -> None:
-    """Raises WeightsError where the directory has other tensors than the model that is served."""
+    """Raises WeightsError where the directory has other tensors than the model that is served, or other
+    bytes than those whose checksum was kept with it."""
     found = manifest(directory)
     optional = {TIED} if tied else set()
     for what, names in (
@@ -54,6 +56,9 @@ def check(directory: Path, served: Manifest, *, tied: bool) -> None:
         if found[name] != served[name]:
             shapes = f"{list(found[name])}, the model {list(served[name])}"
             raise WeightsError(f"{directory}: {name!r} has shape {shapes}")
+    fault = checksum.fault_of(directory)
+    if fault is not None:
+        raise WeightsError(fault)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -1,0 +1,92 @@
+"""The checksum of weights: the same for tensors and for files, and another one for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_tiny_model
+from tidegate import checksum
+from tidegate.trainer.pretrained import write_model
+from tidegate.weights_group import checksum as of_tensors
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=5),
+    kinds=st.lists(st.sampled_from(TYPES), min_size=5, max_size=5),
+    seed=st.integers(0, 2**31),
+)
+def test_tensors_and_the_file_that_they_are_written_to_have_the_same(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], kinds: list[torch.dtype], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"layer.{number}": (torch.randn(shape, generator=generator) * 100).to(kind)
+        for number, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
+    }
+    directory = tmp_path_factory.mktemp("files")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert of_tensors(reversed(tensors.items())) == checksum.of_files(directory)
+
+
+def test_it_is_of_the_bytes_whatever_a_tensors_place_in_memory() -> None:
+    whole = torch.randn(9, 5)
+    for part in (whole[1:], whole[:, 1:], whole.T, whole[3, 3]):
+        assert of_tensors([("a", part)]) == of_tensors([("a", part.contiguous().clone())])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """What a publish or a checkpoint writes, in two files."""
+    model = make_tiny_model(tmp_path / "base", hidden=32)
+    write_model(tmp_path / "v1", model, dict(model.state_dict()), {}, durable=False)
+    tensors = load_file(tmp_path / "v1" / "model.safetensors")
+    assert checksum.fault_of(tmp_path / "v1") is None
+    half = dict(list(tensors.items())[::2])
+    save_file(half, tmp_path / "v1" / "model.safetensors")
+    save_file(
+        {name: one for name, one in tensors.items() if name not in half}, tmp_path / "v1" / "b.safetensors"
+    )
+    assert checksum.fault_of(tmp_path / "v1") is None, "it does not matter which file a tensor is in"
+    return tmp_path / "v1"
+
+
+def test_one_bit_is_found_wherever_it_is(written: Path) -> None:
+    for path in sorted(written.glob("*.safetensors")):
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for at in (begin, (begin + len(data)) // 2, len(data) - 1):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert "are not those that were written" in str(checksum.fault_of(written)), at
+        path.write_bytes(data)
+    assert checksum.fault_of(written) is None
+
+
+def test_what_is_missing_exchanged_or_unreadable_is_a_fault(written: Path) -> None:
+    path = written / "model.safetensors"
+    tensors, data = load_file(path), path.read_bytes()
+    kept = (written / checksum.FILE).read_text()
+    first, second = (name for name in tensors if name.endswith("layernorm.weight"))
+    tensors[first], tensors[second] = torch.full_like(tensors[first], 2.0), tensors[first]
+    save_file(tensors, path)
+    assert "are not those that were written" in str(checksum.fault_of(written))
+    path.write_bytes(data[: len(data) // 2])
+    assert "checksum" in str(checksum.fault_of(written))
+    path.unlink()
+    assert "are not those that were written" in str(checksum.fault_of(written))
+    path.write_bytes(data)
+    for nonsense in ("", "[]", json.dumps({"checksum": "7"})):
+        (written / checksum.FILE).write_text(nonsense)
+        assert checksum.fault_of(written) is not None, nonsense
+    (written / checksum.FILE).unlink()
+    assert checksum.fault_of(written) is None, "what others wrote has none"
+    (written / checksum.FILE).write_text(kept)
+    assert checksum.fault_of(written) is None
