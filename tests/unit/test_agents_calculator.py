@@ -85,10 +85,10 @@ def test_nothing_but_value_errors(expression: str) -> None:
 
 @pytest.mark.parametrize("expression", ["(" * 200, "-" * 199 + "1", "9*" * 99 + "9", "1/" * 99 + "7"])
 def test_the_worst_takes_no_time(expression: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         result = calculate(expression)
     except ValueError:
         result = ""
     assert len(result) < 1000
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5

@@ -114,9 +114,9 @@ def test_written_numbers_come_back_exactly(whole: int, places: int, form: str) -
     ["\\boxed{", "answer is ", "####", "1,", "- ", "{", "$", "1 ", "1/0 ", "9", "1/", "#### - ", "A:"],
 )
 def test_a_flood_takes_time_in_proportion(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     read_answer(text * (200_000 // len(text)))
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_a_number_by_itself() -> None:

@@ -63,11 +63,11 @@ def test_an_answer_may_be_the_number_alone() -> None:
 
 
 def test_a_long_answer_takes_no_long_time() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert final_number("#### " + "1," * 200_000) == Decimal("1" * 200_000)
     assert final_number("####" * 50_000 + " " * 50_000 + "$" + " " * 50_000) is None
     assert final_number("#### " + "1" * 200_000 + "/2") is None
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_arguments_are_injected_by_name() -> None:

@@ -9,7 +9,6 @@ follows, so the history is rendered whole. *refused*: the template takes no such
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -51,7 +50,6 @@ class Certificate:
 
     judgements: tuple[Judgement, ...]
     shields: bool
-    seconds: float
 
     def of(self, verdict: Verdict) -> list[Judgement]:
         return [one for one in self.judgements if one.verdict == verdict]
@@ -72,9 +70,7 @@ class Certificate:
 
 def certify(renderer: Renderer) -> Certificate:
     """Try the battery; takes milliseconds, and belongs off the event loop nevertheless."""
-    begun = time.perf_counter()
-    judgements = tuple(_judge(renderer, case) for case in _battery())
-    return Certificate(judgements, _shields(renderer), time.perf_counter() - begun)
+    return Certificate(tuple(_judge(renderer, case) for case in _battery()), _shields(renderer))
 
 
 def _battery() -> Iterator[Case]:
