@@ -78,6 +78,22 @@ def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
     assert audit.groups["live"] == audit.groups["stepped"] == 0
 
 
+@pytest.mark.slow
+def test_weights_that_are_served_outlive_the_checkpoint_they_came_from(tmp_path: Path) -> None:
+    """A resumed run that publishes seldom serves a checkpoint's weights for longer than that one is kept."""
+    run_dir = tmp_path / "seldom"
+    seldom = [
+        "--trainer.publish_interval=never", "--trainer.max_staleness=none", "--trainer.checkpoint_every=1",
+        "--trainer.keep_checkpoints=1", "--eval.every=1", "--trainer.learning_rate=0",
+    ]  # fmt: skip
+    with training(run_dir, "--trainer.steps=1", *seldom) as run:
+        assert run.wait() == 0, run.output()
+    with training(run_dir, "--trainer.steps=4", "--resume", *seldom) as run:
+        assert run.wait() == 0, run.output()
+    kept = sorted(one.name for one in (run_dir / "checkpoints").glob("step_*"))
+    assert kept == ["step_1", "step_4"]
+
+
 BROKEN = """
 from tidegate.agents.base import agent
 

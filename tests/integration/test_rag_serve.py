@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -10,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rag_stand import FakeIndex, Stand, serving
-from tidegate.rag.retrieval import MAX_K
+from tests.waiting import eventually
+from tidegate.rag.retrieval import MAX_K, RagOptions
 
 
 @pytest.fixture
@@ -41,6 +43,36 @@ async def test_several_queries_and_one(stand: Stand, http: aiohttp.ClientSession
     assert answer["results"][1][0] == {"id": "d/1", "title": "Title 1", "text": "Text 1 of a.", "score": 1.0}
     answer = await post(http, f"{stand.url}/v1/search", {"query": "49", "mode": "bm25"})
     assert [ids(rows) for rows in answer["results"]] == [["d/49", "d/0", "d/1"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b'{"dir": "elsewhere"}', 200, "elsewhere"),
+        (b"", 200, "index"),
+        (b"{}", 200, "index"),
+        (b'{"dri": "x"}', 400, "there is no such field; did you mean 'dir'"),
+        (b'{"dir": 7}', 400, "dir: a text was expected"),
+        (b"dir=x", 400, "the body is not JSON"),
+    ],
+)
+async def test_a_reload_is_read_whatever_its_content_type_says(
+    http: aiohttp.ClientSession, body: bytes, status: int, said: str
+) -> None:
+    """curl's is that of a form."""
+    opened: list[str] = []
+
+    def open_index(directory: Path, _: RagOptions) -> FakeIndex:
+        opened.append(str(directory))
+        return FakeIndex()
+
+    async with serving(None, open_index=open_index) as (url, retrieval):
+        await eventually(lambda: retrieval.ready)
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        async with http.post(f"{url}/admin/reload", data=body, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+    assert said in (opened[-1] if status == 200 else answer["error"]["message"])
 
 
 async def test_documents_by_id(stand: Stand, http: aiohttp.ClientSession) -> None:

@@ -218,6 +218,8 @@ async def test_no_engine_left_is_an_error_that_names_them(stage: Stage) -> None:
 async def test_the_last_two_published_are_kept(
     stage: Stage, tmp_path: Path, engines: list[ControlEngine]
 ) -> None:
+    """Also of those that the run published before it was resumed."""
+    (tmp_path / "v000000").mkdir()
     for version in range(1, 5):
         for engine in engines:
             engine.calls.clear()

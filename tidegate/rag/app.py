@@ -6,31 +6,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import RetrievalError, RetrievalRefused
 from tidegate.key import Key
-from tidegate.rag.bodies import Asked, parse, read_search, write_search
+from tidegate.rag.bodies import Asked, parse, read_reload, read_search, write_search
 from tidegate.rag.compat import Write, read_retrieve
 from tidegate.rag.retrieval import Retrieval
 
 MAX_BODY = 16 * 2**20
 Read = Callable[[dict[str, Any]], tuple[Asked, Write]]
-
-
-class Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    dir: Path | None = None
-    """Where the index is; None: where it was."""
 
 
 def create_app(retrieval: Retrieval) -> FastAPI:
@@ -145,12 +136,6 @@ def _add_errors(app: FastAPI, retrieval: Retrieval) -> None:
     async def failed(_: Request, error: RetrievalError) -> Response:
         return answer(error.status, error.code, str(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:])) or "the body"
-        return answer(400, "invalid_request", f"{where}: {first['msg']}")
-
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         return answer(
@@ -165,8 +150,8 @@ def _add_rest(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
         return Response(orjson.dumps(found), media_type="application/json")
 
     @app.post("/admin/reload", dependencies=guarded)
-    async def reload(body: Reload | None = None) -> dict[str, int]:
-        return {"documents": await retrieval.reload(body.dir if body is not None else None)}
+    async def reload(request: Request) -> dict[str, int]:
+        return {"documents": await retrieval.reload(read_reload(await request.body()))}
 
     @app.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -45,6 +46,16 @@ def read_search(payload: Mapping[str, Any]) -> Asked:
     queries = texts(payload, "queries") if "queries" in payload else [text(payload, "query")]
     mode = payload.get("mode")
     return Asked(queries, number(payload, "k"), None if mode is None else text(payload, "mode"))
+
+
+def read_reload(body: bytes) -> Path | None:
+    """`{"dir"?}`, or nothing: where the index is, None: where it was. Whatever its content type says, as
+    with searches. Raises RetrievalRefused that names what is wrong."""
+    payload = parse(body) if body.strip() else {}
+    for name in payload:
+        if name != "dir":
+            raise RetrievalRefused(f"{name}: there is no such field{nearest(name, ('dir',))}")
+    return None if payload.get("dir") is None else Path(text(payload, "dir"))
 
 
 def write_search(results: list[list[Found]]) -> dict[str, Any]:

@@ -162,7 +162,6 @@ class Publisher:
     out: set[str] = field(default_factory=set)
     _expected: set[str] = field(default_factory=set)
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _kept: list[Path] = field(default_factory=list)
 
     async def publish(self, version: int) -> None:
         """Make `version` live. Raises PublishError where no engine could be brought to it."""
@@ -172,7 +171,7 @@ class Publisher:
         await self.cancel_doomed(version)
         self.live = (weights, version)
         await self.bring_all(self.sender)
-        self._prune(weights)
+        self._prune()
 
     async def bring_all(self, sender: Sender | None = None) -> None:
         """Bring every engine to what is live: also engines of others, whose weights nobody knows.
@@ -312,11 +311,12 @@ class Publisher:
             ) from error
         await engine.load(there, version)
 
-    def _prune(self, newest: Path) -> None:
-        """Keep the last two published versions."""
-        self._kept = [one for one in self._kept if one != newest] + [newest]
-        while len(self._kept) > KEPT:
-            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+    def _prune(self) -> None:
+        """Keep the last two published versions, whichever start of the run published them; no version comes
+        twice, so what another start left half-written goes too."""
+        published = sorted(self.directory.glob("v*"), key=lambda one: (len(one.name), one.name))
+        for old in published[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _size_of(weights: Path) -> int:

@@ -241,7 +241,9 @@ class Run:
         self.ledger.sync()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
-        await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints)
+        # Until the first publish after a resume, what engines serve and come up with is in its checkpoint.
+        live = {self.start.step} if self.publisher.live[0] == self.start.weights else set()
+        await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints, live)
 
     async def _first_look(self) -> None:
         """The held-out reward before the first step; the yardstick for everything after it."""
