@@ -17,7 +17,7 @@ from tidegate.trainer.vllm import VLLMServer
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON", "")
 ARGUMENTS = [
-    "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32",
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32",
     "--max-num-seqs", "128", "--gpu-memory-utilization", "0.2",
 ]  # fmt: skip
 

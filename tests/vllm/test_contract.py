@@ -68,7 +68,7 @@ async def publish(engine: Client, weights: Path, version: int) -> None:
     await engine.post("/continue_generation", {})
 
 
-LONGER = 2 * LONG
+LONGER = 4 * LONG
 """So that a reply is still under way when a publish comes, also where the machine has more to do."""
 
 
@@ -123,11 +123,11 @@ async def test_an_update_without_a_pause_waits_for_what_runs_or_lets_it_go_on(
     engine: Client, versions: list[Path]
 ) -> None:
     """The embedded engine loads at once, and the reply has both versions; vLLM's ends before."""
-    task = asyncio.create_task(engine.generate([1, 2], max_new_tokens=LONG, ignore_eos=True))
+    task = asyncio.create_task(engine.generate([1, 2], max_new_tokens=LONGER, ignore_eos=True))
     await engine.until(lambda info: info["num_running"] == 1)
     await load(engine, versions[1], 1)
     reply = await task
-    assert len(reply["output_ids"]) == LONG
+    assert len(reply["output_ids"]) == LONGER
     said = [one[0] for one in reply["meta_info"]["output_token_logprobs"]]
     for span in reply["meta_info"]["weight_versions"]:
         part = slice(span["start"], span["end"])
