@@ -149,6 +149,9 @@ class Run:
         self.policy = await loading
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
         files = TrajectoryFiles(self.dir)
+        log = MetricsLog(self.dir)
+        # Before the book says that those steps are lost: it is held against these lines at any moment.
+        log.truncate_after(self.start.step)
         opened = await self._open_book(files)
         self.admission = opened.admission
         episodes = Episodes(
@@ -175,8 +178,6 @@ class Run:
             self.observer,
             files.evaluation,
         )
-        log = MetricsLog(self.dir)
-        log.truncate_after(self.start.step)
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         sender = None
         if settings.trainer.publish_transport == "broadcast":
