@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import make_model_dir
@@ -225,6 +226,17 @@ class Leaks(Sound):
         return {"": [self.train_task(5), self.task("h", 9000)]}
 
 
+class Arrays(Sound):
+    def task(self, id: str, number: int) -> Task:
+        asked = [{"role": "user", "content": f"{number}?"}]
+        return Task(id, "sound", asked, "#### 1", {"numbers": np.arange(3)})
+
+
+class Text(Sound):
+    def task(self, id: str, number: int) -> Task:
+        return Task(id, "sound", "What is 1 + 1?", "#### 2")  # type: ignore[arg-type]
+
+
 class Images(Sound):
     def task(self, id: str, number: int) -> Task:
         return Task(id, "sound", [{"role": "martian", "content": ["?"]}], "#### 1")
@@ -238,6 +250,8 @@ class Images(Sound):
         ("Changes", "tasks_change", "another task for the same index"),
         ("Misnamed", "task_env", "env = 'sound', and the environment's name is 'misnamed'"),
         ("NotJson", "task_not_json", "not JSON serializable"),
+        ("Arrays", "task_not_json", "ndarray is not JSON serializable"),
+        ("Text", "task_messages", "'What is 1 + 1?', which are not a list of messages"),
         ("Long", "prompt_too_long", "more than engine.max_context = 512"),
         ("NoHeldOut", "no_held_out", "no main held-out set"),
         ("Leaks", "held_out_trained", "1 of 2 held-out tasks"),

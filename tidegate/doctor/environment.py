@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from tidegate.config import Settings
 from tidegate.doctor.deadline import within
@@ -54,6 +55,9 @@ def _tasks(settings: Settings, environment: Environment, renderer: Renderer | No
     if not tasks:
         yield error("environment", "no_tasks", "the environment has no training task")
         return
+    if unsound := next((finding for task in tasks for finding in _wire(task)), None):
+        yield unsound
+        return
     if [task.to_wire() for task in tasks] != [task.to_wire() for task in again]:
         yield error(
             "environment",
@@ -72,13 +76,21 @@ def _tasks(settings: Settings, environment: Environment, renderer: Renderer | No
             "them",
             "Task(env=self.name)",
         )
-    yield from _wire(tasks[0])
     if renderer is not None:
         yield from _prompt(settings, tasks[0], renderer)
     yield from _held_out(environment)
 
 
 def _wire(task: Task) -> Iterator[Finding]:
+    said: Any = task.messages  # whatever the user's code put there
+    if isinstance(said, str) or not all(isinstance(message, dict) for message in said):
+        yield error(
+            "environment",
+            "task_messages",
+            f"the task {task.id} has the messages {said!r:.80}, which are not a list of messages",
+            'Task(id, env, [{"role": "user", "content": "..."}], answer)',
+        )
+        return
     try:
         json.dumps(task.to_wire())
     except (TypeError, ValueError) as failure:
