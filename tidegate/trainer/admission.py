@@ -222,8 +222,8 @@ class Admission:
             return f"the last {self.failed_in_a_row} groups all failed"
         if self.filtered_in_a_row >= max(256, 32 * self.rules.groups_per_batch):
             return (
-                f"{self.filtered_in_a_row} groups were filtered since the last step: their rewards are all alike "
-                "(tasks all solved, or all too hard), or their episodes were all cut short and masked"
+                f"{self.filtered_in_a_row} groups were filtered since the last step: their rewards are all "
+                "alike (tasks all solved, or all too hard), or their episodes were all cut short and masked"
             )
         return None
 
