@@ -22,8 +22,8 @@ def test_a_server_on_another_node_serves_what_is_published_and_comes_back(python
     with ray_cluster() as cluster:
         run_dir = cluster.runs / "sglang"
         arguments = [
-            "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.publish_transport=broadcast", *SEATS,
-            *through("sglang", python, ARGUMENTS),
+            "--cluster", cluster.address, "--trainer.steps=1000",
+            "--trainer.publish_transport=broadcast", *SEATS, *through("sglang", python, ARGUMENTS),
         ]  # fmt: skip
         with training(run_dir, *arguments, environment=cluster.environment) as run:
             run.until_step(2)
