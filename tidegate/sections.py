@@ -61,6 +61,28 @@ def dump(settings: BaseModel) -> str:
     return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
 
 
+def differences(before: BaseModel, after: BaseModel) -> list[str]:
+    """What differs, by dotted key; with the values where they are numbers, as no secret is one."""
+    old, new = (dict(_flat(one.model_dump(mode="json"))) for one in (before, after))
+    return [
+        f"{key} {old[key]} → {new[key]}" if _is_number(old.get(key)) and _is_number(new.get(key)) else key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
     """Every setting as (dotted key, default, description)."""
     found = []

@@ -40,6 +40,7 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
 
     with training(run_dir, "--trainer.steps=6", "--resume") as run:
         assert run.wait() == 0, run.output()
+    assert "trainer.steps 4 → 6" in " ".join(run.output().split())
     lines = metrics(run_dir)
     assert best_of(run_dir)["eval/reward"] == max(lines[-1]["eval/reward"], best["eval/reward"])
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]

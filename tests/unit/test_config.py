@@ -8,7 +8,7 @@ import pytest
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError
-from tidegate.sections import dump, known_keys, split_words
+from tidegate.sections import differences, dump, known_keys, split_words
 
 MODEL = ["--model.path", "somewhere"]
 
@@ -126,3 +126,18 @@ def test_ranks_need_a_device_each():
     with pytest.raises(ConfigError, match=r"one device, but ranks = 2"):
         load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda:1"])
     load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])
+
+
+def test_settings_that_differ_are_named_and_no_secret_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')
+    one = load_settings(file, ["--gateway.admin_key=SECRET"])
+    changed = [
+        "--gateway.admin_key=OTHER", "--trainer.max_staleness=1", "--trainer.dynamic_sampling=false",
+        "--trainer.min_group_size=3", "--agent.options.token=SECRET",
+    ]  # fmt: skip
+    assert differences(one, load_settings(file, changed)) == [
+        "agent.options.token", "gateway.admin_key", "trainer.dynamic_sampling True → False",
+        "trainer.max_staleness 2 → 1", "trainer.min_group_size",
+    ]  # fmt: skip
+    assert differences(one, one) == []

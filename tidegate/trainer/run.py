@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tidegate import failpoints, sections
-from tidegate.config import Settings
+from tidegate.config import Settings, load_settings
 from tidegate.envs.base import Environment
-from tidegate.errors import HopelessError, StorageError
+from tidegate.errors import ConfigError, HopelessError, StorageError
 from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.audit import audit_run, summary
@@ -131,10 +131,21 @@ class Run:
     def _prepare(self) -> None:
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
+        kept = self.dir / "config.toml"
+        self._changed = self._differences(kept)
         part = self.dir / ".config.toml.partial"
         part.write_text(sections.dump(self.settings), encoding="utf-8")
         with failpoints.around("config"):
-            part.replace(self.dir / "config.toml")
+            part.replace(kept)
+
+    def _differences(self, kept: Path) -> str:
+        """What is set otherwise than before, of a run that is gone on with."""
+        if not (self.start.past.epoch and kept.exists()):
+            return ""
+        try:
+            return ", ".join(sections.differences(load_settings(kept), self.settings))
+        except ConfigError as error:
+            return f"not known, as those before cannot be read: {error}"
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
@@ -222,6 +233,8 @@ class Run:
                 f"{opened.going} go on and {len(opened.stale)} are stale by now; {len(opened.cancelled)} in "
                 "flight are cancelled"
             )
+            if self._changed:
+                self.observer.note(f"settings that differ from before: {self._changed}")
             self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
         return opened
 
