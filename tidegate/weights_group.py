@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,8 @@ from tidegate.checksum import MODULUS, Bytes, of_tensor
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 """SGLang's names for what carries the bytes, and the kind of device between whose memories it does."""
 HOST = torch.device("cpu")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Where it is set, it says where gloo listens."""
 SLOWEST_BYTES_S = 50e6
 """Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
 
@@ -36,10 +39,12 @@ class WeightsGroup:
         size: int,
         name: str,
         timeout_s: float,
+        address: str,
         device: torch.device = HOST,
     ) -> None:
-        """Over NCCL where the device is a GPU, else over gloo. Returns when all members are there, over NCCL
-        at once. Raises RuntimeError where they are not within `timeout_s`, or there is no NCCL here."""
+        """Over NCCL where the device is a GPU, else over gloo, which listens at `address`, this machine's as
+        the other members see it. Returns when all members are there, over NCCL at once. Raises RuntimeError
+        where they are not within `timeout_s`, or there is no NCCL here."""
         places = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
         place = dist.PrefixStore(f"{device.type}/", places)
         self.name = name
@@ -52,7 +57,7 @@ class WeightsGroup:
         if device.type == "cuda":
             self._group = _nccl(place, rank, size, timeout)
         else:
-            self._group = dist.ProcessGroupGloo(place, rank, size, timeout)
+            self._group = _gloo(place, rank, size, timeout, address)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values in all members' tensors, in their order. Raises RuntimeError, also where they do
@@ -75,6 +80,25 @@ class WeightsGroup:
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             group.abort()
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address as a server elsewhere sees it; nothing is sent to find out. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _gloo(place: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    """By itself gloo listens where the machine's name points, which often is 127.0.0.1."""
+    if GLOO_INTERFACE in os.environ:
+        return dist.ProcessGroupGloo(place, rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(place, rank, size, options)
 
 
 def _nccl(place: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.integration.engine_http import Client, serving
 from tests.tiny import make_tiny_model
@@ -20,7 +21,7 @@ from tidegate.engine.weights_receiver import WeightsReceiver
 from tidegate.trainer import sender
 from tidegate.trainer.publish import EngineControl, Publisher
 from tidegate.trainer.sender import Sender
-from tidegate.weights_group import buckets, checksum
+from tidegate.weights_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 
 
 @dataclass
@@ -225,6 +226,27 @@ async def test_every_rank_of_an_engine_gets_the_weights() -> None:
         assert came.keys() == weights.keys()
         assert all(torch.equal(came[name], weights[name]) for name in weights)
     made.close()
+
+
+async def test_gloo_listens_where_the_other_end_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the machine's name points, which is loopback's first address on many."""
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    here = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    there = dist.TCPStore("127.0.0.1", here.port, 2)
+    places = ((here, 0, "127.0.0.2"), (there, 1, "127.0.0.3"))
+    groups = await asyncio.gather(
+        *(asyncio.to_thread(WeightsGroup, store, rank, 2, "apart", 20.0, own) for store, rank, own in places)
+    )
+    sent, came = torch.arange(3.0), torch.zeros(3)
+    await asyncio.gather(
+        *(asyncio.to_thread(one.broadcast, [it]) for one, it in zip(groups, (sent, came), strict=True))
+    )
+    assert torch.equal(sent, came)
+    table = await asyncio.to_thread(Path("/proc/net/tcp").read_text)
+    sockets = [line.split()[1] for line in table.splitlines()[1:]]
+    assert {f"{last:02X}00007F" for last in (2, 3)} <= {one.partition(":")[0] for one in sockets}
+    for one in groups:
+        one.close()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tidegate.checksum import MODULUS
 from tidegate.engine.checks import RequestError
 from tidegate.engine.weights import FLOATS
-from tidegate.weights_group import DEVICES, HOST, WeightsGroup, checksum
+from tidegate.weights_group import DEVICES, HOST, WeightsGroup, address_towards, checksum
 
 TIMEOUT_S = 60.0
 TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
@@ -54,8 +54,9 @@ class WeightsReceiver:
         self.leave(name)
         try:
             store = dist.TCPStore(address, port, size, timeout=timedelta(seconds=TIMEOUT_S))
-            self._groups[name] = WeightsGroup(store, rank, size, name, TIMEOUT_S, device)
-        except RuntimeError as error:
+            own = address_towards(address, port)
+            self._groups[name] = WeightsGroup(store, rank, size, name, TIMEOUT_S, own, device)
+        except (RuntimeError, OSError) as error:
             raise RequestError(f"the group {name!r} could not be joined: {error}") from error
 
     def leave(self, name: str) -> bool:

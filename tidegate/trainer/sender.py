@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from tidegate.checksum import MODULUS
 from tidegate.errors import EngineError
-from tidegate.weights_group import HOST, WeightsGroup, checksum
+from tidegate.weights_group import HOST, WeightsGroup, address_towards, checksum
 
 BUCKET_BYTES = 256 * 2**20
 JOIN_S = 60.0
@@ -186,7 +185,8 @@ class Sender:
         device = self._device if kind == self._device.type else HOST
         name = f"tidegate-{next(self._numbers)}"
         timeout = timedelta(seconds=JOIN_S)
-        address = await asyncio.to_thread(_address_towards, engine.url)
+        parts = urlsplit(engine.url)
+        address = await asyncio.to_thread(address_towards, parts.hostname or "127.0.0.1", parts.port or 80)
         size, backend = 1 + ranks, "nccl" if device.type == "cuda" else "gloo"
         store = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
         ask = engine.call(
@@ -196,7 +196,7 @@ class Sender:
                 "world_size": size, "group_name": name, "backend": backend,
             },
         )  # fmt: skip
-        return await _both(engine, ask, partial(WeightsGroup, store, 0, size, name, JOIN_S, device))
+        return await _both(engine, ask, partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device))
 
 
 class _OneAhead:
@@ -267,12 +267,3 @@ async def _ranks_of(engine: Called) -> tuple[int, str]:
 async def _go_on(engine: Called) -> None:
     with suppress(EngineError):
         await engine.resume()
-
-
-def _address_towards(url: str) -> str:
-    """This machine's address as a server elsewhere sees it; nothing is sent to find out."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-        address: str = probe.getsockname()[0]
-    return address
