@@ -253,6 +253,22 @@ async def test_stopping_cancels_what_runs_and_leaves_nothing_live(make: Callable
     assert stage.rollout.sessions == {}
 
 
+async def test_after_the_last_step_nothing_starts_in_the_place_of_what_ends(
+    make: Callable[..., Stage],
+) -> None:
+    """Nothing but `stop` says so where groups may be filtered: nobody knows how many more it takes."""
+    stage = make(Script(hold=asyncio.Event()))
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
+        await stage.rollout.stop()
+        stage.rollout.wake()
+        while stage.rollout._wake.is_set():  # noqa: ASYNC110 - as it looks it starts at once what it may
+            await asyncio.sleep(0)
+        assert not rollout.done()
+        assert stage.core.groups == {}
+    assert stage.core.group_counts["cancelled"] == 2
+
+
 async def test_wasted_tokens_are_counted_by_cause(make: Callable[..., Stage]) -> None:
     stage = make(Script(lambda name: Outcome.TIMEOUT if name == "g1-000001.0.1" else Outcome.COMPLETED))
     async with stage.running() as rollout:

@@ -90,7 +90,8 @@ class Episodes:
 
 @dataclass(slots=True)
 class Rollout:
-    """Owns the running groups. `run()` lasts until it is cancelled or nothing can succeed."""
+    """Owns the running groups. `run()` lasts until it is cancelled or nothing can succeed; after `stop()` it
+    starts nothing more."""
 
     settings: Settings
     admission: Admission
@@ -111,6 +112,7 @@ class Rollout:
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
     _broken: BaseException | None = None
     _skipped: int = 0
+    _stopped: bool = False
 
     async def run(self) -> None:
         """Start groups while admission allows; raises HopelessError where everything fails."""
@@ -118,7 +120,7 @@ class Rollout:
             while True:
                 self._wake.clear()
                 self._raise_if_broken()
-                while self.admission.blocked_by() is None:
+                while not self._stopped and self.admission.blocked_by() is None:
                     self._start(self.admission.next_ticket())
                 await self._wake.wait()
         finally:
@@ -253,7 +255,8 @@ class Rollout:
         self.wake()
 
     async def stop(self) -> None:
-        """End every running group as `cancelled`."""
+        """End every running group as `cancelled`, and start no other."""
+        self._stopped = True  # before the groups end: each that does makes room for another one
         running = list(self._running.values())
         for one in running:
             one.cancel()
