@@ -402,6 +402,11 @@ class Settings(Section):
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
                 f"engine.max_context = {self.engine.max_context}"
             )
+        if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":
+            raise ValueError(
+                'trainer.publish_transport = "broadcast": vLLM takes weights from files only (engine.kind = '
+                '"vllm"); leave it at "files"'
+            )
         loopback = self.gateway.host in ("127.0.0.1", "localhost", "::1")
         if not loopback and self.gateway.admin_key is None:
             raise ValueError(

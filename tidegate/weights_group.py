@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,8 @@ DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 HOST = torch.device("cpu")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Where it is set, it says where gloo listens."""
+_MAKING = threading.Lock()
+"""One group over NCCL at a time, as a variable of the environment changes for it."""
 SLOWEST_BYTES_S = 50e6
 """Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
 
@@ -68,24 +71,42 @@ class WeightsGroup:
         options.rootRank = 0
         size = sum(one.numel() * one.element_size() for one in tensors)
         options.timeout = timedelta(seconds=self._timeout_s + transfer_s(size))
-        there = [tensor.to(self._device) for tensor in tensors]
-        for work in [self._group.broadcast([tensor], options) for tensor in there]:
+        if self._device.type == "cuda":
+            self._broadcast_by_gpu(tensors, options)
+            return
+        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
-        if self._rank and self._device.type != "cpu":
-            for tensor, came in zip(tensors, there, strict=True):
-                tensor.copy_(came)
+
+    def _broadcast_by_gpu(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> None:
+        """On a stream of its own, as an engine decodes meanwhile."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            there = [
+                torch.empty_like(tensor, device=self._device) if self._rank else tensor.to(self._device)
+                for tensor in tensors
+            ]
+            for work in [self._group.broadcast([tensor], options) for tensor in there]:
+                work.wait(options.timeout)
+            if self._rank:
+                for tensor, came in zip(tensors, there, strict=True):
+                    tensor.copy_(came)
+            stream.synchronize()
 
     def close(self) -> None:
-        """Let go of the connections, which ends them: what other members wait for fails."""
+        """Let go of the connections, which ends them: what other members wait for fails.
+
+        NCCL's end may take a minute, which nobody waits for.
+        """
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
-            group.abort()
+            threading.Thread(target=group.abort, name=f"end of {self.name}", daemon=True).start()
 
 
 def address_towards(host: str, port: int) -> str:
     """This machine's address as a server elsewhere sees it; nothing is sent to find out. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
         address: str = probe.getsockname()[0]
     return address
 
@@ -104,7 +125,10 @@ def _gloo(place: dist.Store, rank: int, size: int, timeout: timedelta, address: 
 def _nccl(place: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     if not dist.is_nccl_available():
         raise RuntimeError("this build of torch has no NCCL")
-    with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):  # else torch ends the process where a member is gone
+    with (
+        _MAKING,
+        _variable("TORCH_NCCL_BLOCKING_WAIT", "1"),
+    ):  # else torch ends the process where a member is gone
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(place, rank, size, options)

@@ -128,6 +128,15 @@ def test_ranks_need_a_device_each():
     load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])
 
 
+def test_vllm_takes_weights_from_files_only(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')
+    vllm = ["--engine.kind=vllm", "--engine.python=/opt/vllm/bin/python"]
+    load_settings(file, vllm)
+    with pytest.raises(ConfigError, match="vLLM takes weights from files only"):
+        load_settings(file, [*vllm, "--trainer.publish_transport=broadcast"])
+
+
 def test_settings_that_differ_are_named_and_no_secret_is_told(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')

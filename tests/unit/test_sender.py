@@ -15,6 +15,7 @@ import torch
 
 from tests.waiting import eventually
 from tidegate.errors import EngineError
+from tidegate.trainer import sender
 from tidegate.trainer.sender import Sender
 
 NUMBER = 6
@@ -128,7 +129,7 @@ async def test_one_that_fails_gets_no_more_and_stops_nobody(at: int) -> None:
     sender = sender_to(source, notes, well, broken)
     assert await sender.send([well, broken], 3) == {"well"}
     assert (well.got, broken.got) == (NUMBER, at)
-    assert broken.said[-1] == "end_weight_update", "it is ready for another update"
+    assert broken.said[-2:] == ["end_weight_update", "destroy_weights_update_group"], "ready for another"
     assert "pause" in broken.said, "and stays paused: its weights are neither the old ones nor the new"
     assert "resume" not in broken.said
     assert notes == ["weights could not be sent, and are read from files: broken broke"]
@@ -196,3 +197,34 @@ async def test_a_server_of_several_replicas_or_stages_is_refused_by_name(name: s
     assert await Sender(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
     assert f"{name} = 2" in notes[0]
     assert not engine.asked
+
+
+async def test_where_nobody_is_left_to_send_to_nothing_more_is_gathered() -> None:
+    broken, source = Receiver("broken", breaks=0), Source()
+    assert await sender_to(source, [], broken).send([broken], 3) == set()
+    assert source.gathered == 2, "the one that was asked for, and the one ahead"
+    assert source.ended
+
+
+@pytest.mark.parametrize("url", ["http://no.such.host.invalid:1", "http://127.0.0.1:1"])
+async def test_one_that_no_group_can_be_made_with_is_noted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nobody knows, or a store that cannot be opened here: files are left."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no port is free")
+
+    monkeypatch.setattr(sender.dist, "TCPStore", full)
+    engine, notes = Unwilling(url, setup={"device": "cpu"}), list[str]()
+    assert await Sender(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
+    assert f"engine {url}: no group can be made with it" in notes[0]
+
+
+async def test_what_hangs_beside_an_engine_that_did_its_part_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "JOIN_S", 0.05)
+    engine, release, stopped = Receiver("one"), threading.Event(), threading.Event()
+    with pytest.raises(EngineError, match="TimeoutError"):
+        await sender._both(engine, engine.call("/begin_weight_update"), release.wait, stopped.set)
+    assert stopped.is_set()
+    release.set()

@@ -211,8 +211,11 @@ class CudaGraphs:
         before = torch.cuda.current_stream(self._stream.device)
         try:
             # Other threads may use the device meanwhile: they read new weights.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            with (
+                torch.cuda.device(self._stream.device),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 run()
         except RuntimeError:

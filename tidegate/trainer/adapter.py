@@ -56,14 +56,19 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The base model's tensors by their names there, from those of the model with the adapter in it."""
+        """The base model's tensors by their names there, from those of the model with the adapter in it.
+
+        In host memory, wherever they were: a GPU rounds the product otherwise, and a checkpoint is held
+        against what is merged again, maybe elsewhere.
+        """
         found = {}
-        for name, tensor in values.items():
+        for name, one in values.items():
             if name.endswith((DOWN, UP)):
                 continue
             layer, inside, which = name.partition(BASE)
+            tensor = one.cpu()
             if which == "weight":
-                tensor = tensor + self.scaling * (values[layer + UP] @ values[layer + DOWN])
+                tensor = tensor + self.scaling * (values[layer + UP].cpu() @ values[layer + DOWN].cpu())
             found[f"{layer}.{which}" if inside else name] = tensor
         return found
 

@@ -10,7 +10,9 @@ meanwhile is of no version.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import concurrent.futures
+import secrets
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -79,7 +81,6 @@ class Sender:
         self._bucket_bytes = bucket_bytes
         self._device = torch.device(device)
         self._groups: dict[str, WeightsGroup] = {}
-        self._numbers = itertools.count(1)
 
     async def send(self, engines: Sequence[Called], version: int) -> set[str]:
         """Make the weights live on engines, as this version; the URLs of those on which they are.
@@ -101,11 +102,11 @@ class Sender:
             bucket = await gathering.next()
             going = await self._each(engines, self._begin)
             size, total = 0, 0
-            while bucket is not None:
+            while bucket is not None and going:
                 going = await self._each(going, partial(self._bucket, bucket=bucket))
                 size, total = size + bucket.size, (total + bucket.checksum) % MODULUS
                 bucket = None  # before the next but one is gathered
-                bucket = await gathering.next()
+                bucket = await gathering.next() if going else None
             done = await self._each(going, partial(self._end, size=size, total=total, version=version))
             return {engine.url for engine in done}
         finally:
@@ -174,21 +175,25 @@ class Sender:
         await engine.resume()
 
     async def _give_up(self, engine: Called) -> None:
-        """Make it ready for another update."""
+        """Make it ready for another update, over a group of another name."""
+        group = self._groups.get(engine.url)
         self._leave(engine.url)
         with suppress(EngineError):
             await engine.call("/end_weight_update", {})
+        if group is not None:
+            with suppress(EngineError):
+                await engine.call("/destroy_weights_update_group", {"group_name": group.name})
 
     async def _meet(self, engine: Called) -> WeightsGroup:
         """A group of the trainer and the engine's ranks. Raises EngineError."""
         ranks, kind = await _ranks_of(engine)
         device = self._device if kind == self._device.type else HOST
-        name = f"tidegate-{next(self._numbers)}"
-        timeout = timedelta(seconds=JOIN_S)
-        parts = urlsplit(engine.url)
-        address = await asyncio.to_thread(address_towards, parts.hostname or "127.0.0.1", parts.port or 80)
+        name = f"tidegate-{secrets.token_hex(4)}"  # an engine may still have those of an earlier run
         size, backend = 1 + ranks, "nccl" if device.type == "cuda" else "gloo"
-        store = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        try:
+            address, store = await asyncio.to_thread(_meeting_place, engine.url, size)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"engine {engine.url}: no group can be made with it: {error}") from error
         ask = engine.call(
             "/init_weights_update_group",
             {
@@ -239,17 +244,34 @@ async def _both(
 
     Raises EngineError where either fails; `stop` ends work that nobody will take part in.
     """
-    working = asyncio.create_task(asyncio.to_thread(work))
-    working.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may be left alone
+    working = _aside(work)
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be left alone
     try:
         await ask
     except EngineError:
         stop()
         raise
     try:
-        return await working
-    except RuntimeError as error:
+        async with asyncio.timeout(JOIN_S):  # the engine has done its part
+            return await working
+    except (RuntimeError, TimeoutError) as error:
+        stop()
         raise EngineError(f"engine {engine.url}: {type(error).__name__}: {error}", retryable=True) from error
+
+
+def _aside(work: Callable[[], T]) -> asyncio.Future[T]:
+    """In a thread that does not keep the process from ending: NCCL may wait for ever for who is gone."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits is told
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 async def _ranks_of(engine: Called) -> tuple[int, str]:
@@ -262,6 +284,15 @@ async def _ranks_of(engine: Called) -> tuple[int, str]:
                 'in one stage; set trainer.publish_transport = "files"'
             )
     return int(said.get("tp_size", 1)), str(said.get("device", "cpu"))
+
+
+def _meeting_place(url: str, size: int) -> tuple[str, dist.TCPStore]:
+    """Where a group of that size meets: this machine's address as the engine sees it, and the store there.
+    Raises OSError, RuntimeError."""
+    parts = urlsplit(url)
+    address = address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
+    timeout = timedelta(seconds=JOIN_S)
+    return address, dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 async def _go_on(engine: Called) -> None:
