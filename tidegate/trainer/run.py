@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from tidegate import failpoints, sections
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import Environment
-from tidegate.errors import ConfigError, HopelessError, StorageError
+from tidegate.errors import ConfigError, HopelessError, StorageError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.audit import audit_run, summary
@@ -41,6 +43,8 @@ from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 
 STATE_S = 0.5
+FULL = (errno.ENOSPC, errno.EDQUOT)
+OF_DISKS = (*FULL, errno.EIO, errno.EROFS)
 
 
 @dataclass(slots=True)
@@ -101,10 +105,7 @@ class Run:
                 finally:
                     await self._guard.close()
         except OSError as error:
-            where = error.filename or self.dir
-            raise StorageError(
-                f"{where}: {error.strerror or error}; make room, then go on with --resume"
-            ) from error
+            raise _in_words(error, self.dir) from error
         status = "interrupted" if self.loop.step < self.settings.trainer.steps else "completed"
         return Result(status, None, self.loop.step, self.before, self.after)
 
@@ -342,3 +343,17 @@ class Run:
             "version": float(admission.version),
             **self.tokens.metrics(),
         }
+
+
+def _in_words(error: OSError, run_dir: Path) -> TidegateError:
+    """What an error of the operating system means for a run: files that cannot be had, or anything else, such
+    as a connection or a deadline, whose traceback is kept in the log."""
+    if error.filename or error.errno in OF_DISKS:
+        remedy = "make room" if error.errno in FULL else "make it usable"
+        where = error.filename or run_dir
+        return StorageError(f"{where}: {error.strerror or error}; {remedy}, then go on with --resume")
+    log = run_dir / "logs" / "trainer-0.log"
+    with log.open("a", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
+    return TidegateError(f"the run failed of {what}; {log} says where. Go on with --resume")

@@ -1,0 +1,72 @@
+"""What a run says when the operating system refuses it something."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tidegate.config import load_settings
+from tidegate.errors import StorageError, TidegateError
+from tidegate.observer import Silent
+from tidegate.trainer.run import Run
+
+
+async def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> TidegateError:
+    """The error of a run in which this one comes up."""
+
+    async def assemble(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Run, "_assemble", assemble)
+    settings = load_settings(None, ["--model.path=x", f"--run.dir={tmp_path}", "--run.name=run"])
+    with pytest.raises(TidegateError) as found:
+        await Run(settings, cast(Any, None), Silent()).train()
+    assert found.value.__cause__ is error
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "failed of TimeoutError; "),
+        (
+            ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+            r"failed of ConnectionRefusedError: .*refused; ",
+        ),
+        (socket.gaierror(socket.EAI_NONAME, "name not known"), r"failed of gaierror: .*name not known; "),
+    ],
+)
+async def test_what_is_no_fault_of_a_disk_keeps_its_own_words_and_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, words: str
+) -> None:
+    found = await said(tmp_path, monkeypatch, error)
+    assert not isinstance(found, StorageError)
+    found_words = str(found)
+    assert re.search(words, found_words), found_words
+    assert "make room" not in found_words
+    log = tmp_path / "run" / "logs" / "trainer-0.log"
+    assert str(log) in found_words
+    assert "in assemble" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "file", "words"),
+    [
+        (errno.ENOSPC, None, "run: No space left on device; make room, then"),
+        (errno.EDQUOT, "here", "here: Disk quota exceeded; make room, then"),
+        (errno.EROFS, None, "run: Read-only file system; make it usable, then"),
+        (errno.EACCES, "there", "there: Permission denied; make it usable, then"),
+    ],
+)
+async def test_files_that_cannot_be_had_are_said_with_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: str | None, words: str
+) -> None:
+    found = await said(tmp_path, monkeypatch, OSError(number, os.strerror(number), file))
+    assert isinstance(found, StorageError)
+    assert words in str(found)
