@@ -1,15 +1,20 @@
-"""The engines of a run: how many, under which names, with which command line."""
+"""The servers of a run: how many, under which names, with which command line, and started again how often."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tidegate.config import load_settings
+from tidegate.errors import StartError
+from tidegate.trainer import processes
 from tidegate.trainer.local import Local
-from tidegate.trainer.servers import engine_arguments, pinned
+from tidegate.trainer.servers import MAX_RESTARTS, engine_arguments, pinned
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
@@ -34,3 +39,84 @@ def test_weights_that_an_engine_starts_with_outlive_the_version(tmp_path: Path) 
     assert ((again / "model.safetensors").read_text(), version, again) == ("v2", 2, place)
     base = tmp_path / "elsewhere" / "base"
     assert pinned(lambda: (base, 0), tmp_path, "engine-1") == (base, 0)
+
+
+@dataclass
+class Mortal:
+    """A server that dies once, and of whose restarts the first so many fail. It stands for the list of
+    engines and for the gateway's client, too."""
+
+    failing: int
+    name: str = "engine"
+    url: str = "http://127.0.0.1:1"
+    restarts: int = 0
+    notes: list[str] = field(default_factory=list)
+    back: asyncio.Event = field(default_factory=asyncio.Event)
+    given_up: str = ""
+
+    async def died(self) -> str:
+        if self.restarts:
+            self.back.set()
+            await asyncio.Event().wait()
+        return f"the {self.name} was killed by SIGKILL"
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        if self.restarts <= self.failing:
+            raise StartError(f"the {self.name} did not start: no memory")
+        self.url = "http://127.0.0.1:2"
+
+    def last_words(self) -> str:
+        return "its last words"
+
+    async def returned(self, before: str, url: str) -> None:
+        self.notes.append(f"{before} is {url} now")
+
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+
+    async def kept(self) -> None:
+        """Until it serves again, or its owner gives it up."""
+        one = cast(Any, self)
+        keeping = asyncio.create_task(
+            processes._keep_engine(one, lambda: (Path(), 7), self.notes.append, one)
+            if self.name == "engine"
+            else processes._keep_gateway(one, one, self.notes.append)
+        )
+        serving = asyncio.create_task(self.back.wait())
+        async with asyncio.timeout(5):
+            await asyncio.wait([keeping, serving], return_when=asyncio.FIRST_COMPLETED)
+        for task in (keeping, serving):
+            task.cancel()
+        if keeping.done():
+            await keeping
+        await asyncio.gather(keeping, serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize("name", ["engine", "gateway"])
+async def test_a_server_that_dies_as_it_starts_is_started_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PAUSE_S", 0)
+    server = Mortal(failing=2, name=name)
+    await server.kept()
+    assert server.restarts == 3
+    assert server.notes[:3] == [
+        f"the {name} was killed by SIGKILL; starting it again",
+        *[f"the {name} did not start: no memory; starting it again"] * 2,
+    ]
+    assert f"the {name} is back" in server.notes[3]
+    if name == "engine":
+        assert server.notes[4] == "http://127.0.0.1:1 is http://127.0.0.1:2 now"
+
+
+@pytest.mark.parametrize("name", ["engine", "gateway"])
+async def test_a_server_that_never_starts_again_is_given_up(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PAUSE_S", 0)
+    server = Mortal(failing=1000, name=name)
+    with pytest.raises(StartError, match="did not start: no memory, after 5 restarts; its last words"):
+        await server.kept()
+    assert server.restarts == MAX_RESTARTS
+    assert ("no memory" in server.given_up) == (name == "gateway")

@@ -20,6 +20,9 @@ from tidegate.trainer.guard import Guard
 from tidegate.trainer.parts import Live, Parts, Server
 from tidegate.trainer.servers import MAX_RESTARTS
 
+PAUSE_S = 1.0
+"""After a start that failed: what a dead process held (an address, memory) may be free a moment later."""
+
 
 @dataclass(slots=True)
 class Processes:
@@ -78,14 +81,27 @@ async def _start_engines(
 async def _keep_engine(engine: Server, live: Live, note: Callable[[str], None], engines: Engines) -> None:
     """Restart a dead engine with what is live; give up after MAX_RESTARTS."""
     while True:
-        how = await engine.died()
-        if engine.restarts >= MAX_RESTARTS:
-            raise StartError(f"{how}, after {engine.restarts} restarts; {engine.last_words()}")
-        note(f"{how}; starting it again")
-        version, before = live()[1], engine.url
-        await engine.restart()
+        why: str | None = await engine.died()
+        before = engine.url
+        while why is not None:
+            version = live()[1]
+            why = await _again(engine, why, note)
         note(f"the {engine.name} is back at version {version}")
         await engines.returned(before, engine.url)
+
+
+async def _again(server: Server, why: str, note: Callable[[str], None]) -> str | None:
+    """Start a server again that is down, and why it is; None, or why it is still. Raises StartError when that
+    was done too often."""
+    if server.restarts >= MAX_RESTARTS:
+        raise StartError(f"{why}, after {server.restarts} restarts; {server.last_words()}")
+    note(f"{why}; starting it again")
+    try:
+        await server.restart()
+    except StartError as error:
+        await asyncio.sleep(PAUSE_S)
+        return str(error)
+    return None
 
 
 async def _start_gateway(
@@ -113,11 +129,9 @@ async def _keep_gateway(gateway: Server, client: GatewayClient, note: Callable[[
     """Restart a dead gateway: its journal holds what it was doing. Give up after MAX_RESTARTS."""
     try:
         while True:
-            how = await gateway.died()
-            if gateway.restarts >= MAX_RESTARTS:
-                raise StartError(f"{how}, after {gateway.restarts} restarts; {gateway.last_words()}")
-            note(f"{how}; starting it again")
-            await gateway.restart()
+            why: str | None = await gateway.died()
+            while why is not None:
+                why = await _again(gateway, why, note)
             note("the gateway is back, with the sessions it had")
     except StartError as error:
         client.give_up(str(error))  # the run ends now, and what it still has to tell it need not wait
