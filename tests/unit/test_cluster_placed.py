@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tidegate.trainer.cluster import placed
 from tidegate.trainer.cluster.calls import LostError
+from tidegate.trainer.cluster.parcels import Parcel, Shelf
 from tidegate.trainer.cluster.passing import Node
 from tidegate.trainer.cluster.placed import PlacedServer
 
@@ -45,7 +47,6 @@ async def test_a_server_that_is_not_ready_in_time_is_named(
 async def test_a_lost_server_is_asked_for_until_it_is_there_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere, and with nothing in its logs that is known."""
     monkeypatch.setattr(placed, "PAUSE_S", 0)
     urls = iter(["http://192.0.2.2:1", LostError("it is being started"), "http://192.0.2.3:1"])
 
@@ -60,7 +61,76 @@ async def test_a_lost_server_is_asked_for_until_it_is_there_again(
 
     server = PlacedServer("engine-2", actor(about=there, start=start, died=died), HOME, tmp_path)
     assert await server.start() == "http://192.0.2.2:1"
-    server._known["engine-2.log"] = 5
     assert await server.died() == "the engine-2 was lost: its node died"
     await server.restart()
-    assert (server.url, server.restarts, server._known) == ("http://192.0.2.3:1", 1, {})
+    assert (server.url, server.restarts) == ("http://192.0.2.3:1", 1)
+
+
+class Logging:
+    """An actor's logs; the actor answers when it is let."""
+
+    def __init__(self, directory: str) -> None:
+        self.file = Path(directory) / "engine-2.log"
+        self.text = b""
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def logs(self, known: Mapping[Path, int]) -> dict[Path, bytes]:
+        found = {self.file: self.text[known.get(self.file, 0) :]}
+        await self.go.wait()
+        return found
+
+
+async def test_logs_that_are_asked_for_twice_at_a_time_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a run's end the last logs are taken while those of the last seconds are under way."""
+
+    async def nothing() -> None: ...
+
+    monkeypatch.setattr(placed.ray, "kill", lambda _: None)
+    node = Logging("/tmp/first")
+    server = PlacedServer("engine-2", actor(logs=node.logs, stop=nothing, leave=nothing), HOME, tmp_path)
+    node.text = b"one\n"
+    node.go.clear()
+    both = [asyncio.create_task(server.gather_logs()), asyncio.create_task(server.end())]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    node.go.set()
+    await asyncio.gather(*both)
+    assert (tmp_path / "engine-2.log").read_bytes() == b"one\n"
+
+
+async def test_logs_of_an_actor_that_was_taken_for_lost_are_not_fetched_again(tmp_path: Path) -> None:
+    """Those of one that was made again, elsewhere, are, from their beginning."""
+    node = Logging("/tmp/first")
+    host = actor(logs=lambda known: node.logs(known), about=there)
+    server = PlacedServer("engine-2", host, HOME, tmp_path)
+    node.text = b"one\n"
+    await server.gather_logs()
+    await server.back(lambda: server.arrive(1))
+    node.text += b"two\n"
+    await server.gather_logs()
+    node = Logging("/tmp/second")
+    node.text = b"made again\n"
+    await server.gather_logs()
+    assert (tmp_path / "engine-2.log").read_bytes() == b"one\ntwo\nmade again\n"
+
+
+async def test_a_parcel_that_is_asked_for_twice_at_a_time_is_unpacked_once(tmp_path: Path) -> None:
+    """An engine that is started again and a publish want the same version."""
+    loop = asyncio.get_running_loop()
+    first, second = loop.create_future(), loop.create_future()
+    shelf = Shelf(tmp_path)
+    parcel = Parcel("000001-v1", {"a": first, "b": second})
+    both = [asyncio.create_task(shelf.unpack(parcel)) for _ in range(2)]
+    first.set_result(np.frombuffer(b"aa", np.uint8))
+    while not list(tmp_path.glob("*/a")):
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    second.set_result(np.frombuffer(b"bb", np.uint8))
+    places = await asyncio.gather(*both)
+    assert places == [tmp_path / parcel.name] * 2
+    assert {file.name: file.read_bytes() for file in places[0].iterdir()} == {"a": b"aa", "b": b"bb"}
+    assert await shelf.unpack(parcel) == places[0]

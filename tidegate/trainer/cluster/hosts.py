@@ -38,12 +38,12 @@ class Host:
         """Where this is, and whether the run's directory is seen from here."""
         return self.node, self.shares
 
-    async def logs(self, known: Mapping[str, int]) -> dict[str, bytes]:
+    async def logs(self, known: Mapping[Path, int]) -> dict[Path, bytes]:
         """What logs of this node's own directory have beyond so many bytes of each."""
         if self.shares:
             return {}
         files = sorted((self.directory / "logs").glob("*.log"))
-        return {file.name: _beyond(file, known.get(file.name, 0)) for file in files}
+        return {file: _beyond(file, known.get(file, 0)) for file in files}
 
     async def stop(self) -> None:
         """End what this owns; may be called twice."""

@@ -56,20 +56,26 @@ class Shelf:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._kept: list[Path] = []
+        self._unpacking = asyncio.Lock()
 
     async def unpack(self, parcel: Parcel) -> Path:
-        """Write the files, and name the directory when it is whole. Raises OSError, and RayError where
-        they are lost."""
+        """Write the files, and name the directory when it is whole; once, also where a start and a load ask
+        for it at the same time. Raises OSError, and RayError where they are lost."""
         place = self._directory / parcel.name
-        if place not in self._kept:
-            part = place.with_suffix(".partial")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            for name, reference in parcel.files.items():
-                content = await reference
-                await asyncio.to_thread(content.tofile, part / name)
-            part.replace(place)
-            self._kept.append(place)
-        while len(self._kept) > KEPT:
-            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+        async with self._unpacking:
+            if place not in self._kept:
+                await _write(parcel, place)
+                self._kept.append(place)
+            while len(self._kept) > KEPT:
+                shutil.rmtree(self._kept.pop(0), ignore_errors=True)
         return place
+
+
+async def _write(parcel: Parcel, place: Path) -> None:
+    part = place.with_suffix(".partial")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for name, reference in parcel.files.items():
+        content = await reference
+        await asyncio.to_thread(content.tofile, part / name)
+    part.replace(place)

@@ -44,7 +44,9 @@ class Placed:
         self._actor = actor
         self._home = home
         self._logs = logs
-        self._known: dict[str, int] = {}
+        self._gathering = asyncio.Lock()
+        self._known: dict[Path, int] = {}
+        """How many bytes of each log on its node are here. An actor that is made again writes others."""
 
     async def arrive(self, within_s: float) -> None:
         """Wait until it is there, and look whether it is as this node. Raises StartError."""
@@ -57,12 +59,13 @@ class Placed:
         """Add to the run's logs what is new in those of the node. Raises StartError, OSError."""
         if self.shares:
             return
-        news: Mapping[str, bytes] = await answer(self._actor.logs.remote(self._known), self.name)
-        await asyncio.to_thread(self._write, news)
+        async with self._gathering:  # else two would ask for the same
+            news: Mapping[Path, bytes] = await answer(self._actor.logs.remote(self._known), self.name)
+            await asyncio.to_thread(self._write, news)
 
-    def _write(self, news: Mapping[str, bytes]) -> None:
+    def _write(self, news: Mapping[Path, bytes]) -> None:
         for file, text in news.items():
-            with (self._logs / file).open("ab") as log:
+            with (self._logs / file.name).open("ab") as log:
                 log.write(text)
             self._known[file] = self._known.get(file, 0) + len(text)
 
@@ -76,7 +79,6 @@ class Placed:
 
     async def back(self, start: Callable[[], Awaitable[object]]) -> None:
         """Start again after a loss, as soon as that is possible. Raises StartError."""
-        self._known.clear()
         deadline = time.monotonic() + LOST_S
         while True:
             try:
