@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tidegate.trainer.cluster import placed
@@ -117,20 +118,33 @@ async def test_logs_of_an_actor_that_was_taken_for_lost_are_not_fetched_again(tm
     assert (tmp_path / "engine-2.log").read_bytes() == b"one\ntwo\nmade again\n"
 
 
+class Reference:
+    """Of bytes in the object store, which come when they are let."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = np.frombuffer(content, np.uint8)
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
+
+    def __await__(self) -> Generator[Any, None, npt.NDArray[np.uint8]]:
+        self.asked.set()
+        yield from self.go.wait().__await__()
+        return self._content
+
+
 async def test_a_parcel_that_is_asked_for_twice_at_a_time_is_unpacked_once(tmp_path: Path) -> None:
     """An engine that is started again and a publish want the same version."""
-    loop = asyncio.get_running_loop()
-    first, second = loop.create_future(), loop.create_future()
+    first, second = Reference(b"aa"), Reference(b"bb")
     shelf = Shelf(tmp_path)
     parcel = Parcel("000001-v1", {"a": first, "b": second})
     both = [asyncio.create_task(shelf.unpack(parcel)) for _ in range(2)]
-    first.set_result(np.frombuffer(b"aa", np.uint8))
-    while not list(tmp_path.glob("*/a")):
-        await asyncio.sleep(0)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    second.set_result(np.frombuffer(b"bb", np.uint8))
-    places = await asyncio.gather(*both)
+    first.go.set()
+    async with asyncio.timeout(5):
+        await second.asked.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        second.go.set()
+        places = await asyncio.gather(*both)
     assert places == [tmp_path / parcel.name] * 2
     assert {file.name: file.read_bytes() for file in places[0].iterdir()} == {"a": b"aa", "b": b"bb"}
     assert await shelf.unpack(parcel) == places[0]

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from tidegate.config import Settings
-from tidegate.errors import StartError, TidegateError, TrainingError
+from tidegate.errors import StartError, TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.cluster.calls import LostError, meaning
 from tidegate.trainer.cluster.connect import connected, reserved
@@ -29,6 +29,7 @@ NEWS_S = 300.0
 """A run that is lost is known at once; one that writes its report says nothing for a while."""
 ARRIVE_S = 120.0
 STOPPED = 130
+GO_ON = "Go on from the last checkpoint with --resume"
 
 
 def drive(
@@ -37,23 +38,22 @@ def drive(
     """Run a job on a cluster; returns its exit code. `make` is called there.
 
     Ctrl-C (or SIGTERM) once asks the job to stop, twice ends everything at once; before there is a job, once
-    is enough. Raises TidegateError.
+    is enough. Raises TidegateError, also where the cluster is lost.
     """
     placement = Placement.of(settings)
     environment = passed_on(os.environ, settings.cluster.environment)
     errand = Errand(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
     with connected(cluster) as home:
         patience_s = settings.cluster.patience_s
-        with reserved(settings.run.name, placement, home, patience_s) as seats:
+        with _losses_told(), reserved(settings.run.name, placement, home, patience_s) as seats:
             head = seats.take(HOME, Head, errand, seats)
             try:
                 _compare(head)
                 with _signals() as signals:
                     return _follow(head, observer, signals)
-            except RayError as error:
-                raise _explained(error) from error
             finally:
-                ray.kill(head)
+                with contextlib.suppress(ConnectionError):  # with the cluster gone, it is gone
+                    ray.kill(head)
 
 
 def _compare(head: Any) -> None:
@@ -109,8 +109,17 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _explained(error: RayError) -> TidegateError:
-    found = meaning(error, "the run")
-    if isinstance(found, LostError):
-        return TrainingError(f"{found}. Go on from the last checkpoint with --resume")
-    return found
+@contextlib.contextmanager
+def _losses_told() -> Iterator[None]:
+    """Raises TidegateError for what Ray raises; through ray:// a lost cluster is no RayError."""
+    try:
+        yield
+    except RayError as error:
+        found = meaning(error, "the run")
+        if isinstance(found, LostError):
+            raise TrainingError(f"{found}. {GO_ON}") from error
+        raise found from error
+    except BrokenPipeError:  # of who reads what is shown
+        raise
+    except ConnectionError as error:
+        raise TrainingError(f"the cluster was lost: its head node, or the way to it. {GO_ON}") from error

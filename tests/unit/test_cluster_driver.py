@@ -1,0 +1,77 @@
+"""The command's side of a run on a cluster, where the cluster goes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from tidegate.config import Settings, load_settings
+from tidegate.errors import TrainingError
+from tidegate.observer import Silent
+from tidegate.trainer.cluster import driver
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return load_settings(None, ["--model.path=examples/tiny_base/model"])
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
+    """A cluster whose calls raise what is put here, by their names."""
+    errors: dict[str, BaseException] = {}
+
+    def call(name: str) -> Any:
+        def raising(*_: object, **__: object) -> None:
+            if name in errors:
+                raise errors[name]
+
+        return raising
+
+    @contextlib.contextmanager
+    def reserved(*_: object) -> Iterator[SimpleNamespace]:
+        handle = SimpleNamespace(about=SimpleNamespace(remote=lambda: None))
+        yield SimpleNamespace(take=lambda *_: handle)
+
+    monkeypatch.setattr(driver, "connected", lambda _: contextlib.nullcontext("home"))
+    monkeypatch.setattr(driver, "reserved", reserved)
+    monkeypatch.setattr(driver, "ray", SimpleNamespace(get=call("get"), kill=call("kill")))
+    return errors
+
+
+def drive(settings: Settings) -> int:
+    def make(*_: object) -> Any:
+        raise AssertionError("that is called on the cluster")
+
+    return driver.drive("ray://head:10001", settings, make, Silent())
+
+
+def test_a_head_node_that_is_lost_behind_ray_s_client_is_told_in_a_sentence(
+    settings: Settings, failing: dict[str, BaseException]
+) -> None:
+    """There nothing is a RayError, and what is to be ended cannot be told so."""
+    failing["get"] = ConnectionError("GRPC connection failed: <...>")
+    failing["kill"] = ConnectionError("Client is shutting down.")
+    with pytest.raises(TrainingError, match=r"^the cluster was lost: .*--resume$"):
+        drive(settings)
+
+
+def test_a_run_whose_actor_died_is_told_as_such(
+    settings: Settings, failing: dict[str, BaseException]
+) -> None:
+    failing["get"] = ActorDiedError()
+    with pytest.raises(TrainingError, match=r"^the run was lost: .*--resume$"):
+        drive(settings)
+
+
+def test_a_reader_who_went_away_is_no_lost_cluster(
+    settings: Settings, failing: dict[str, BaseException]
+) -> None:
+    failing["get"] = BrokenPipeError()
+    with pytest.raises(BrokenPipeError):
+        drive(settings)
