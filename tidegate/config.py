@@ -171,8 +171,8 @@ class TrainerSettings(Section):
     """Optimiser steps between publishes; the last step is published too. `never` is for benchmarks: the
     engines keep the weights that they began with, and nobody waits for a publish."""
     publish_transport: Literal["files", "broadcast"] = "files"
-    """How weights reach engines: as files that they read, or sent over a process group (gloo). They are
-    written either way, for engines that are started again."""
+    """How weights reach engines: as files that they read, or sent over a process group: NCCL where both
+    are on GPUs, else gloo. They are written either way, for engines that are started again."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts of one slot before its group is partial or failed and its task is quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2

@@ -17,6 +17,9 @@ be retried is never 408, 409, 429 or 5xx.
 
 from __future__ import annotations
 
+STOPPED = 130
+"""The exit code of what a person stopped, by Ctrl-C or SIGTERM; no error."""
+
 
 class TidegateError(Exception):
     """Base of every error that Tidegate raises on purpose. `str(error)` is fit to be shown."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tidegate.agents.base import load_agent
 from tidegate.config import Settings
 from tidegate.envs.base import load_environment
-from tidegate.errors import StartError, TidegateError
+from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.local import Local
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
@@ -24,8 +24,6 @@ from tidegate.viewer.report import write_report
 
 if TYPE_CHECKING:
     from tidegate.trainer.run import Result, Run
-
-STOPPED = 130
 
 
 def launch(

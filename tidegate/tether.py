@@ -1,4 +1,4 @@
-"""Runs another program that ends when the one who started it does: `python -m tidegate.tether COMMAND …`.
+"""Runs a program that ends when its parent does: `python -m tidegate.tether PARENT COMMAND …`, by process id.
 
 The kernel is asked to send SIGTERM when the parent dies, and then the command takes this process's place; the
 request outlives the change. Linux only, where SGLang and vLLM run.

@@ -24,7 +24,7 @@ from tidegate.cli import (
     view,
     vllm,
 )
-from tidegate.errors import TidegateError
+from tidegate.errors import STOPPED, TidegateError
 
 VERBS = (
     init,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tidegate: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return STOPPED
     except BrokenPipeError:  # whoever read what was printed has gone: `tidegate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.verbs import Verbs
-from tidegate.errors import ConfigError
+from tidegate.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
@@ -118,7 +118,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     else:
         print("\n".join(result_lines(results)))
         print(f"episodes and results: {job.directory}")
-    return 0 if results["status"] == "completed" else 130
+    return 0 if results["status"] == "completed" else STOPPED
 
 
 def _settings(arguments: argparse.Namespace, target: Target | None, overrides: list[str]) -> Settings:

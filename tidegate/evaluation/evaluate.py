@@ -17,7 +17,7 @@ import orjson
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment, load_environment
-from tidegate.errors import ConfigError
+from tidegate.errors import STOPPED, ConfigError
 from tidegate.evaluation.direct import Endpoint, direct
 from tidegate.evaluation.hosted import hosted
 from tidegate.evaluation.sampler import Attempt, Episode, Sampler
@@ -151,7 +151,7 @@ async def _until_stopped(work: Any) -> str:
     def stop() -> None:
         nonlocal stopped
         if stopped:
-            os._exit(130)
+            os._exit(STOPPED)
         stopped = True
         main.cancel()
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from tidegate.config import Settings
-from tidegate.errors import StartError, TrainingError
+from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.cluster.calls import LostError, meaning
 from tidegate.trainer.cluster.connect import connected, reserved
@@ -28,7 +28,6 @@ LOOK_S = 0.25
 NEWS_S = 300.0
 """A run that is lost is known at once; one that writes its report says nothing for a while."""
 ARRIVE_S = 120.0
-STOPPED = 130
 GO_ON = "Go on from the last checkpoint with --resume"
 
 
