@@ -16,6 +16,7 @@ import transformers
 
 from tests.tiny import make_tiny_model
 from tests.waiting import announced
+from tidegate import checksum
 from tidegate.engine.model import load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.server import serve
@@ -130,16 +131,16 @@ def test_settings_that_do_not_fit_the_model(tmp_path: Path) -> None:
         load_model(EngineOptions(tmp_path))
 
 
-def test_published_weights_may_be_laid_over_the_model(tmp_path: Path) -> None:
-    base, published = tmp_path / "base", tmp_path / "published"
-    make_tiny_model(base, hidden=32)
-    plain = make_tiny_model(published, hidden=32, seed=5)
-    (published / "config.json").unlink()
-    model = load_model(EngineOptions(base, load_weights_from=published))
-    live = model.hf_model.state_dict()
-    assert all((live[name] == tensor).all() for name, tensor in plain.state_dict().items())
-    with pytest.raises(StartError, match="there is no such directory"):
-        load_model(EngineOptions(base, load_weights_from=tmp_path / "gone"))
+def test_weights_that_are_not_those_that_were_written_are_refused_at_the_start(tmp_path: Path) -> None:
+    """As they are when an engine that runs is to load them."""
+    make_tiny_model(tmp_path, hidden=32)
+    checksum.write(tmp_path)
+    load_model(EngineOptions(tmp_path))
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StartError, match="are not those that were written"):
+        load_model(EngineOptions(tmp_path))
 
 
 SERVE = """

@@ -26,6 +26,7 @@ CORE = {
     "prometheus",
     "key",
     "checksum",
+    "weight_files",
     "weights_group",
     "__init__",
 }

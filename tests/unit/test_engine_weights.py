@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_tiny_model
 from tidegate import checksum
-from tidegate.engine.weights import WeightsError, copy_weights, read_weights
+from tidegate.engine.weights import copy_weights, read_weights
+from tidegate.weight_files import WeightsError
 
 Tensors = dict[str, torch.Tensor]
 NORM = "model.layers.1.input_layernorm.weight"

@@ -25,6 +25,7 @@ from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.options import VLLMOptions
 from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
+from tidegate.weight_files import INDEX_FILE, WeightsError
 
 LIMITS = Limits(100, 50, frozenset({7}), has_tokenizer=True)
 
@@ -52,27 +53,27 @@ def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
     ],
 )
 def test_other_weights_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str) -> None:
-    with pytest.raises(weights.WeightsError, match=said):
+    with pytest.raises(WeightsError, match=said):
         weights.check(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, tied=False)
 
 
 def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
     whole = save(tmp_path / "new", a=(2,), **{weights.TIED: (2,)})
     weights.check(whole, {"a": (2,)}, tied=True)
-    with pytest.raises(weights.WeightsError, match=weights.TIED):
+    with pytest.raises(WeightsError, match=weights.TIED):
         weights.check(whole, {"a": (2,)}, tied=False)
 
 
 def test_files_that_are_cut_short_or_missing_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "new", a=(20, 30)) / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(weights.WeightsError, match="not a whole safetensors file"):
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
         weights.manifest(path.parent)
     path.unlink()
-    with pytest.raises(weights.WeightsError, match="has no"):
+    with pytest.raises(WeightsError, match="has no"):
         weights.manifest(path.parent)
-    (path.parent / weights.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
-    with pytest.raises(weights.WeightsError, match=r"b\.safetensors"):
+    (path.parent / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"b\.safetensors"):
         weights.manifest(path.parent)
 
 
@@ -84,7 +85,7 @@ def test_files_that_are_not_those_that_were_written_are_refused(tmp_path: Path) 
     path = new / "a.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(weights.WeightsError, match="are not those that were written"):
+    with pytest.raises(WeightsError, match="are not those that were written"):
         weights.check(new, served, tied=False)
 
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
+from tidegate import checksum
 from tidegate.engine.cache import VIEW_STEP, Room, RowSnapshot, SlotCache, rounded
 from tidegate.engine.decode import CudaGraphs, Eager, Recorded, Recorder
 from tidegate.engine.device import upload
@@ -29,7 +30,6 @@ from tidegate.engine.requests import Generation
 from tidegate.engine.slots import Slots
 from tidegate.engine.weights import (
     CheckedWeights,
-    WeightsError,
     check_weights,
     converts_weights,
     copy_weights,
@@ -167,7 +167,10 @@ class Model:
 
 
 def load_model(options: EngineOptions) -> Model:
-    """Load a model directory; raises StartError in one sentence."""
+    """Load a model directory, whose weights are held against their checksum where one was kept.
+
+    Raises StartError in one sentence.
+    """
     if not options.model.is_dir():
         raise StartError(f"{options.model}: there is no such model directory")
     if not (options.model / "config.json").is_file():
@@ -175,6 +178,19 @@ def load_model(options: EngineOptions) -> Model:
     torch.set_num_threads(options.threads)
     hf_logging.disable_progress_bar()
     device = _device(options.device)
+    hf_model = _pretrained(options)
+    damage = checksum.fault_of(options.model)
+    if damage is not None:
+        raise StartError(damage)
+    hf_model.requires_grad_(False).eval().to(device)
+    recorder = partial(CudaGraphs, device) if device.type == "cuda" else None
+    model = Model(hf_model, options.max_slots, options.max_context, recorder)
+    probe(model, options.model)
+    return model
+
+
+def _pretrained(options: EngineOptions) -> Any:
+    """The model with all its weights, in CPU memory; raises StartError."""
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         _attention_layers(config, options.max_context)
@@ -194,16 +210,7 @@ def load_model(options: EngineOptions) -> Model:
         if found.get(fault):
             names = sorted(str(name) for name in found[fault])
             raise StartError(f"{options.model}: {fault.replace('_', ' ')} in its weights: {names[:5]}")
-    hf_model.requires_grad_(False).eval().to(device)
-    recorder = partial(CudaGraphs, device) if device.type == "cuda" else None
-    model = Model(hf_model, options.max_slots, options.max_context, recorder)
-    if options.load_weights_from is not None:
-        try:
-            model.copy_weights(model.read_weights(options.load_weights_from))
-        except WeightsError as error:
-            raise StartError(str(error)) from None
-    probe(model, options.model)
-    return model
+    return hf_model
 
 
 def _device(name: str) -> torch.device:

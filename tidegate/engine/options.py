@@ -10,10 +10,8 @@ from pathlib import Path
 class EngineOptions:
     """One embedded engine.
 
-    `weight_version` labels the weights it starts with; `load_weights_from` is a directory of
-    safetensors laid over the model's own (a published policy, when an engine is started again).
-    `prefix_cache_mb` bounds what is kept of earlier sequences, so that a follow-up turn computes only
-    what is new; 0 keeps nothing.
+    `weight_version` labels the weights it starts with. `prefix_cache_mb` bounds what is kept of earlier
+    sequences, so that a follow-up turn computes only what is new; 0 keeps nothing.
     """
 
     model: Path
@@ -24,4 +22,3 @@ class EngineOptions:
     max_context: int = 1024
     prefix_cache_mb: int = 256
     weight_version: int = 0
-    load_weights_from: Path | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -16,14 +15,9 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tidegate import checksum
-from tidegate.errors import TidegateError
+from tidegate.weight_files import WeightsError, weight_files
 
-INDEX_FILE = "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class WeightsError(TidegateError):
-    """Weights that cannot be loaded into the live model; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,7 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
 
     Raises WeightsError, which names the file or the tensor.
     """
-    files = _files(directory)
+    files = weight_files(directory)
     if converts_weights(hf_model):
         weights = _read_converted(hf_model, directory)
     else:
@@ -127,26 +121,6 @@ def _live_tensors(hf_model: Any) -> list[tuple[list[str], Tensor]]:
         key = (tensor.data_ptr(), tuple(tensor.shape))
         by_storage.setdefault(key, ([], tensor))[0].append(name)
     return list(by_storage.values())
-
-
-def _files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise WeightsError(f"{directory}: there is no such directory")
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index}: not a safetensors index: {error!r}") from None
-        paths = [directory / name for name in names]
-    else:
-        paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise WeightsError(f"{directory} has no *.safetensors file")
-    for path in paths:
-        if not path.is_file():
-            raise WeightsError(f"{path}: named by {INDEX_FILE}, but not there")
-    return paths
 
 
 def _tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Tensor]]:

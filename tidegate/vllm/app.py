@@ -29,7 +29,7 @@ from tidegate.errors import EngineError, TidegateError
 from tidegate.serve import Listen, bind, run_app
 from tidegate.vllm.bridge import Bridge
 from tidegate.vllm.options import VLLMOptions
-from tidegate.vllm.weights import WeightsError
+from tidegate.weight_files import WeightsError
 
 PAUSE_MODES = ("abort", "retract")
 

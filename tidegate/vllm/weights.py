@@ -3,15 +3,13 @@ ones, and what it makes of others it finds out half-way."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from tidegate import checksum
-from tidegate.errors import TidegateError
+from tidegate.weight_files import WeightsError, weight_files
 
-INDEX_FILE = "model.safetensors.index.json"
 TIED = "lm_head.weight"
 """Need not be there where it is the embedding again."""
 NAMED = 5
@@ -20,17 +18,13 @@ Manifest = dict[str, tuple[int, ...]]
 """A tensor's name: its shape."""
 
 
-class WeightsError(TidegateError):
-    """Weights that are not those of the model that is served; nothing was changed."""
-
-
 def manifest(directory: Path) -> Manifest:
     """What a directory of safetensors has. Only the files' heads are read, which tell how long a file is.
 
     Raises WeightsError where a file is missing, cut short, or no safetensors.
     """
     found: Manifest = {}
-    for path in _files(directory):
+    for path in weight_files(directory):
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
@@ -59,17 +53,3 @@ def check(directory: Path, served: Manifest, *, tied: bool) -> None:
     fault = checksum.fault_of(directory)
     if fault is not None:
         raise WeightsError(fault)
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index}: not a safetensors index: {error!r}") from None
-        return sorted(directory / name for name in names)
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise WeightsError(f"{directory} has no *.safetensors file")
-    return paths
