@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from tidegate.errors import StartError
 from tidegate.services import signal_child
@@ -18,6 +20,8 @@ READY = b"ready\n"
 """What it says first, on its standard output."""
 READY_S = 120.0
 STOP_S = 8.0
+PATIENCE_S = 600.0
+"""How long a rank waits for another in the middle of a step, before it takes it for lost."""
 
 
 class Following(Protocol):
@@ -34,24 +38,30 @@ class Following(Protocol):
 class Follower:
     """A process of this machine. Its log is `logs/trainer-<rank>.log`."""
 
-    def __init__(self, rank: int, logs: Path) -> None:
+    def __init__(self, rank: int, logs: Path, patience_s: float = PATIENCE_S) -> None:
         self.rank = rank
         self.log = logs / f"trainer-{rank}.log"
-        self._commands: BinaryIO | None = None
+        self._patience_s = patience_s
+        self._commands: int | None = None
+        self._telling = threading.Lock()
         self._process: asyncio.subprocess.Process | None = None
+
+    def command(self) -> Sequence[str]:
+        """What is run: something that says READY, and is told."""
+        return (sys.executable, "-m", "tidegate.trainer.follower")
 
     async def start(self) -> None:
         """Returns when it is ready to be told. Raises StartError.
 
         It is ended by the kernel, too, when this process dies: in a collective it reads no input.
         """
-        theirs, ours = os.pipe()
-        self._commands = os.fdopen(ours, "wb")
+        theirs, self._commands = os.pipe()
+        os.set_blocking(self._commands, False)
         tether = [sys.executable, "-m", "tidegate.tether", str(os.getpid())]
         try:
             with await asyncio.to_thread(self.log.open, "ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *tether, sys.executable, "-m", "tidegate.trainer.follower",
+                    *tether, *self.command(),
                     stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
                 )  # fmt: skip
         finally:
@@ -65,10 +75,23 @@ class Follower:
             raise StartError(await self.died())
 
     def tell(self, message: object) -> None:
-        """Raises BrokenPipeError where it is dead."""
-        assert self._commands is not None
-        pickle.dump(message, self._commands)
-        self._commands.flush()
+        """Raises BrokenPipeError where it is dead, TimeoutError where it reads nothing for `patience_s`."""
+        left = memoryview(pickle.dumps(message))
+        with self._telling:
+            while left:
+                left = left[self._write(left) :]
+
+    def _write(self, left: memoryview) -> int:
+        """As much as there is room for in the pipe: less than a batch takes; returns how many bytes."""
+        if self._commands is None:
+            raise BrokenPipeError(f"trainer rank {self.rank} was stopped")
+        room = select.poll()
+        room.register(self._commands, select.POLLOUT)
+        if not room.poll(self._patience_s * 1000):
+            raise TimeoutError(
+                f"trainer rank {self.rank} has read nothing for {self._patience_s:g} s (log: {self.log})"
+            )
+        return os.write(self._commands, left)
 
     async def died(self) -> str:
         """Wait for its end; returns how it ended, in words."""
@@ -81,9 +104,7 @@ class Follower:
 
     async def stop(self) -> None:
         """Let it end by itself; kill it if it does not within STOP_S."""
-        if self._commands is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._commands.close()
+        await self._hang_up()
         if self._process is None:
             return
         try:
@@ -91,6 +112,20 @@ class Follower:
         except TimeoutError:
             signal_child(self._process, signal.SIGKILL)
             await self._process.wait()
+
+    async def _hang_up(self) -> None:
+        """Close the pipe, which is the end for who reads it. Where somebody still writes into it, nobody
+        does: killed, it lets go of the other end, and of whoever writes."""
+        if not self._telling.acquire(blocking=False):
+            if self._process is not None:
+                signal_child(self._process, signal.SIGKILL)
+            await asyncio.to_thread(self._telling.acquire)
+        try:
+            if self._commands is not None:
+                os.close(self._commands)
+            self._commands = None
+        finally:
+            self._telling.release()
 
 
 def followers(ranks: int, logs: Path) -> list[Follower]:

@@ -15,18 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import TrainingError, unwrapped
+from tidegate.errors import TidegateError, TrainingError, unwrapped
 from tidegate.services import LOOPBACK
 from tidegate.trainer.batch import Row
-from tidegate.trainer.followed import Following
+from tidegate.trainer.followed import PATIENCE_S, Following
 from tidegate.trainer.follower import JOIN_S, Opening
 from tidegate.trainer.policy import Learner, Policy
 from tidegate.trainer.sharded import ShardedPolicy
 
-PATIENCE_S = 600.0
-"""How long a rank waits for the others in the middle of a step, before it takes them for lost."""
 LAST_WORDS_S = 5.0
 """How soon one hears of the death that broke a collective."""
+LEAVE_S = 10.0
+HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""In what torch says where the host has none left: a RuntimeError like any other."""
 
 Watch = Callable[[Coroutine[Any, Any, None], str], object]
 
@@ -53,7 +54,7 @@ class Ranks:
         """The policy, on as many ranks as the settings say; `watch` is given a job that raises TrainingError
         when one of them dies. Raises StartError."""
         if not self.followers:
-            return await asyncio.to_thread(Policy.load, model, self.settings, seed)
+            return await asyncio.to_thread(Alone.load, model, self.settings, seed)
         try:
             async with asyncio.TaskGroup() as together:
                 for follower in self.followers:
@@ -94,22 +95,78 @@ class Ranks:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
+        """After an error that leaves the ranks out of step nothing more is asked of them: those that are
+        alive stand in collectives that nobody joins."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except TidegateError:
+            raise  # by all of them alike
+        except (RuntimeError, MemoryError, ConnectionError, TimeoutError) as error:
+            raise TrainingError(self._lost(error)) from error
+        except OSError:
+            raise  # rank 0 reads and writes files when nothing is left that is done together
+        except Exception as error:
+            self._lost(error)
             raise
-        except (RuntimeError, BrokenPipeError) as error:
+
+    def _lost(self, error: Exception) -> str:
+        """What went wrong, which is the run's failure unless it had one before."""
+        what = f"{type(error).__name__}: {error}"
+        if (memory := out_of_memory(error, self.settings)) is not None:
+            what = f"trainer rank 0 is {memory}"
+        elif isinstance(error, TimeoutError):  # its words are those of a follower's owner
+            what = str(error)
+        elif isinstance(error, (RuntimeError, ConnectionError)):
             # A collective says that a connection broke; which process it was is known a moment later.
             self._failed.wait(LAST_WORDS_S)
-            if self._failure is None:
-                self._failure = f"the trainer's ranks lost each other: {type(error).__name__}: {error}"
-            raise TrainingError(self._failure) from error
+            what = f"the trainer's ranks lost each other: {what}"
+        else:
+            what = f"trainer rank 0 failed in the middle of a step: {what}"
+        self._failure = self._failure or what
+        return self._failure
 
     async def close(self) -> None:
-        """End all followers."""
+        """End all followers, and leave the group: within LEAVE_S, for those who died may be waited for."""
         await asyncio.gather(*(follower.stop() for follower in self.followers))
         if self.followers and dist.is_initialized():
-            dist.destroy_process_group()
+            # Not asyncio's own threads: the process would wait for them at its end.
+            leaving = threading.Thread(target=dist.destroy_process_group, name="leaving", daemon=True)
+            leaving.start()
+            await asyncio.to_thread(leaving.join, LEAVE_S)
+
+
+class Alone(Policy):
+    """A policy of one rank as the run sees it."""
+
+    def add(self, rows: Sequence[Row], version: int) -> None:
+        with self._memory():
+            super().add(rows, version)
+
+    def finish(self) -> dict[str, float]:
+        with self._memory():
+            return super().finish()
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Raises TrainingError where there is none left."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            why = out_of_memory(error, self.settings)
+            if why is None:
+                raise
+            raise TrainingError(f"the trainer is {why}") from error
+
+
+def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
+    """That an error means so, and what to do; None where it means something else."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and HOST_MEMORY not in str(error):
+        return None
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"out of memory on {settings.device}: {said[0]}; lower trainer.microbatch_tokens (it is "
+        f"{settings.microbatch_tokens}) and go on with --resume"
+    )
 
 
 class Lead:

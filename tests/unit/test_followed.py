@@ -1,0 +1,73 @@
+"""A trainer rank's process before its owner: one that reads nothing holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tidegate.trainer import followed
+from tidegate.trainer.followed import Follower
+
+BATCH = bytes(1_000_000)
+"""More than a pipe holds."""
+DEAF = "import signal; signal.pause()"
+READS = f"import pickle; sys.exit(3 if len(pickle.load(sys.stdin.buffer)) == {len(BATCH)} else 4)"
+
+
+class Program(Follower):
+    """Runs other code, which is ready at once."""
+
+    code = DEAF
+
+    def command(self) -> Sequence[str]:
+        return (sys.executable, "-c", f"import sys; print('ready', flush=True); {self.code}")
+
+
+Start = Callable[[str, float], AbstractAsyncContextManager[Program]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setattr(followed, "STOP_S", 0.1)
+
+    @asynccontextmanager
+    async def started(code: str, patience_s: float) -> AsyncIterator[Program]:
+        follower = Program(1, tmp_path, patience_s)
+        follower.code = code
+        await follower.start()
+        try:
+            yield follower
+        finally:
+            async with asyncio.timeout(5):
+                await follower.stop()
+
+    return started
+
+
+async def test_a_batch_that_is_more_than_a_pipe_holds_arrives_whole(start: Start) -> None:
+    async with start(READS, 10) as follower:
+        await asyncio.to_thread(follower.tell, BATCH)
+        assert "trainer rank 1 ended with exit code 3" in await follower.died()
+
+
+async def test_a_rank_that_reads_nothing_is_named_when_patience_ends(start: Start) -> None:
+    async with start(DEAF, 0.2) as follower, asyncio.timeout(5):
+        with pytest.raises(TimeoutError, match=r"trainer rank 1 has read nothing for 0\.2 s"):
+            await asyncio.to_thread(follower.tell, BATCH)
+
+
+async def test_stopping_lets_go_of_who_tells_a_rank_that_reads_nothing(start: Start) -> None:
+    async with start(DEAF, 600) as follower, asyncio.timeout(5):
+        telling = asyncio.create_task(asyncio.to_thread(follower.tell, BATCH))
+        while not follower._telling.locked():  # noqa: ASYNC110 - in a thread, which says nothing
+            await asyncio.sleep(0)
+        await follower.stop()
+        with pytest.raises(BrokenPipeError):
+            await telling
+        with pytest.raises(BrokenPipeError, match="trainer rank 1 was stopped"):
+            follower.tell(b"")
