@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from tidegate.config import Settings, load_settings
 from tidegate.errors import TrainingError
 from tidegate.observer import Silent
-from tidegate.trainer.cluster import driver
+from tidegate.trainer.cluster import connect, driver
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     monkeypatch.setattr(driver, "connected", lambda _: contextlib.nullcontext("home"))
     monkeypatch.setattr(driver, "reserved", reserved)
     monkeypatch.setattr(driver, "ray", SimpleNamespace(get=call("get"), kill=call("kill")))
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: "gone" not in errors)
     return errors
 
 
@@ -58,6 +59,17 @@ def test_a_head_node_that_is_lost_behind_ray_s_client_is_told_in_a_sentence(
     failing["get"] = ConnectionError("GRPC connection failed: <...>")
     failing["kill"] = ConnectionError("Client is shutting down.")
     with pytest.raises(TrainingError, match=r"^the cluster was lost: .*--resume$"):
+        drive(settings)
+
+
+def test_a_cluster_that_is_gone_is_asked_for_nothing(
+    settings: Settings, failing: dict[str, BaseException]
+) -> None:
+    """Ray would look for another one, and start one where there is none."""
+    failing["get"] = ConnectionError("Client is shutting down.")
+    failing["gone"] = failing["get"]
+    failing["kill"] = AssertionError("joined another cluster")
+    with pytest.raises(TrainingError, match=r"^the cluster was lost: "):
         drive(settings)
 
 

@@ -117,7 +117,15 @@ def reserved(run: str, placement: Placement, home: str, patience_s: float) -> It
         yield Seats(run, placement, group)
     finally:
         with contextlib.suppress(ConnectionError):  # with the cluster gone, nothing is reserved
+            still_connected()
             remove_placement_group(group)
+
+
+def still_connected() -> None:
+    """Before calls to a cluster that may have gone: by itself Ray would look for another one, or start it.
+    Raises ConnectionError."""
+    if not ray.is_initialized():
+        raise ConnectionError("the connection to the cluster has ended")
 
 
 def _of(resources: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ from tidegate.config import Settings
 from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.cluster.calls import LostError, meaning
-from tidegate.trainer.cluster.connect import connected, reserved
+from tidegate.trainer.cluster.connect import connected, reserved, still_connected
 from tidegate.trainer.cluster.head import Errand, Head, Job
 from tidegate.trainer.cluster.passing import Node, passed_on
 from tidegate.trainer.cluster.placement import HOME, Placement
@@ -52,6 +52,7 @@ def drive(
                     return _follow(head, observer, signals)
             finally:
                 with contextlib.suppress(ConnectionError):  # with the cluster gone, it is gone
+                    still_connected()
                     ray.kill(head)
 
 
@@ -68,6 +69,7 @@ def _follow(head: Any, observer: Observer, signals: list[int]) -> int:
     running = head.run.remote()
     asked = False
     while len(signals) < 2:
+        still_connected()
         ended, _ = ray.wait([running], timeout=LOOK_S)
         for told in _news(head, signals):
             tell(told, observer)
@@ -85,6 +87,7 @@ def _news(head: Any, signals: list[int]) -> list[Told]:
     coming = head.news.remote()
     deadline = time.monotonic() + NEWS_S
     while not ray.wait([coming], timeout=LOOK_S)[0]:
+        still_connected()
         if len(signals) > 1:
             return []
         if time.monotonic() > deadline:
