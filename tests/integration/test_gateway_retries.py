@@ -82,6 +82,28 @@ async def test_a_retry_of_an_abandoned_call_does_not_share_its_twins_sample(stag
     assert len(stage.engine.requests) == 3
 
 
+async def test_a_key_does_not_join_a_call_that_was_abandoned_a_moment_ago(stage: Stage) -> None:
+    """Before its task has heard that it is cancelled, there is nothing to wait for any more."""
+    access, _ = await opened(stage)
+    stage.engine.faults.append(Fault("hang"))
+    async with aiohttp.ClientSession() as http:
+        left = asyncio.create_task(
+            post(access, http, {"model": "m", "messages": ASK}, **{"Idempotency-Key": "k"})
+        )
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+        session = stage.gateway.sessions.get(access.session_id)
+        assert session is not None
+        (call,) = session.calls.live
+        before = session.calls.retried(call.digest, call.idempotency_key, retry=False)
+        bells, call.bells = call.bells, set()
+        stage.gateway.turns.abandon(session, call)
+        after = session.calls.retried(call.digest, call.idempotency_key, retry=False)
+        call.bells = bells
+        assert (await left)[0] == 424
+    assert before is call
+    assert after is None
+
+
 async def test_identical_requests_are_separate_samples(stage: Stage) -> None:
     access, llm = await opened(stage, seed=1)
     for _ in range(2):

@@ -25,6 +25,7 @@ from tidegate.gateway.sessions import Session
 from tidegate.gateway.tree import Node
 
 log = logging.getLogger("tidegate.gateway")
+ABANDONED = "the call was abandoned"
 
 
 class Turns:
@@ -155,7 +156,7 @@ class Turns:
     def _ended(self, session: Session, call: Call, task: asyncio.Task[None]) -> None:
         """Whatever happened in a call, who listens learns of it."""
         if task.cancelled():
-            call.refusal = call.refusal or engine_failure("the call was abandoned")
+            call.refusal = call.refusal or engine_failure(ABANDONED)
         elif (error := task.exception()) is not None:
             log.error("session %s: a call failed in the gateway", session.id, exc_info=error)
             session.gave_up = f"the gateway failed: {error!r}"
@@ -168,6 +169,8 @@ class Turns:
         if not call.bells and not call.done and call.task is not None:
             self._metrics.abandoned_calls += 1
             session.calls.abandoned(call)
+            # At once: who comes back before the task has heard of it must not wait for a reply.
+            call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
 
     def deliver(self, session: Session, call: Call) -> None:
