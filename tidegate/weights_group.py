@@ -23,6 +23,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Where it is set, it says where gloo listens."""
 _MAKING = threading.Lock()
 """One group over NCCL at a time, as a variable of the environment changes for it."""
+JOIN_S = 60.0
+"""How long a member may take to join a group, for both ends."""
 SLOWEST_BYTES_S = 50e6
 """Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
 

@@ -93,11 +93,14 @@ class Mortal:
         await asyncio.gather(keeping, serving, return_exceptions=True)
 
 
-@pytest.mark.parametrize("name", ["engine", "gateway"])
-async def test_a_server_that_dies_as_it_starts_is_started_again(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["engine", "gateway"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Either of the servers, which is started again at once."""
     monkeypatch.setattr(processes, "PAUSE_S", 0)
+    return str(request.param)
+
+
+async def test_a_server_that_dies_as_it_starts_is_started_again(name: str) -> None:
     server = Mortal(failing=2, name=name)
     await server.kept()
     assert server.restarts == 3
@@ -110,11 +113,7 @@ async def test_a_server_that_dies_as_it_starts_is_started_again(
         assert server.notes[4] == "http://127.0.0.1:1 is http://127.0.0.1:2 now"
 
 
-@pytest.mark.parametrize("name", ["engine", "gateway"])
-async def test_a_server_that_never_starts_again_is_given_up(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "PAUSE_S", 0)
+async def test_a_server_that_never_starts_again_is_given_up(name: str) -> None:
     server = Mortal(failing=1000, name=name)
     with pytest.raises(StartError, match="did not start: no memory, after 5 restarts; its last words"):
         await server.kept()

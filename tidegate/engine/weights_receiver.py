@@ -13,9 +13,8 @@ from torch import Tensor
 from tidegate.checksum import MODULUS
 from tidegate.engine.checks import RequestError
 from tidegate.engine.weights import FLOATS
-from tidegate.weights_group import DEVICES, HOST, WeightsGroup, address_towards, checksum
+from tidegate.weights_group import DEVICES, HOST, JOIN_S, WeightsGroup, address_towards, checksum
 
-TIMEOUT_S = 60.0
 TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
 
 
@@ -53,9 +52,9 @@ class WeightsReceiver:
         device = HOST if DEVICES[backend] == "cpu" else self._device
         self.leave(name)
         try:
-            store = dist.TCPStore(address, port, size, timeout=timedelta(seconds=TIMEOUT_S))
+            store = dist.TCPStore(address, port, size, timeout=timedelta(seconds=JOIN_S))
             own = address_towards(address, port)
-            self._groups[name] = WeightsGroup(store, rank, size, name, TIMEOUT_S, own, device)
+            self._groups[name] = WeightsGroup(store, rank, size, name, JOIN_S, own, device)
         except (RuntimeError, OSError) as error:
             raise RequestError(f"the group {name!r} could not be joined: {error}") from error
 

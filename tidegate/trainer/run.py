@@ -22,6 +22,7 @@ from tidegate.trainer.batches import Batches
 from tidegate.trainer.best import Best
 from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.dead_letters import DeadLetters
+from tidegate.trainer.engines import Engines
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
@@ -191,15 +192,7 @@ class Run:
             files.evaluation,
         )
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
-        sender = None
-        if settings.trainer.publish_transport == "broadcast":
-            sender = Sender(self.policy.weight_buckets, self.observer.note, device=settings.trainer.device)
-            stack.callback(sender.close)
-        self.publisher = Publisher(
-            self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
-            engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
-            self.parts.place,
-        )  # fmt: skip
+        self.publisher = self._publisher(engines, stack)
         engines.lead(self.publisher)
         self.best = Best.of(self.dir)
         if settings.engine.urls:
@@ -212,6 +205,18 @@ class Run:
         self._guard.watch(engines.watch(), "engines")
         self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
+
+    def _publisher(self, engines: Engines, stack: contextlib.AsyncExitStack) -> Publisher:
+        settings = self.settings
+        sender = None
+        if settings.trainer.publish_transport == "broadcast":
+            sender = Sender(self.policy.weight_buckets, self.observer.note, device=settings.trainer.device)
+            stack.callback(sender.close)
+        return Publisher(
+            self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
+            engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
+            self.parts.place,
+        )  # fmt: skip
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
         base = base_model(self.settings, self.start.weights)

@@ -26,11 +26,9 @@ from torch import Tensor
 
 from tidegate.checksum import MODULUS
 from tidegate.errors import EngineError
-from tidegate.weights_group import HOST, WeightsGroup, address_towards, checksum
+from tidegate.weights_group import HOST, JOIN_S, WeightsGroup, address_towards, checksum
 
 BUCKET_BYTES = 256 * 2**20
-JOIN_S = 60.0
-"""How long an engine may take to join a group."""
 PARTIAL = "partial"
 """What an engine calls its weights while they come: the gateway takes no such token for one of a version."""
 
