@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tidegate.types import Sampling, Split, Task, Trajectory
 REPO = Path(__file__).parents[2]
 BASE_MODEL = REPO / "examples" / "tiny_base" / "model"
 ENVIRONMENTS = REPO / ".venvs"
+NODE = ENVIRONMENTS / "node" / "node_modules"
 PROGRAMS = Path(__file__).parent / "programs"
 START_S = 120.0
 NEARLY_GREEDY = Sampling(0.1, max_tokens=64)
@@ -121,17 +121,24 @@ class Episode:
 
     def assert_one_line(self, turns: int) -> None:
         """So many turns, each of them delivered, whole, and a continuation of the one before."""
+        self.assert_parents([None, *range(turns - 1)])
+
+    def assert_parents(self, parents: Sequence[int | None]) -> None:
+        """The turns that each turn continues; all are delivered and whole, and prompts repeat recorded ids.
+
+        A turn says why it does not continue the newest one.
+        """
         found = self.trajectory.turns
-        assert [(turn.parent, turn.branch) for turn in found] == [
-            (None if index == 0 else index - 1, None) for index in range(turns)
-        ]
-        for turn in found:
+        assert [turn.parent for turn in found] == parents, [turn.branch for turn in found]
+        for index, turn in enumerate(found):
+            assert (turn.branch is None) == (turn.parent == (index - 1 if index else None))
             assert turn.delivered
             assert len(turn.logprobs) == len(turn.output_ids) > 0
             assert turn.oldest_version() is not None
-        for before, after in itertools.pairwise(found):
-            recorded = [*self.trajectory.prompt_ids(before).tolist(), *before.output_ids.tolist()]
-            assert self.trajectory.prompt_ids(after).tolist()[: len(recorded)] == recorded
+            if turn.parent is not None:
+                before = found[turn.parent]
+                recorded = [*self.trajectory.prompt_ids(before).tolist(), *before.output_ids.tolist()]
+                assert self.trajectory.prompt_ids(turn).tolist()[: len(recorded)] == recorded
 
 
 async def run_client(

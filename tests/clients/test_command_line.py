@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import ENVIRONMENTS, Episode, call, run_client, scripted
+from tests.clients.house import NODE, Episode, call, run_client, scripted
 from tests.fakes import FakeEngine, Stage
 from tidegate.types import Sampling, Task
 
 pytestmark = pytest.mark.clients
 QUESTION = "Which word is in notes.txt?"
 TASK = Task("word", "", [{"role": "user", "content": QUESTION}])
-BIN = ENVIRONMENTS / "node" / "node_modules" / ".bin"
+BIN = NODE / ".bin"
 CODEX_SETTINGS = """\
 model = "policy"
 model_provider = "tidegate"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import ENVIRONMENTS, PROGRAMS, QUESTION, call, python, run_client, scripted
+from tests.clients.house import NODE, PROGRAMS, QUESTION, call, python, run_client, scripted
 from tests.clients.test_sdks import solved
 from tidegate.gateway.client import GatewayClient
 from tidegate.types import Task
@@ -51,5 +51,5 @@ async def test_smolagents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["whole", "stream"])
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 async def test_an_agent_in_javascript(client: GatewayClient, dialect: str, way: str) -> None:
-    env = {"NODE_MODULES": str(ENVIRONMENTS / "node" / "node_modules")}
+    env = {"NODE_MODULES": str(NODE)}
     solved(await run_client(client, ["node", str(PROGRAMS / "agent.mjs"), dialect, way], env=env))
