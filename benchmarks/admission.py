@@ -1,7 +1,7 @@
 """A million events through the admission core, and through a peer's published capacity formula.
 
 The seeded driver of the tests (rejection, stragglers, partial groups, publish intervals 1 to 4, crashes and
-resumes) checks the ledger and the bound after every event. The baseline is the formula that AReaL
+resumes, outages) checks the ledger, the bound, blame and liveness. The baseline is the formula that AReaL
 publishes for its staleness manager, written here anew: capacity = (max_staleness + version + 1) · batch −
 (accepted + running), batches taken in order of completion, nothing swept at the cut.
 
@@ -21,7 +21,8 @@ from common import Check, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.admission_driver import World
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.admission import Admission
+from tidegate.trainer.rules import Rules
 
 EVENTS_A_WORLD = 20_000
 BASELINE_EVENTS = 50_000
@@ -36,8 +37,9 @@ def rules_of(rng: random.Random) -> Rules:
         max_staleness=rng.choice([0, 1, 2, 4, 8, None]),
         publish_interval=rng.randint(1, 4),
         max_attempts=rng.randint(1, 4),
+        max_infra_attempts=rng.randint(1, 5),
         max_stale_retries=rng.randint(0, 3),
-        max_running=rng.choice([3, 1 << 30]),
+        max_running=rng.choice([3, 9, 1 << 30]),
     )
 
 
@@ -47,7 +49,12 @@ def drive(events: int) -> dict[str, object]:
     while done < events:
         rng = random.Random(done)
         world = World(
-            rules_of(rng), rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0.0, 0.0005, 0.005])
+            rules_of(rng),
+            rng,
+            rng.random() / 3,
+            rng.random() * 0.8,
+            rng.choice([0.0, 0.0005, 0.005]),
+            rng.choice([0.0, 0.001, 0.01]),
         )
         some = min(EVENTS_A_WORLD, events - done)
         world.run(some)

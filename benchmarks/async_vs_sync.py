@@ -48,7 +48,10 @@ HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo" / "config.toml"
 EVERY = 2
 """Steps between checkpoints: the curve's points."""
-ARMS = {"async": ["--trainer.max_staleness=3"], "on_policy": ["--trainer.on_policy=true"]}
+ARMS = {
+    "async": ["--trainer.max_staleness=3"],
+    "on_policy": ["--trainer.on_policy=true", "--trainer.max_staleness=0"],
+}
 SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
 """A step is half of the demo's: on two cores the whole of it would measure these, and not the waiting."""
 LOSS = ["--trainer.loss=dapo"]

@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 SESSIONS, TURNS = 64, 8
 WAVES = 2  # of fresh sessions in a round
 LONG_SESSIONS = 32
+LARGE_POST = 20_000_000
+STALL_S, PACE_S = 8.0, 0.5
 Access = tuple[str, str, str]
 
 
@@ -123,6 +126,37 @@ def turn_50_vs_2(bench: Bench, system: System, pairs: int = 5) -> dict[str, Any]
     }
 
 
+def stalls(bench: Bench, loader: Loader, poster: Loader, system: System, rounds: int) -> dict[str, Any]:
+    """How much longer the turns of SESSIONS sessions take while another one posts a message of 20 MB, again
+    and again. Each of them takes a turn every PACE_S, so that what is measured is waiting, and not what a
+    machine can do. Each round takes turns without and with the posts, side by side; medians of the rounds."""
+    alone, beside, posted = [], [], []
+    for number in range(2 * rounds):
+        job = {"url": system.url, "for_s": STALL_S, "every_s": PACE_S, "stream": False}
+        job["concurrency"] = SESSIONS
+        sessions = bench.open(system, SESSIONS)
+        bench.turns(system, sessions, 1)  # first prompts are rendered whole: all at once they make a queue
+        turns = {**job, "kind": "turns", "sessions": sessions}
+        posting = number % 2 == 1
+        with ThreadPoolExecutor(1) as pool:
+            posts = {**job, "kind": "posts", "sessions": bench.open(system, 1), "size": LARGE_POST}
+            sent = pool.submit(poster.ask, posts) if posting else None
+            done = loader.ask(turns)
+            if sent is not None:
+                posted.append(sent.result())
+        if done["errors"]:
+            raise RuntimeError(f"{done['errors']} calls failed, first: {done['error']}")
+        (beside if posting else alone).append(done["p99_ms"])
+    if any(one["statuses"].keys() != {"400"} for one in posted):
+        raise RuntimeError(f"posts of {LARGE_POST} bytes were not refused as too long: {posted}")
+    return {
+        "p99_ms_alone": statistics.median(alone),
+        "p99_ms_beside_posts": statistics.median(beside),
+        "seconds_a_post": statistics.median(one["seconds_each"] for one in posted),
+        "stall_ms_p99": statistics.median(b - a for a, b in zip(alone, beside, strict=True)),
+    }
+
+
 def make_model(directory: Path) -> Path:
     """What a gateway reads of a model: a tokenizer of 130,000 tokens and a template in Qwen 3's format."""
     sys.path.append(str(ROOT))  # the tests' tokenizer, of which no other copy is wanted
@@ -147,7 +181,8 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     model = make_model(directory / "model")
     write_replies(directory / "replies.json", Renderer.load(model))
     engine = processes.engine(directory / "replies.json")
-    bench = Bench(processes.load())
+    loader = processes.load()
+    bench = Bench(loader)
     tidegate = processes.tidegate(engine, model)
     systems = [engine, processes.bare(engine), tidegate]
     try:
@@ -162,9 +197,14 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     ]
     rows.append({"system": "tidegate, streamed", **bench.round(tidegate, stream=True)})
     long = turn_50_vs_2(bench, tidegate)
+    stalled = stalls(bench, loader, processes.load(), tidegate, arguments.rounds)
     many = bench.turns(tidegate, bench.open(tidegate, 1024), TURNS, strict=False)
     rss = open_ten_thousand(bench, processes.tidegate(engine, model))
-    rows += [{"what": "long sessions", **long}, {"what": "1024 sessions", **many}]
+    rows += [
+        {"what": "long sessions", **long},
+        {"what": "posts of 20 MB", **stalled},
+        {"what": "1024 sessions", **many},
+    ]
     rows.append({"what": "10000 open sessions", "rss_mb": rss})
     medians = {row["system"]: row for row in rows if "system" in row}
     checks = [
@@ -172,6 +212,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
         Check("cpu_ms", medians["tidegate"]["cpu_ms"], "<=", 0.8),
         Check("throughput_vs_rllm", ratio(taken, "turns_per_s", "tidegate", "rllm_tuned"), ">=", 4),
         Check("turn50_vs_turn2", long["turn_50_vs_2"], "<=", 1.5),
+        Check("stall_ms_p99", stalled["stall_ms_p99"], "<=", 50),
         Check("errors_at_1024_sessions", many["errors"], "==", 0),
         Check("rss_mb_10000_open_sessions", rss, "<=", 1500),
     ]

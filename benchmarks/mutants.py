@@ -1,8 +1,8 @@
 # ruff: noqa: E501 - a fault a line reads best
 """Faults planted in the admission core, one at a time: do its tests see each of them?
 
-Every fault is one line of `tidegate/trainer/admission.py` changed in a copy of the package; then the core's
-own tests run against the copy. A fault that no test sees is a hole in the tests.
+Every fault is one line of `tidegate/trainer/admission.py` (or `rules.py`, `groups.py`, `outage.py`, `resume.py`)
+changed in a copy of the package; then the core's own tests run against the copy. A fault that no test sees is a hole in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
 """
@@ -21,6 +21,10 @@ from common import Check, report
 
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission.py")
+RULES, GROUPS, OUTAGE, RESUME = (
+    CORE.with_name(f"{one}.py") for one in ("rules", "groups", "outage", "resume")
+)
+FILES = (CORE, RULES, GROUPS, OUTAGE, RESUME)
 TESTS = ["tests/unit/test_admission.py", "tests/unit/test_admission_world.py", "tests/unit/test_resume.py"]
 DEADLINE_S = 300
 
@@ -30,14 +34,17 @@ class Fault:
     name: str
     was: str
     becomes: str
+    file: Path = CORE
 
 
 FAULTS = [
     Fault("gate_one_too_many", "self.outstanding() >= self.rules.capacity", "self.outstanding() > self.rules.capacity"),
-    Fault("gate_ignores_interval", "* self.groups_per_batch * self.publish_interval", "* self.groups_per_batch"),
-    Fault("gate_one_batch_more", "return (ahead + 1) * self", "return (ahead + 2) * self"),
-    Fault("gate_forgets_concurrency", "if self._running >= self.rules.max_running:", "if False:"),
-    Fault("running_never_falls_when_ready", "        self._running -= 1\n        self.failed_in_a_row = 0", "        self.failed_in_a_row = 0"),
+    Fault("gate_ignores_interval", "* self.groups_per_batch * self.publish_interval", "* self.groups_per_batch", RULES),
+    Fault("gate_one_batch_more", "return (ahead + 1) * self", "return (ahead + 2) * self", RULES),
+    Fault("gate_forgets_concurrency", "self.running() + self.rules.group_size > self.rules.max_running", "False"),
+    Fault("gate_counts_groups", "        self._running -= 1\n        return self._settle", "        return self._settle"),
+    Fault("gate_never_lets_a_large_group_in", "if self.running() and self.running() +", "if self.running() +"),
+    Fault("failed_groups_keep_their_places", "self._running -= sum(not slot.settled(self.rules) for slot in group.slots)", "pass"),
     Fault("bound_off_by_one", "staleness > bound):", "staleness > bound + 1):"),
     Fault("bound_too_strict", "staleness > bound):", "staleness >= bound):"),
     Fault("no_sweep_at_the_cut", "        self.sweep()\n        size =", "        size ="),
@@ -55,10 +62,10 @@ FAULTS = [
     Fault("stale_is_replaced_for_ever", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if True:"),
     Fault("replaced_twice", "            self._recycled.append(Ticket(group", "            self._recycled.append(Ticket(group.ticket.index, group.id, 1))\n            self._recycled.append(Ticket(group"),
     Fault("replacement_says_nothing", "Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1)", "Ticket(group.ticket.index, None, group.ticket.stale_retries + 1)"),
-    Fault("one_attempt_too_many", "if slot.failures < self.rules.max_attempts:", "if slot.failures <= self.rules.max_attempts:"),
-    Fault("cancelled_counts_as_failure", "            return Verdict.RETRY\n        else:", "            slot.failures += 1\n            return Verdict.RETRY\n        else:"),
+    Fault("one_attempt_too_many", "self.failures >= rules.max_attempts", "self.failures > rules.max_attempts", GROUPS),
+    Fault("cancelled_counts_as_failure", "State.CANCELLED, outcome, why)\n            return Verdict.RETRY", "State.CANCELLED, outcome, why)\n            slot.failures += 1\n            return Verdict.RETRY"),
     Fault("partial_group_too_small", "if len(group.slots) - lost < self.rules.min_group_size:", "if len(group.slots) - lost < self.rules.min_group_size - 1:"),
-    Fault("ready_too_early", "if not all(slot.settled(limit) for slot in group.slots):", "if not any(slot.settled(limit) for slot in group.slots):"),
+    Fault("ready_too_early", "if not all(slot.settled(rules) for slot in group.slots):", "if not any(slot.settled(rules) for slot in group.slots):"),
     Fault("no_quarantine", "            self._quarantine(group, outcome, why)\n", ""),
     Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
     Fault("late_end_resurrects", "        if where is None:\n            return Verdict.LATE", "        if where is None:\n            return Verdict.RETRY"),
@@ -70,9 +77,26 @@ FAULTS = [
     Fault("doomed_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
     Fault("doomed_takes_the_admissible", "and version - sampled > bound", "and version - sampled >= bound"),
     Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):"),
-    Fault("resume_loses_tickets", "return Progress(self._cursor, [*self._recycled, *open_tickets],", "return Progress(self._cursor, [*self._recycled],"),
+    Fault("resume_loses_tickets", "return Progress(self._cursor, [*self._recycled, *open_tickets])", "return Progress(self._cursor, [*self._recycled])"),
     Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
-    Fault("resume_forgets_quarantine", "        self.quarantined = set(progress.quarantined)\n", ""),
+    Fault("resume_forgets_quarantine", "            self.quarantined.add(one[\"task\"])\n", "            pass\n", RESUME),
+    Fault("resume_forgets_that_it_was_lifted", "            self.quarantined.discard(one[\"task\"])\n", "            pass\n", RESUME),
+    Fault("outages_quarantine_at_a_resume", " and one.get(\"outcome\") != Outcome.INFRA_ERROR", "", RESUME),
+    Fault("infrastructure_is_the_tasks_fault", "slot.failures += outcome is not Outcome.INFRA_ERROR", "slot.failures += 1"),
+    Fault("infrastructure_has_no_budget", "self.mishaps >= rules.max_infra_attempts", "False", GROUPS),
+    Fault("outages_spend_budgets", "        if self.outage.spares(attempt, outcome):\n            self._end", "        if False:\n            self._end"),
+    Fault("outages_do_not_pause", "if (out := self.outage.why) is not None and", "if (out := self.outage.why) is not None and False and"),
+    Fault("an_outage_without_running_ones_never_ends", "(self.outage.down or self._running)", "True"),
+    Fault("attempts_start_in_an_outage", "if not self.outage.may_attempt():", "if False:"),
+    Fault("infrastructure_gives_a_task_up", "outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)", "outcome is Outcome.CANCELLED"),
+    Fault("any_number_of_probes", "(self.suspected is None or self.probe is None)", "True", OUTAGE),
+    Fault("probes_are_not_remembered", "            self.probe = attempt\n", "            pass\n", OUTAGE),
+    Fault("a_cancelled_probe_stays", "            self.outage.forget(attempt)\n", "            pass\n"),
+    Fault("a_failed_probe_ends_the_outage", "            if not infra:\n", "            if True:\n", OUTAGE),
+    Fault("outages_are_never_suspected", "sum(self._recent) >= MOST", "False", OUTAGE),
+    Fault("a_good_probe_is_spared", "return self.why is not None and not found", "return self.why is not None", OUTAGE),
+    Fault("all_is_spared", "return self.why is not None and not found", "return True", OUTAGE),
+    Fault("outages_are_not_in_the_book", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.filtered_in_a_row += 1\n", ""),
     Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        for", "        for"),
     Fault("given_up_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self"),
@@ -83,8 +107,10 @@ FAULTS = [
 
 def caught(fault: Fault, copy: Path) -> bool:
     """Whether the tests fail, each in its own process, on a package with the fault in it."""
-    text = (ROOT / CORE).read_text(encoding="utf-8")
-    (copy / CORE).write_text(text.replace(fault.was, fault.becomes), encoding="utf-8")
+    for file in FILES:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        changed = text.replace(fault.was, fault.becomes) if file == fault.file else text
+        (copy / file).write_text(changed, encoding="utf-8")
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS],
         cwd=copy,
@@ -106,7 +132,7 @@ def overlay(copy: Path) -> None:
         target = copy / one.relative_to(ROOT)
         if one.is_dir() and not one.is_symlink():
             target.mkdir(parents=True, exist_ok=True)
-        elif one.relative_to(ROOT) != CORE and "__pycache__" not in one.parts:
+        elif one.relative_to(ROOT) not in FILES and "__pycache__" not in one.parts:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(one)
 
@@ -119,9 +145,9 @@ def main() -> int:
     parser.add_argument("--only", help="one fault, by its name")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only in (None, fault.name)]
-    text = (ROOT / CORE).read_text(encoding="utf-8")
-    if gone := [fault.name for fault in faults if text.count(fault.was) != 1]:
-        parser.error(f"not just once in {CORE}, mend the list: {', '.join(gone)}")
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
+    if gone := [fault.name for fault in faults if texts[fault.file].count(fault.was) != 1]:
+        parser.error(f"not just once in their file, mend the list: {', '.join(gone)}")
     results = []
     with tempfile.TemporaryDirectory(prefix="tidegate-mutants-") as where:
         overlay(Path(where))

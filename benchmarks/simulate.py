@@ -46,7 +46,7 @@ SLOW = [
 """Small batches and long waits: where cores are full, whoever shares them with the run is measured too."""
 CALIBRATION = ["--trainer.max_staleness=2"]
 HELD_OUT = {
-    "on_policy": ["--trainer.on_policy=true"],
+    "on_policy": ["--trainer.on_policy=true", "--trainer.max_staleness=0"],
     "bound_1_batch_8": ["--trainer.max_staleness=1", "--trainer.groups_per_batch=8"],
 }
 SEEDS = 10

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.admission import Rules, Verdict
 from tidegate.trainer.checkpoint import Checkpoint
 from tidegate.trainer.entries import Entry, State
 from tidegate.trainer.groups import Cut, Phase, Progress
 from tidegate.trainer.resume import Past
+from tidegate.trainer.rules import Rules, Verdict
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
@@ -57,12 +57,19 @@ class World:
     failure_rate: float = 0.1
     reject_rate: float = 0.3
     crash_rate: float = 0.0
+    outage_rate: float = 0.0
     book: list[Entry] = field(default_factory=list)
     running: dict[str, tuple[str, int]] = field(default_factory=dict)
+    waiting: list[tuple[str, int]] = field(default_factory=list)
+    """Slots that an outage keeps from their next attempt."""
+    paused: bool = False
+    """As the book has it."""
+    charged: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Failures that count, by the group with its slot and by kind."""
+    quarantined: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
     ready: list[str] = field(default_factory=list)
     states: dict[str, str] = field(default_factory=dict)
-    failures: Counter[tuple[str, int]] = field(default_factory=Counter)
     replaced: set[str] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
     step: int = 0
@@ -114,14 +121,24 @@ class World:
         elif one["event"] == "ended":
             assert self.states[one["id"]] == "live", f"{one['id']} ended twice"
             self.states[one["id"]] = one["state"]
+            if one["kind"] == "attempt":
+                self._charge(one)
             if one["kind"] == "group" and one["state"] == "stepped":
                 self._check_bound(one)
                 assert one["id"] not in self.trained, f"{one['id']} contributes twice"
                 self.stepped[one["id"]] = one["step"]
+            elif one["kind"] == "group" and one["state"] == "stale":
+                self._check_stale(one)
         elif one["event"] == "put_back":
             self._put_back(one["id"])
         elif one["event"] == "started":
             self.published.append(one["version"])
+            self.paused = False
+        elif one["event"] == "quarantined":
+            self._check_blame(one)
+        elif one["event"] in ("paused", "resumed"):
+            assert self.paused != (one["event"] == "paused")
+            self.paused = not self.paused
         if self.fuse:
             self.fuse -= 1
             if not self.fuse:
@@ -134,6 +151,25 @@ class World:
             f"{one['id']} does what {before} did"
         )
         self.latest[one["index"]] = one["id"]
+
+    def _charge(self, one: Entry) -> None:
+        """Failures in an outage are charged to nobody, all others to the budget of their kind."""
+        if one["state"] != "failed" or one["outcome"] in ("completed", "truncated"):
+            return
+        if one.get("spared"):
+            assert self.paused, f"{one['id']} was spared, and there is no outage"
+        else:
+            kind = "infra" if one["outcome"] == Outcome.INFRA_ERROR else "own"
+            self.charged[one["id"].rpartition(".")[0], kind] += 1
+
+    def _check_blame(self, one: Entry) -> None:
+        """A task is given up for what it did itself, and as often as the rules say."""
+        assert one["outcome"] != Outcome.INFRA_ERROR, f"{one['task']} is blamed for an outage"
+        own = [number for (slot, kind), number in self.charged.items()
+               if kind == "own" and slot.startswith(f"{one['group']}.")]  # fmt: skip
+        assert self.rules.max_attempts in own, f"{one['task']} was given up after {own} failures of its own"
+        assert one["task"] not in self.quarantined
+        self.quarantined.add(one["task"])
 
     def _put_back(self, group: str) -> None:
         assert group not in self.trained, f"{group} was committed and put back"
@@ -153,6 +189,15 @@ class World:
         sampled = range(self.oldest[one["id"]], self.newest[one["id"]] + 1)
         assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
 
+    def _check_stale(self, one: Entry) -> None:
+        """It says of which age it was, and that is too old; or its tokens are of a lineage that was left."""
+        if one["oldest"] is None:
+            return
+        bound, sampled = self.rules.max_staleness, range(one["oldest"], (one["newest"] or one["oldest"]) + 1)
+        assert one["oldest"] == self.oldest[one["id"]]
+        assert one["staleness"] == one["version"] - one["oldest"]
+        assert (bound is not None and one["staleness"] > bound) or self.lost_versions.intersection(sampled)
+
     def check(self) -> None:
         groups = Counter(state for name, state in self.states.items() if "." not in name)
         attempts = Counter(state for name, state in self.states.items() if "." in name)
@@ -163,14 +208,28 @@ class World:
                 assert mine[state.value] == core[state], f"{state}: {mine[state.value]} against {core[state]}"
         self.most = min(self.most, self.core.outstanding())
         assert self.core.outstanding() <= max(self.rules.capacity, self.most)
-        running = sum(g.phase is Phase.RUNNING for g in self.core.groups.values())
-        assert running <= self.rules.max_running
-        may = self.core.outstanding() < self.rules.capacity and running < self.rules.max_running
+        places = [*self.running.values(), *self.waiting]
+        running = len({place for place in places if place[0] in self.core.groups})
+        assert running == self.core.running()
+        size, most = self.rules.group_size, self.rules.max_running
+        assert running <= max(most, size)
+        room = not running or running + size <= most
+        free = not self.paused or (self.core.outage.down is None and not running)
+        may = self.core.outstanding() < self.rules.capacity and room and free
+        assert self.paused == (self.core.outage.why is not None)
+        self._check_liveness(running)
         assert (self.core.blocked_by() is None) == may
         unpublished = sum(g.phase is Phase.UNPUBLISHED for g in self.core.groups.values())
         assert groups["live"] == self.core.outstanding() - unpublished
-        for (group, slot), number in self.failures.items():
-            assert number <= self.rules.max_attempts, f"{group}.{slot} failed {number} times"
+        limits = {"own": self.rules.max_attempts, "infra": self.rules.max_infra_attempts}
+        for (slot, kind), number in self.charged.items():
+            assert number <= limits[kind], f"{slot} failed {number} times"
+
+    def _check_liveness(self, running: int) -> None:
+        """Unless nothing can be sampled, whoever has unsettled slots has one that runs or may start."""
+        if self.core.outage.down is None and running:
+            live = any(place[0] in self.core.groups for place in self.running.values())
+            assert live or self.core.outage.may_attempt()
 
     # -------------------------------------------------------------- events
 
@@ -188,6 +247,9 @@ class World:
             self.crash()
 
     def _event(self) -> None:
+        if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
+            self.core.outage.report(None if self.core.outage.down else "no engine")
+        self.attempt_waiting()
         roll = self.rng.random()
         if roll < 0.25 and self.core.blocked_by() is None:
             self.start()
@@ -207,21 +269,32 @@ class World:
             return
         self.oldest[group.id] = self.core.version
         for slot in range(self.rules.group_size):
-            self.running[self.core.start_attempt(group.id, slot)] = (group.id, slot)
+            self.attempt(group.id, slot)
+
+    def attempt(self, group: str, slot: int) -> None:
+        """Start a slot's next attempt, or wait until an outage is over."""
+        if self.core.outage.may_attempt():
+            self.running[self.core.start_attempt(group, slot)] = (group, slot)
+        else:
+            self.waiting.append((group, slot))
+
+    def attempt_waiting(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for group, slot in waiting:
+            if group in self.core.groups:
+                self.attempt(group, slot)
 
     def end(self, attempt: str) -> None:
         group, slot = self.running.pop(attempt)
         outcome = Outcome.COMPLETED
         if self.rng.random() < self.failure_rate:
             outcome = self.rng.choice(FAILURES)
-        if group in self.core.groups and not outcome.trainable and outcome is not Outcome.CANCELLED:
-            self.failures[group, slot] += 1
         self.newest[group] = self.core.version
         verdict = self.core.end_attempt(attempt, outcome)
         if group not in self.core.groups:
             return
         if verdict is Verdict.RETRY:
-            self.running[self.core.start_attempt(group, slot)] = (group, slot)
+            self.attempt(group, slot)
         elif verdict is Verdict.READY:
             self.ready.append(group)
 
@@ -265,7 +338,7 @@ class World:
         version = self.core.publishing(self.step)
         sampled = {name: self.oldest[name] for name in self.core.groups}
         for group in self.core.doomed(version, sampled):
-            self.core.end_stale(group)
+            self.core.end_stale(group, version, sampled[group])
         self.core.publish(version)
 
     def crash(self) -> None:
@@ -283,6 +356,7 @@ class World:
         assert not self.stepped, "what was stepped on behind the marker is put back"
         self.most = self.core.outstanding()
         self.running.clear()
+        self.waiting.clear()
         phases = {name: group.phase for name, group in self.core.groups.items()}
         self.ready = [name for name, phase in phases.items() if phase is Phase.READY]
         assert set(phases.values()) <= {Phase.READY, Phase.LEASED}

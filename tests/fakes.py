@@ -35,7 +35,8 @@ class Fault:
     (until aborted or closed), `drop` (closes the connection),
     `break` (breaks a stream off after `value` tokens), `abort` (ends with finish_reason abort after
     `value` tokens), `no_logprobs`, `no_versions`, `version` (every span says `value`), `garbage`
-    (no JSON), `hold` (waits for `FakeEngine.release`, then answers well).
+    (no JSON), `hold` (waits for `FakeEngine.release`, then answers well), `pause` (a stream
+    waits after `value` tokens until it is aborted).
     """
 
     kind: str
@@ -134,6 +135,11 @@ class FakeEngine:
         if fault.kind == "abort" and end == 0:
             await response.write(b"data: " + orjson.dumps(self._reply(body, [], fault, last=True)) + b"\n\n")
         for size in range(1, end + 1):
+            if fault.kind == "pause" and size > fault.value:
+                await self.until(lambda: body["rid"] in self.aborted)
+                ended = self._reply(body, output[: fault.value], Fault("abort", fault.value), last=True)
+                await response.write(b"data: " + orjson.dumps(ended) + b"\n\n")
+                break
             if fault.kind == "break" and size > fault.value:
                 assert request.transport is not None
                 request.transport.abort()

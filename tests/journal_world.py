@@ -210,7 +210,7 @@ class World:
         self._words += 1
         before = [] if parent is None else self.session(name).tree.history(parent)
         messages = [*before, {"role": "user", "content": f"w{self._words}"}]
-        return Ask(messages, digest=digest_of(json.dumps(messages).encode()), idempotency_key=key)
+        return Ask(messages, digest=digest_of(b"", json.dumps(messages).encode()), idempotency_key=key)
 
     async def replies(self, name: str, *asks: Ask, answered: bool) -> list[str]:
         """Send requests at once; their replies go out, or their client has left."""

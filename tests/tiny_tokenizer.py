@@ -107,12 +107,27 @@ SHOUTING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+# Writes the name of whoever speaks, drops text beside calls, and reads an effort.
+NAMED = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + (message.name or message.role) + '\\n' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+    {%- else %}{{- message.content }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- ('Effort: ' + reasoning_effort + '\\n' if reasoning_effort else '') + '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
 TEMPLATES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "counting": COUNTING,
     "shouting": SHOUTING,
+    "named": NAMED,
 }
 _CORPUS = [
     "What is 12 + 30 * 7? The answer is #### 42.",

@@ -39,6 +39,12 @@ def of_files(directory: Path) -> int:
     return sum(parts) % MODULUS
 
 
+def of_file(path: Path) -> int:
+    """Of a whole file under its name, whatever it holds. Raises OSError."""
+    empty = path.stat().st_size == 0  # which cannot be mapped
+    return of_tensor(path.name, np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
+
+
 def write(directory: Path) -> None:
     """Keep the checksum of what was just written there. Raises OSError."""
     (directory / FILE).write_text(json.dumps({"checksum": of_files(directory)}) + "\n")

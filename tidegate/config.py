@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.sections import Section, load
+from tidegate.cluster_settings import ClusterSettings
+from tidegate.sections import DirectoryName, HttpUrl, Section, load
 
 
 class RunSettings(Section):
-    name: str = "run"
+    name: DirectoryName = "run"
     """The run's directory is `<dir>/<name>`."""
     dir: Path = Path("runs")
     """Where runs are kept."""
@@ -35,22 +36,14 @@ class ModelSettings(Section):
 
 
 ToolParser = Literal[
-    "auto",
-    "hermes",
-    "qwen3_coder",
-    "glm45",
-    "deepseek_v3",
-    "kimi_k2",
-    "llama3_json",
-    "mistral",
-    "granite",
+    "auto", "hermes", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "llama3_json", "mistral", "granite",
     "none",
-]
+]  # fmt: skip
 
 
 class EngineSettings(Section):
-    urls: list[str] = []
-    """Engines that already run. Empty: `count` embedded engines are started and owned by the run."""
+    urls: list[HttpUrl] = []
+    """Engines that already run, as `http://host:30000`. Empty: the run starts `count` of its own."""
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
     """What is started where no urls are given: Tidegate's own engine, or SGLang or vLLM from `python`."""
     count: Annotated[int, Field(ge=1)] = 1
@@ -68,9 +61,14 @@ class EngineSettings(Section):
     max_slots: Annotated[int, Field(ge=1)] = 64
     """Requests that are decoded at the same time."""
     max_context: Annotated[int, Field(ge=16)] = 1024
-    """Prompt + output tokens of one request."""
+    """Prompt + output tokens of one request. Other engines have a limit of their own."""
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
     """Keys and values kept of earlier sequences, so that a follow-up turn computes only what is new."""
+
+    @property
+    def context(self) -> int | None:
+        """`max_context` where it holds: of the embedded engines that a run starts."""
+        return self.max_context if self.kind == "embedded" and not self.urls else None
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
@@ -94,7 +92,9 @@ class EngineSettings(Section):
 
 class GatewaySettings(Section):
     host: str = "127.0.0.1"
-    """Where the gateway listens."""
+    """Where the gateway listens; 0.0.0.0 is every address of this machine."""
+    public_url: HttpUrl | None = None
+    """Where agents reach the gateway, as `https://host:8000`: past a proxy or NAT. None: where it listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free one."""
     admin_key: str | None = None
@@ -103,6 +103,11 @@ class GatewaySettings(Section):
     """Processes that share the sessions, behind one address. A run that is resumed keeps their number."""
     tool_parser: ToolParser = "auto"
     """The form of the model's tool calls. auto: what its chat template writes; none: they stay text."""
+    structured_output: Literal["text", "grammar"] = "text"
+    """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
+    them; grammar: bound to the schema, and only tokens that it left to the policy are trained on."""
+    untrained_models: list[str] = []
+    """Model names that agents give for auxiliary calls (titles, summaries): recorded, never trained on."""
 
 
 class EnvSettings(Section):
@@ -110,6 +115,8 @@ class EnvSettings(Section):
     """A built-in environment's name, or `file.py:ClassOrObject`."""
     options: dict[str, Any] = {}
     """Passed to the environment's constructor."""
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Of the rewards of one episode, from when they start to run: they may queue for longer."""
 
 
 class AgentSettings(Section):
@@ -118,9 +125,9 @@ class AgentSettings(Section):
     options: dict[str, Any] = {}
     """Passed to the agent's constructor."""
     deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """One deadline over set-up, agent and reward of a slot attempt."""
+    """One deadline over set-up and agent of a slot attempt; the reward has its own."""
     max_concurrency: Annotated[int, Field(ge=1)] = 128
-    """Slot attempts that run at the same time."""
+    """Episodes that run at the same time; groups start while all of their episodes have a place."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Processes that share them, each attempt in the one that has the fewest."""
 
@@ -166,7 +173,7 @@ class TrainerSettings(Section):
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_bound)] = 2
     """The hard bound on a trained token's age in policy versions; `none` switches it off."""
     on_policy: bool = False
-    """Exactly synchronous: forces `max_staleness` 0 and `publish_interval` 1."""
+    """Exactly synchronous: `max_staleness` is 0 and `publish_interval` 1; other values are refused."""
     publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
     """Optimiser steps between publishes; the last step is published too. `never` is for benchmarks: the
     engines keep the weights that they began with, and nobody waits for a publish."""
@@ -244,8 +251,11 @@ class TrainerSettings(Section):
     """Optimiser steps between checkpoints; one is always written at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Older ones are removed."""
+    outage_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest outage (no engine, no retrieval server) that a run waits for; then it ends, to be resumed."""
     watchdog_s: Annotated[float, Field(gt=0)] = 300.0
-    """Nothing moved for so long (or for two of `agent.deadline_s`): print the ledger and stop."""
+    """Nothing moved for so long (or for two of `agent.deadline_s` + `env.reward_timeout_s`): print the ledger
+    and stop."""
 
     @property
     def staleness_bound(self) -> int | None:
@@ -281,8 +291,8 @@ class TrainerSettings(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
         if self.on_policy:
-            object.__setattr__(self, "max_staleness", 0)
-            object.__setattr__(self, "publish_interval", 1)
+            self._force("max_staleness", 0)
+            self._force("publish_interval", 1)
         if self.smallest_group > self.group_size:
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
@@ -300,6 +310,16 @@ class TrainerSettings(Section):
             raise ValueError("lora_targets are of LoRA, which lora_rank switches on")
         self._loss_is_consistent()
         return self
+
+    def _force(self, name: str, value: int) -> None:
+        """Set what `on_policy` means; raises ValueError where something else was set."""
+        found = getattr(self, name)
+        if name in self.model_fields_set and found != value:
+            raise ValueError(
+                f"trainer.on_policy = true means {name} = {value}, but trainer.{name} = {found!r} is set: "
+                "take one of the two out"
+            )
+        object.__setattr__(self, name, value)
 
     def _loss_is_consistent(self) -> None:
         """Raises ValueError where the loss's settings do not go together."""
@@ -351,27 +371,6 @@ class EvalSettings(Section):
     """A whole evaluation; what has not ended by then is counted as unfinished."""
 
 
-Resources = dict[str, Annotated[float, Field(gt=0)]]
-
-
-class ClusterSettings(Section):
-    """What processes ask of a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU = 1}`. What is left
-    out: as many CPUs as a process has threads, and a GPU where its device is cuda."""
-
-    trainer: Resources = {}
-    """Of each trainer rank."""
-    engine: Resources = {}
-    """Of each engine; SGLang and vLLM have a GPU each where nothing else is said."""
-    gateway: Resources = {}
-    """Of the gateway with its shards, on the node of the first trainer rank."""
-    agents: Resources = {}
-    """Of each of the agents' processes."""
-    environment: list[str] = []
-    """Variables that processes on other nodes need besides those that are passed on anyway (docs/ray.md)."""
-    patience_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long the cluster may take to give what is asked."""
-
-
 class Settings(Section):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
 
@@ -388,8 +387,8 @@ class Settings(Section):
 
     @property
     def patience_s(self) -> float:
-        """How long nothing may move: agents are allowed their deadline, whatever the watchdog says."""
-        return max(self.trainer.watchdog_s, 2 * self.agent.deadline_s)
+        """How long nothing may move: agents and rewards have their deadlines, whatever the watchdog says."""
+        return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + self.env.reward_timeout_s))
 
     @property
     def run_dir(self) -> Path:
@@ -397,10 +396,17 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.sampling.max_tokens >= self.engine.max_context:
+        context = self.engine.context
+        if context is not None and self.sampling.max_tokens >= context:
             raise ValueError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
-                f"engine.max_context = {self.engine.max_context}"
+                f"engine.max_context = {context}"
+            )
+        if self.gateway.structured_output == "grammar" and self.engine.kind != "embedded":
+            raise ValueError(
+                'gateway.structured_output = "grammar" needs engine.kind = "embedded": other engines do not '
+                "report which tokens a grammar left to the policy, so no token of such a reply could be "
+                'trained on; use gateway.structured_output = "text"'
             )
         if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":
             raise ValueError(

@@ -4,8 +4,9 @@
 drops a connection: each ends one slot attempt with an `Outcome` of its own, is entered in the
 ledger, and the run goes on. Only `completed` and `truncated` episodes are trained on; a failure is
 never reward 0. A failed slot is attempted again, `max_attempts` times; then its task is quarantined
-and `dead_letters.jsonl` says why. Where group after group fails, or has rewards that are all alike,
-nothing can be learned: the run stops and says so.
+and `dead_letters.jsonl` says why. What infrastructure did (`infra_error`) is no task's fault: it has a
+budget of its own, and an outage of everything pauses the run. Where group after group fails, or has
+rewards that are all alike, nothing can be learned: the run stops and says so.
 
 **A bad setting, a bad file, a dead component is an error.** It is raised as one of the classes
 below, reaches the person who runs the command as one sentence that says what was wrong, where, and
@@ -37,6 +38,12 @@ class StartError(TidegateError):
     """A process of the run could not start: a port in use, a missing model directory, a bad import."""
 
     exit_code = 3
+
+
+class FinishedError(TidegateError):
+    """There is nothing left to do: a run that is resumed has taken all its steps. No failure."""
+
+    exit_code = 0
 
 
 class EngineError(TidegateError):
@@ -84,6 +91,10 @@ class TrainingError(TidegateError):
 
 class StalledError(TidegateError):
     """Nothing moved for the watchdog's time; the message names what was waited for."""
+
+
+class OutageError(TidegateError):
+    """No engine, or nothing else that episodes need, was there for longer than a run waits."""
 
 
 class HopelessError(TidegateError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 
 from tidegate.agents.base import load_agent
 from tidegate.config import Settings
-from tidegate.envs.base import load_environment
+from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.local import Local
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
 from tidegate.trainer.observers.several import Several
 from tidegate.trainer.parts import Parts
+from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 
@@ -27,14 +30,19 @@ if TYPE_CHECKING:
 
 
 def launch(
-    settings: Settings, *, resume: bool = False, fresh: bool = False, cluster: str | None = None
+    settings: Settings,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    cluster: str | None = None,
+    lift_quarantine: bool = False,
 ) -> int:
     """Train and show it; returns the exit code. Everything that can be checked before a start is.
 
     `cluster` is a Ray cluster's address, or `auto` or `local`; None: this machine is enough.
     """
     view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
-    make = partial(Launch, settings, resume, fresh)
+    make = partial(Launch, settings, resume, fresh, lift_quarantine=lift_quarantine)
     try:
         if cluster is not None:
             return _driver()(cluster, settings, make, view)
@@ -57,10 +65,25 @@ def _driver() -> Callable[..., int]:
 class Launch:
     """One run with what is around it: checks, observers, a report. Made where its first trainer rank is."""
 
-    def __init__(self, settings: Settings, resume: bool, fresh: bool, view: Observer, parts: Parts) -> None:
-        """Raises StartError or ConfigError."""
+    def __init__(
+        self,
+        settings: Settings,
+        resume: bool,
+        fresh: bool,
+        view: Observer,
+        parts: Parts,
+        *,
+        lift_quarantine: bool = False,
+    ) -> None:
+        """Raises StartError or ConfigError, and FinishedError where nothing is left to do."""
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
+        check_reward_timeout(environment, settings.env.reward_timeout_s)
+        start = None if fresh else Start.of(settings, resume)
+        if start is not None:
+            start.lift_quarantine = lift_quarantine
+        check_writable(settings.run_dir)
+        check_engines(settings.engine.urls)
         from tidegate.trainer.run import Run  # torch takes seconds; what is wrong has been said by now
 
         if fresh:
@@ -68,7 +91,7 @@ class Launch:
         self._settings = settings
         self._view = view
         self._observer = Several([view, *loggers_of(settings, view.note)])
-        self._run = Run(settings, environment, self._observer, resume=resume, parts=parts)
+        self._run = Run(settings, environment, self._observer, start=start, parts=parts)
 
     async def run(self) -> int:
         """To the end, and to the last words; the exit code."""
@@ -147,7 +170,6 @@ def _finish(settings: Settings, observer: Observer, result: Result) -> None:
     except (OSError, TidegateError) as error:
         observer.note(f"report.html could not be written: {error}")
         report = None
-    begun = (run_dir / "ledger.jsonl").exists()
     newest = sorted((run_dir / "checkpoints").glob("step_*/COMMITTED"), key=lambda path: path.stat().st_mtime)
     observer.finished(
         {
@@ -157,7 +179,15 @@ def _finish(settings: Settings, observer: Observer, result: Result) -> None:
             "after": result.after or None,
             "checkpoint": str(newest[-1].parent) if newest else None,
             "report": report,
-            # A run that failed before it began has no book: there is nothing to resume, it is started again.
-            "resume": f"tidegate train {run_dir}/config.toml{' --resume' if begun else ''}",
+            "resume": _go_on(settings, result),
         }
     )
+
+
+def _go_on(settings: Settings, result: Result) -> str:
+    """The command that trains on. A run that failed before it began has no ledger: it is started again."""
+    command = f"tidegate train {shlex.quote(str(settings.run_dir / 'config.toml'))}"
+    if not (settings.run_dir / "ledger.jsonl").exists():
+        return command
+    more = f" --trainer.steps {2 * result.step}" if result.status == "completed" else ""
+    return f"{command} --resume{more}"

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from tidegate.errors import ConfigError
+from tidegate.tracebacks import where
 
 
 def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
@@ -75,7 +76,8 @@ def _file(path: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}{where(error)}"
+        raise ConfigError(f"{path} cannot be loaded: {what}") from error
     return module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -51,7 +52,11 @@ def _buckets(full: str, histogram: Histogram) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """All of its digits: a counter that is rounded stands still."""
+    """All digits, so that a large counter is not rounded; `NaN` and `±Inf` as the format spells them."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
     return repr(value) if value != int(value) else str(int(value))
 
 

@@ -9,14 +9,37 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def _directory_name(name: str) -> str:
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        raise ValueError("it names one directory in run.dir; to write elsewhere, set run.dir")
+    return name
+
+
+def _http_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"this is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("this is no URL; write scheme and host, such as http://127.0.0.1:30000")
+    return url.rstrip("/")
+
+
+DirectoryName = Annotated[str, AfterValidator(_directory_name)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
 
 
 class Section(BaseModel):
@@ -29,13 +52,13 @@ def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -
     """Read a TOML file, lay dotted overrides over it, and check everything.
 
     `overrides` are `--section.key value` or `--section.key=value`; values are read as TOML where they
-    can be and as text otherwise.
+    can be and as text otherwise; that of a setting which is text is text, whatever else it could be.
 
     Raises ConfigError, which names the key, the file and the nearest known key.
     """
     raw = _read_toml(path) if path is not None else {}
     for key, value in _pairs(overrides):
-        _lay(raw, key, value)
+        _lay(raw, key, _value(model, key, value))
     return _check(model, raw, str(path) if path is not None else "the command line")
 
 
@@ -43,7 +66,7 @@ def overlay(model: Model, overrides: Sequence[str]) -> Model:
     """A copy of settings with dotted overrides laid over them; raises ConfigError."""
     raw = model.model_dump()
     for key, value in _pairs(overrides):
-        _lay(raw, key, value)
+        _lay(raw, key, _value(type(model), key, value))
     return _check(type(model), raw, "the command line")
 
 
@@ -143,21 +166,34 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _lay(raw: dict[str, Any], key: str, value: str) -> None:
+def _lay(raw: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     table = raw
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
-    table[last] = _as_toml(value)
+    table[last] = value
 
 
-def _as_toml(value: str) -> Any:
+def _value(model: type[BaseModel], key: str, text: str) -> Any:
+    """The value that a command line's text is, for the setting `key`."""
     try:
-        return tomllib.loads(f"value = {value}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return value
+        return text
+    return value if isinstance(value, str) or not _takes_text(model, key.split(".")) else text
+
+
+def _takes_text(model: Any, path: Sequence[str]) -> bool:
+    """Whether a setting is a text, or nothing."""
+    for name in path:
+        if not _is_section(model) or name not in model.model_fields:
+            return False
+        model = model.model_fields[name].annotation
+    kinds = get_args(model) if get_origin(model) in (Union, UnionType) else (model,)
+    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds} - {NoneType}
+    return plain <= {str, Path}
 
 
 def _shown(default: Any) -> str:
@@ -181,6 +217,8 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{where}: the setting {key!r} is required"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("string_type", "path_type"):
+        message = "it is a text; write it in quotes"
     if not key or (key in model.model_fields and _is_section(model.model_fields[key].annotation)):
         return f"{where}: {message}"  # of the whole section: it names the keys itself
     return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"

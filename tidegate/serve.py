@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -22,7 +23,11 @@ from typing import Any
 
 import uvicorn
 
+from tidegate.address import own_address
 from tidegate.errors import StartError, TidegateError
+from tidegate.tether import continue_at_parent_exit
+
+log = logging.getLogger("tidegate.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,9 @@ def bind(listen: Listen) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
+    """Where others reach it."""
     host, port = sock.getsockname()[:2]
+    host = own_address(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -73,6 +80,7 @@ def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> Non
     )
     server = _Announcing(config, listen, url_of(sock))
     if listen.owned:
+        continue_at_parent_exit()
         threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(server.serve(sockets=[sock]))
@@ -91,6 +99,8 @@ class _Announcing(uvicorn.Server):
             return
         if self._listen.announce is not None:
             write_whole(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
+        if not self._listen.owned:
+            log.info("serving at %s (Ctrl-C ends it)", self._url)
         if self._listen.listed is not None:
             try:
                 await self._listed.enter_async_context(self._listen.listed(self._url))

@@ -16,8 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidegate.errors import StartError
+from tidegate.secrecy import hand_over
 from tidegate.serve import Listen, bind
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +32,8 @@ class Service:
     """One owned server process: `tidegate <verb> …`.
 
     `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
-    at the current weights. `secrets` are passed in the environment, as a command line can be read by all.
+    at the current weights. `secrets` are passed through a socket that the process inherits, as command lines
+    and environments can be read by others (`secrecy`).
     `name` tells several of one verb apart. Its log is a file in `directory`, or (`shares_log`) its owner's.
     With a `host` it is the owner that listens there: calls that come while the process is started again
     wait for it, and are not refused. Other kinds of servers override `command` and `where`.
@@ -46,7 +49,7 @@ class Service:
         directory: Path,
         *,
         port: int = 0,
-        secrets: Mapping[str, str] | None = None,
+        secrets: Mapping[str, Any] | None = None,
         name: str | None = None,
         shares_log: bool = False,
         host: str | None = None,
@@ -74,9 +77,16 @@ class Service:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         if self._host is not None and self._socket is None:
             self._socket = bind(Listen(self._host, self._port))
-        held = [self._socket.fileno()] if self._socket is not None else []
-        command = [*self.command(), *(part for fd in held for part in ("--fd", str(fd)))]
+        command, held = self.command(), []
         with contextlib.ExitStack() as stack:
+            if self._socket is not None:
+                held.append(self._socket.fileno())
+                command += ["--fd", str(held[-1])]
+            ours = None
+            if self._secrets:
+                ours, theirs = socket.socketpair()
+                held.append(stack.enter_context(theirs).fileno())
+                command += ["--secrets-fd", str(held[-1])]
             log = (
                 None
                 if self._shares_log
@@ -91,6 +101,8 @@ class Service:
                 env=self.environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
             )
+        if ours is not None:
+            await hand_over(ours, self._secrets, self.ready_s)
         self.url = await self._ready()
         self._port = int(self.url.rpartition(":")[2])  # a restart comes up at the same address
         return self.url
@@ -105,7 +117,7 @@ class Service:
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, **self._secrets}
+        return dict(os.environ)
 
     async def where(self) -> str | None:
         """Its URL, once it serves."""

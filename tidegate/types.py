@@ -18,6 +18,9 @@ Logprobs = npt.NDArray[np.float32]
 Message = dict[str, Any]
 """One chat message in OpenAI's form: `role`, `content`, and `tool_calls` or `tool_call_id`."""
 
+MODEL_NAME = "policy"
+"""Name of the served model: agents are given it, replies and model lists contain it."""
+
 Split = Literal["train", "eval"]
 
 
@@ -93,6 +96,10 @@ class Sampling:
         }
 
 
+CLIENT_CLOSED = "client_closed"
+"""The finish reason of a turn whose client closed the stream: it holds what was delivered until then."""
+
+
 class VersionSpan(NamedTuple):
     """Output tokens `start..end` (end exclusive) were sampled under policy version `version`."""
 
@@ -132,6 +139,15 @@ class Turn:
     """How its tool calls were read: `ok`, `malformed` (some of it stayed content), None: there were none."""
     reward: float = 0.0
     """What this turn was given by itself, besides the episode's reward."""
+    exempt: str | None = None
+    """Why it is not trained on although it was delivered: the request's header or model name exempts it."""
+    structured: str | None = None
+    """How a reply to a request with a JSON schema was sampled: under the `grammar`, or as free `text`."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its tokens may be trained on: they reached the agent, and no rule exempts them."""
+        return self.delivered and self.exempt is None
 
     def oldest_version(self) -> int | None:
         """The smallest version among its sampled tokens and their KV; None where any is unknown."""
@@ -168,6 +184,8 @@ class Turn:
             "seconds": self.seconds,
             "parse": self.parse,
             "reward": self.reward,
+            "exempt": self.exempt,
+            "structured": self.structured,
         }
 
     @classmethod
@@ -191,6 +209,8 @@ class Turn:
             seconds=wire["seconds"],
             parse=wire["parse"],
             reward=wire["reward"],
+            exempt=wire["exempt"],
+            structured=wire["structured"],
         )
 
 
@@ -202,6 +222,15 @@ def covers(spans: Sequence[VersionSpan], length: int) -> bool:
             return False
         at = end
     return at == length
+
+
+def spans_within(spans: Sequence[VersionSpan], first: int, end: int) -> list[VersionSpan]:
+    """The spans of the tokens `first..end` alone, counted from `first`."""
+    return [
+        VersionSpan(version, max(start, first) - first, min(stop, end) - first)
+        for version, start, stop in spans
+        if start < end and stop > first
+    ]
 
 
 @dataclass(slots=True)
@@ -230,6 +259,8 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     """The newest branch as messages, the last reply included: what rewards and people read."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    answer: Any = None
+    """The gold answer of its task, for people: the trainer adds it to what it records, the gateway never."""
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """The whole prompt of a turn, from its root on; shape [prompt]."""
@@ -242,9 +273,12 @@ class Trajectory:
     def delivered_turns(self) -> Iterator[Turn]:
         return (turn for turn in self.turns if turn.delivered)
 
+    def trainable_turns(self) -> Iterator[Turn]:
+        return (turn for turn in self.turns if turn.trainable)
+
     def oldest_version(self) -> int | None:
-        """The oldest version among the delivered tokens; None if unknown anywhere or there are none."""
-        versions = [turn.oldest_version() for turn in self.delivered_turns()]
+        """The oldest version among the trainable tokens; None if unknown anywhere or there are none."""
+        versions = [turn.oldest_version() for turn in self.trainable_turns()]
         known = [version for version in versions if version is not None]
         return min(known) if known and len(known) == len(versions) else None
 
@@ -270,6 +304,7 @@ class Trajectory:
             "seconds": self.seconds,
             "messages": self.messages,
             "metadata": self.metadata,
+            "answer": self.answer,
         }
 
     @classmethod
@@ -295,12 +330,12 @@ class Group:
         return min(known) if known and len(known) == len(versions) else None
 
     def newest_version(self) -> int | None:
-        """The newest version among the delivered tokens; None where there is none."""
+        """The newest version among the trainable tokens; None where there is none."""
         return max(
             (
                 span.version
                 for trajectory in self.trajectories
-                for turn in trajectory.delivered_turns()
+                for turn in trajectory.trainable_turns()
                 for span in turn.version_spans
             ),
             default=None,

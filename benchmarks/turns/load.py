@@ -6,15 +6,20 @@ Reads jobs on stdin, one JSON object a line, and answers each with one line. A s
 between jobs, by its name; connections last for one job.
 `{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` takes so many
 turns in each session, `concurrency` sessions at a time, and answers `{"seconds", "turns", "errors",
-"error"}`; an error ends its session's turns.
+"error"}`; an error ends its session's turns. With `"for_s"` and `"every_s"` instead of `"turns"` each session
+takes a turn every so many seconds, for so many; the answer has `"p50_ms"` and `"p99_ms"`.
+`{"kind": "posts", "url", "sessions": [[name, path, key]], "size", "for_s"}` posts a message of so many bytes
+again and again for so long, and answers `{"posts", "statuses", "seconds_each"}`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +33,7 @@ _REQUEST = (
     b"content-type: application/json\r\naccept: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 _REPLY_S = 120.0
+_PASSAGE = "The quick brown fox jumps over the lazy dog, and <b>nothing</b> happened; value = 12345\n"
 
 
 class Connection(asyncio.Protocol):
@@ -121,40 +127,86 @@ class Load:
         agents = [
             self._agents.setdefault(name, Agent(name, path, key)) for name, path, key in job["sessions"]
         ]
-        queue, errors = iter(agents), []
+        queue, errors, took = iter(agents), [], []
         before = sum(agent.taken for agent in agents)
         connections = await self._connect(address.hostname or "", address.port or 0, job["concurrency"])
         began = time.perf_counter()
         try:
-            await asyncio.gather(*(self._work(one, queue, job, errors) for one in connections))
+            await asyncio.gather(*(self._work(one, queue, job, errors, took) for one in connections))
         finally:
             for connection in connections:
                 connection.close()
         seconds = time.perf_counter() - began
         taken = sum(agent.taken for agent in agents) - before
-        return {"seconds": seconds, "turns": taken, "errors": len(errors), "error": next(iter(errors), None)}
+        done = {"seconds": seconds, "turns": taken, "errors": len(errors), "error": next(iter(errors), None)}
+        return {**done, "p50_ms": _quantile(took, 0.5), "p99_ms": _quantile(took, 0.99)}
+
+    async def posts(self, job: dict[str, Any]) -> dict[str, Any]:
+        address = urlsplit(job["url"])
+        [[_, path, key]] = job["sessions"]
+        text = (_PASSAGE * (job["size"] // len(_PASSAGE) + 1))[: job["size"]]
+        body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+        [connection] = await self._connect(address.hostname or "", address.port or 0, 1)
+        statuses: Counter[str] = Counter()
+        began = time.perf_counter()
+        try:
+            while time.perf_counter() < began + job["for_s"]:
+                async with asyncio.timeout(_REPLY_S):
+                    status, _ = await connection.post(path.encode(), key.encode(), body)
+                statuses[str(status)] += 1
+        finally:
+            connection.close()
+        posts = statuses.total()
+        each = (time.perf_counter() - began) / posts
+        return {"posts": posts, "statuses": statuses, "seconds_each": each}
 
     async def _connect(self, host: str, port: int, count: int) -> list[Connection]:
         loop = asyncio.get_running_loop()
         return [(await loop.create_connection(Connection, host, port))[1] for _ in range(count)]
 
     async def _work(
-        self, connection: Connection, queue: Iterator[Agent], job: dict[str, Any], errors: list[str]
+        self,
+        connection: Connection,
+        queue: Iterator[Agent],
+        job: dict[str, Any],
+        errors: list[str],
+        took: list[float],
     ) -> None:
         for agent in queue:
             try:
-                for _ in range(job["turns"]):
+                async for began in _beginnings(job):
                     async with asyncio.timeout(_REPLY_S):
                         await agent.turn(connection, job["stream"])
+                    took.append(time.perf_counter() - began)
             except (OSError, TimeoutError, httptools.HttpParserError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 return
 
 
+async def _beginnings(job: dict[str, Any]) -> AsyncIterator[float]:
+    """When each turn of a session begins."""
+    if "for_s" not in job:
+        for _ in range(job["turns"]):
+            yield time.perf_counter()
+        return
+    now = time.perf_counter()
+    end = now + job["for_s"]
+    due = now + random.random() * job["every_s"]
+    while due < end:
+        await asyncio.sleep(due - time.perf_counter())
+        yield due
+        due = max(due + job["every_s"], time.perf_counter())
+
+
+def _quantile(seconds: list[float], share: float) -> float | None:
+    return 1e3 * sorted(seconds)[int(share * len(seconds))] if seconds else None
+
+
 async def main() -> None:
     load = Load()
     for line in sys.stdin:
-        result = await load.turns(orjson.loads(line))
+        job = orjson.loads(line)
+        result = await (load.posts(job) if job["kind"] == "posts" else load.turns(job))
         print(orjson.dumps(result).decode(), flush=True)
 
 

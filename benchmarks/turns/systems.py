@@ -74,6 +74,7 @@ class Loader:
     ) -> dict[str, Any]:
         """Take turns in sessions of (name, path, key); `turns.load` says what comes back."""
         job = {
+            "kind": "turns",
             "url": system.url,
             "sessions": sessions,
             "turns": turns,

@@ -34,6 +34,7 @@ class TrainProcess:
         *,
         config: Path = DEMO,
         environment: Mapping[str, str] = ENVIRONMENT,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.parent / f"{run_dir.name}.out"
@@ -42,6 +43,7 @@ class TrainProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tidegate", "train", str(config), *place, *SMALL, *arguments],
                 cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
+                preexec_fn=before,
             )  # fmt: skip
 
     def wait(self, timeout: float = 300) -> int:
@@ -88,10 +90,14 @@ class TrainProcess:
 
 @contextlib.contextmanager
 def training(
-    run_dir: Path, *arguments: str, config: Path = DEMO, environment: Mapping[str, str] = ENVIRONMENT
+    run_dir: Path,
+    *arguments: str,
+    config: Path = DEMO,
+    environment: Mapping[str, str] = ENVIRONMENT,
+    before: Callable[[], None] | None = None,
 ) -> Iterator[TrainProcess]:
-    """A training process that is gone afterwards, whatever happens."""
-    run = TrainProcess(run_dir, arguments, config=config, environment=environment)
+    """A training process that is gone afterwards, whatever happens; `before` is called in it first."""
+    run = TrainProcess(run_dir, arguments, config=config, environment=environment, before=before)
     try:
         yield run
     finally:

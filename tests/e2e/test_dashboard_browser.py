@@ -83,6 +83,22 @@ async def test_the_overview_has_its_charts(port: int, url: str) -> None:
         clean(page, url)
 
 
+async def test_an_episode_shows_its_output_the_gold_answer_and_the_reward_parts(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/0")
+        await page.until("document.querySelector('.result')")
+        rows = "[...document.querySelectorAll('.result .message')].map(one => one.textContent)"
+        assert await page.look(rows) == ["returned#### 7", f"gold answer7 {EVIL}"]
+        facts = "[...document.querySelectorAll('.facts > div')].slice(0, 2).map(one => one.textContent)"
+        reward, parts = await page.look(facts)
+        assert reward.startswith("reward0")
+        assert parts.startswith("reward partsexact_answer 0")
+        await page.open(f"{url}/#/step/2/group/g2-good")
+        await page.until("document.querySelectorAll('.member').length === 2")
+        assert (await page.look("document.querySelector('main').textContent")).count("gold answer") == 1
+        clean(page, url)
+
+
 async def test_from_the_overview_to_a_token_by_keys_alone(port: int, url: str) -> None:
     async with chromium.page(port) as page:
         await page.open(f"{url}/")
@@ -98,8 +114,8 @@ async def test_from_the_overview_to_a_token_by_keys_alone(port: int, url: str) -
         await page.press("x")
         await page.until(f"!{TIP}.hidden")
         assert await page.look(HASH) == "#/step/2/group/g2-good/episode/1/turn/0/token/0"
-        assert "forced by a grammar" not in await page.look(f"{TIP}.textContent")
-        assert "a grammar left no choice" in await page.look(f"{TIP}.textContent")
+        assert "changed by a grammar" not in await page.look(f"{TIP}.textContent")
+        assert "a grammar excluded ids" in await page.look(f"{TIP}.textContent")
         await page.press("ArrowRight")
         told = await page.look(f"{TIP}.textContent")
         assert "trained" in told

@@ -91,10 +91,13 @@ def test_a_gateway_that_keeps_dying_stops_the_run_with_a_checkpoint(tmp_path: Pa
 
 
 def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> None:
+    """Engine and gateway are stopped at that moment, and do not read that their input has closed."""
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=2") as run:
         run.until_step(5)
         children = [run.owned("engine"), run.owned("gateway")]
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
         run.kill()
         assert all(gone(child) for child in children)
     dead = held(run_dir)
@@ -171,7 +174,8 @@ def test_failures_are_retried_quarantined_and_never_trained_as_zero(tmp_path: Pa
 
 def test_on_policy_is_exactly_synchronous(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--trainer.steps=5", "--trainer.on_policy=true") as run:
+    synchronous = ["--trainer.on_policy=true", "--trainer.max_staleness=0"]
+    with training(run_dir, "--trainer.steps=5", *synchronous) as run:
         assert run.wait() == 0, run.output()
     lines = metrics(run_dir)[1:]
     assert max(line["staleness/max"] for line in lines) == 0

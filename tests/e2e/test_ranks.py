@@ -64,7 +64,8 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
 
 def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None:
     run_dir = tmp_path / "sent"
-    with training(run_dir, "--trainer.steps=6", "--engine.count=2", "--trainer.on_policy=true", SENT) as run:
+    synchronous = ["--trainer.on_policy=true", "--trainer.max_staleness=0"]
+    with training(run_dir, "--trainer.steps=6", "--engine.count=2", *synchronous, SENT) as run:
         run.until_step(2)
         os.kill(run.owned("engine-1"), signal.SIGKILL)
         assert run.wait() == 0, run.output()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.e2e.runs import training
+from tests.unprivileged import unprivileged
 
 NOSY = """
 import json, os, urllib.error, urllib.request
@@ -30,6 +31,14 @@ class Nosy(Solver):
                                      ("POST", "/sessions"), ("POST", f"/sessions/{mine}/finish"),
                                      ("GET", "/groups"), ("GET", "/engines"), ("DELETE", "/engines")]:
                     out.write(json.dumps([method, path, get(root + path, method, key)]) + "\\n")
+            gateway = json.loads(open(f"{RUN}/logs/gateway.address").read())["pid"]
+            for pid in (gateway, os.getppid()):
+                for file in ("environ", "maps", "mem"):
+                    try:
+                        open(f"/proc/{pid}/{file}", "rb").read(1)
+                        out.write(json.dumps(["proc", f"{pid}/{file} was read", 200]) + "\\n")
+                    except PermissionError:
+                        out.write(json.dumps(["proc", f"{pid}/{file}", 401]) + "\\n")
             out.write(json.dumps(["task", list(task.__slots__), 401]) + "\\n")
             out.write(json.dumps(["env", [k for k in os.environ if "ADMIN" in k], 401]) + "\\n")
         return await super().run(task, session)
@@ -38,11 +47,17 @@ class Nosy(Solver):
 
 def test_an_agent_cannot_reach_the_control_plane(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    (tmp_path / "nosy.py").write_text(NOSY.replace("OUT", repr(str(out))))
-    with training(
-        tmp_path / "run", f"--agent.use={tmp_path}/nosy.py:Nosy", "--trainer.steps=1", "--eval.tasks=1"
-    ) as run:
+    (tmp_path / "nosy.py").write_text(
+        NOSY.replace("OUT", repr(str(out))).replace("{RUN}", str(tmp_path / "run"))
+    )
+    settings = (f"--agent.use={tmp_path}/nosy.py:Nosy", "--trainer.steps=1", "--eval.tasks=1")
+    with training(tmp_path / "run", *settings, before=unprivileged) as run:
         assert run.wait() == 0, run.output()
+    everything = [path for path in (tmp_path / "run").rglob("*") if not path.is_symlink()]
+    assert {path.stat().st_mode & 0o777 for path in everything if path.is_dir()} == {0o700}
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    loose = [path for path in everything if path.is_file() and path.stat().st_mode & 0o077]
+    assert loose == []
     seen = [json.loads(line) for line in out.read_text().splitlines()]
     assert {status for _, _, status in seen} == {401}, [one for one in seen if one[2] != 401][:5]
     assert next(what for kind, what, _ in seen if kind == "env") == []

@@ -47,6 +47,16 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"
     assert held(run_dir).groups["trained"] == 24
 
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    code, said = tidegate("train", f"{run_dir}/config.toml", "--resume", torch=False)
+    assert (code, "has taken 6 steps" in said) == (0, True), said
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    other = "--model.path=examples/search_base/model"
+    code, said = tidegate(
+        "train", f"{run_dir}/config.toml", "--resume", "--trainer.steps=8", other, torch=False
+    )
+    assert (code, "began with examples/tiny_base/model" in said) == (2, True), said
+
 
 def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
     assert unexplained({key for line in lines for key in line}) == set()
@@ -151,6 +161,9 @@ DEMO = "examples/demo/config.toml"
         (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
         (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
         (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
+        (["--run.name", "../x"], 2, "it names one directory in run.dir"),
+        (["--run.dir", "Makefile"], 3, "run.dir = Makefile: Makefile/demo cannot be written"),
+        (["--engine.urls", '["http://127.0.0.1:9"]'], 3, "engine.urls: no engine answers at"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(
@@ -159,6 +172,26 @@ def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(
     found, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", *arguments, torch=False)
     assert (found, words in said, "Traceback" in said) == (code, True, False), said
     assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", DEMO], ["engine", "--model=examples/tiny_base/model"], ["replay", "RUN"]]
+)
+def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "examples/tiny_base/model"\n')
+    (tmp_path / "ledger.jsonl").touch()
+    place = [f"--run.dir={tmp_path}"] if arguments[0] == "train" else []
+    words = [str(tmp_path) if one == "RUN" else one for one in arguments]
+    code, said = tidegate(*words, *place, torch=False)
+    needs = "needs torch, which is not installed: pip install 'tidegate[train]'"
+    assert (code, said) == (3, f"tidegate: `tidegate {words[0]}` {needs}\n")
+
+
+def test_a_device_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--trainer.device=cuda:77")
+    assert (code, "trainer.device = 'cuda:77': " in said, "Traceback" in said) == (3, True, False), said
+    assert "This machine has: cpu" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -174,10 +207,10 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "ledger.jsonl").write_text("")
-    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}")
+    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", torch=False)
     assert code == 2
     assert "--resume" in said
-    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--run.name=other", "--resume")
+    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--run.name=other", "--resume", torch=False)
     assert code == 2
     assert "holds no run to resume" in said
 

@@ -150,6 +150,22 @@ async def test_an_agent_whose_call_is_refused(patient: Patient) -> None:
     assert "never called" not in found["agent_raised"].text
 
 
+async def test_an_agent_whose_every_call_is_refused_and_that_raises_nothing(patient: Patient) -> None:
+    patient.agent = """
+async def agent(task, session):
+    for _ in range(2):
+        try:
+            await session.openai().chat.completions.create(
+                model=session.model, messages=[*task.messages], logit_bias={"5": 1}
+            )
+        except Exception:
+            pass
+"""
+    found = await patient.examine()
+    assert list(found) == ["all_refused", "calls_refused"]
+    assert "its 2 calls were refused, the last one with: logit_bias" in found["all_refused"].text
+
+
 async def test_an_agent_that_hangs(patient: Patient) -> None:
     patient.agent = "import asyncio\nasync def agent(task, session): await asyncio.sleep(100)"
     patient.settings["agent"]["deadline_s"] = 1
@@ -211,6 +227,22 @@ async def test_a_reply_cut_by_length(patient: Patient) -> None:
     found = await patient.examine()
     assert list(found) == ["cut_by_length"]
     assert "1 of 1 replies was cut by length: sampling.max_tokens = 4" in found["cut_by_length"].text
+
+
+async def test_a_reply_cut_by_the_agent_s_own_max_tokens(patient: Patient) -> None:
+    patient.agent = GOOD_AGENT.replace("tools=TOOLS)", "tools=TOOLS, max_tokens=3)")
+    patient.says("#### 1 2 3 4 5 6", ended=False)
+    found = await patient.examine()
+    assert list(found) == ["cut_by_agent"]
+    assert "after 3 tokens: your agent's own max_tokens" in found["cut_by_agent"].text
+
+
+async def test_sampling_parameters_that_have_no_effect(patient: Patient) -> None:
+    patient.agent = GOOD_AGENT.replace("tools=TOOLS)", "tools=TOOLS, temperature=0.2, top_p=0.9, seed=7)")
+    patient.says("#### 2")
+    found = await patient.examine()
+    assert list(found) == ["sampling_overridden"]
+    assert "your agent's seed, temperature, top_p had no effect" in found["sampling_overridden"].text
 
 
 async def test_tool_calls_that_cannot_be_parsed(patient: Patient) -> None:

@@ -229,6 +229,10 @@ async def test_models_and_the_plain_v1_address(stage: Stage) -> None:
     access, llm = await opened(stage)
     plain = llm.with_options(base_url=f"{stage.url}/v1")
     for client in (llm, plain):
-        assert [model.id async for model in client.models.list()] == ["tiny"]
-        await client.chat.completions.create(model="m", messages=ASK)
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match=r"gpt/4.*'policy'") as raised:
+            await client.models.retrieve("gpt/4")
+        assert raised.value.code == "model_not_found"
+        assert (await client.chat.completions.create(model="m", messages=ASK)).model == "policy"
     assert (await stage.client.finish(access.session_id, reward=0)).turns == 2

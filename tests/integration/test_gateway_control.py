@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ async def test_a_hanging_reward_ends_as_reward_error_and_finish_stays_idempotent
     assert len(rewarder.seen) == 1
 
 
+async def test_a_reward_may_take_longer_than_its_session_and_than_a_call(
+    tmp_path: Path, rewarder: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finishes a session asks again while it is rewarded, and nobody forgets it meanwhile."""
+    monkeypatch.setattr(gateway_module, "SWEEP_S", 0.02)
+    rewarder.hang = threading.Event()
+    async with staged(make_model_dir(tmp_path / "tiny"), rewarders={"sums": rewarder}, grace_s=0.1) as stage:
+        access = await stage.client.open_session(task=TASK, deadline_s=3.0)
+        await ask(access)
+        finish = partial(stage.client.finish, access.session_id, output="3", timeout_s=1.0)
+        finishing = asyncio.create_task(finish())
+        session = stage.gateway.session(access.session_id)
+        loop = asyncio.get_running_loop()
+        await eventually(lambda: loop.time() > session.deadline + 1.0)
+        rewarder.hang.set()
+        summary = await finishing
+        assert (summary.reward, await finish()) == (1.0, summary)
+        assert len(rewarder.seen) == 1
+
+
 async def test_a_reward_that_is_not_a_number_crosses_the_wire_as_such(stage: Stage) -> None:
     access = await stage.client.open_session(task=Task("t", "other", []))
     await ask(access)
@@ -176,7 +197,7 @@ async def test_groups_from_sealing_to_acknowledgement(stage: Stage) -> None:
     assert group.oldest_version() == 7
     assert {row.id: row.state for row in await stage.client.list_groups()} == {"a/1": "live", "a/2": "leased"}
     for _ in range(2):
-        await stage.client.ack(1, group.lease_id, "trained", 5)
+        await stage.client.ack(1, group.lease_id, "trained")
     assert [row.id for row in await stage.client.list_groups()] == ["a/1"]
     assert {session.id for session in stage.gateway.sessions.all()} == {live.session_id}
     with pytest.raises(GatewayError) as raised:
@@ -196,7 +217,7 @@ async def test_a_restarted_trainer_gets_what_the_dead_one_held(stage: Stage) -> 
         with pytest.raises(GatewayError) as raised:
             await call
         assert raised.value.status == 410
-    await stage.client.ack(2, new.lease_id, "trained", 1)
+    await stage.client.ack(2, new.lease_id, "trained")
 
 
 async def test_a_lease_whose_asker_left_is_free_for_the_next(stage: Stage) -> None:
@@ -244,7 +265,12 @@ async def test_a_dropped_group_is_gone_for_good(stage: Stage) -> None:
     done = await episode(stage, group_id="a", slot=0)
     live = await stage.client.open_session(task=TASK, group_id="a", slot=1)
     sampled = len((await stage.client.trajectory(done)).turns[0].output_ids)
-    assert [await stage.client.drop_group("a") for _ in range(2)] == [sampled, 0]
+    recorded = sorted(await stage.client.drop_group("a"), key=lambda one: one.slot or 0)
+    assert [(one.session_id, one.outcome) for one in recorded] == [
+        (done, Outcome.COMPLETED), (live.session_id, Outcome.CANCELLED),
+    ]  # fmt: skip
+    assert [one.sampled_tokens() for one in recorded] == [sampled, 0]
+    assert await stage.client.drop_group("a") == []
     for session in (done, live.session_id):
         with pytest.raises(GatewayError) as raised:
             await stage.client.finish(session)
@@ -338,6 +364,14 @@ async def test_without_an_admin_key_the_gateway_stays_on_loopback(tmp_path: Path
         assert (await client.open_session(task=TASK)).base_url.startswith(url)
 
 
+async def test_agents_are_given_the_public_address_where_there_is_one(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "tiny")
+    gateway = Gateway(GatewayOptions(model=model, public_url="https://models.example.com/rl"))
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        access = await client.open_session(task=TASK)
+    assert access.base_url == f"https://models.example.com/rl/s/{access.session_id}/v1"
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -384,6 +418,19 @@ async def test_the_openapi_tells_of_every_route(stage: Stage) -> None:
     assert {"/v1/models", "/groups/lease", "/sessions/{session_id}/finish"} <= paths.keys()
     open_to_all = {path for path, ways in paths.items() for way in ways.values() if not way["security"]}
     assert open_to_all == {"/health", "/ready"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sessions/s/reward", {"value": 1.0, "message": "well done"}),
+        ("/groups/ack", {"trainer_epoch": 1, "lease_id": "l", "outcome": "trained", "step": 3}),
+    ],
+)
+async def test_what_would_be_dropped_is_not_accepted(stage: Stage, path: str, body: dict[str, Any]) -> None:
+    with pytest.raises(GatewayError, match=r"message|step") as raised:
+        await stage.client._json("POST", path, body)
+    assert raised.value.status == 400
 
 
 async def test_evaluation_may_be_greedy(stage: Stage) -> None:

@@ -57,9 +57,20 @@ async def test_a_retry_is_given_the_turn_that_is_in_doubt(stage: Stage, model: P
         assert again.choices == first.choices
         assert again.usage == first.usage
         assert delivered(later, access) == [True]
-        other = await ask(later, access, RETRY)  # the first one is delivered: this is another sample
+        assert (await ask(later, access, RETRY)).id == first.id  # that one was lost again
+        other = await ask(later, access, {})  # no retry: another sample
         assert other.id != first.id
         assert len(stage.engine.requests) + len(later.engine.requests) == 2  # it knows both engines
+
+
+async def test_a_retry_is_given_the_turn_that_went_out_before_the_kill(model: Path, tmp_path: Path) -> None:
+    async with staged(model, journal=tmp_path / "journal") as stage:
+        access = await stage.client.open_session(task=TASK)
+        first = await ask(stage, access, {})
+    async with staged(model, journal=tmp_path / "journal") as later:
+        assert delivered(later, access) == [True]
+        assert (await ask(later, access, RETRY)).id == first.id
+        assert len(stage.engine.requests) + len(later.engine.requests) == 1
 
 
 async def test_a_retry_gets_the_same_tool_calls(stage: Stage, model: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.options import GatewayOptions
+from tidegate.gateway.protocol import FREE_WITHIN
 from tidegate.types import Sampling, Task, Trajectory
 
 TASK = Task("t", "none", [])
@@ -161,6 +162,39 @@ async def test_a_turn_that_straddles_a_publish_is_exact(
     assert first.kv_version == (0 if mode == "in_place" else None)
     if mode != "in_place":  # there the new weights go on from the old ones' keys and values
         assert after[new.start :].max() < 1e-3
+
+
+async def test_a_reply_under_a_grammar_records_which_tokens_may_be_trained_on(
+    engine: str, models: list[Path]
+) -> None:
+    """The recorded logprob is that of the allowed ids; times their probability it is the policy's own. Where
+    the grammar took more than a trace of probability, the token is masked."""
+    gateway = Gateway(GatewayOptions(model=models[0], structured_output="grammar"))
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    sampled: list[Any] = []
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        await client.add_engine(engine)
+        access = await client.open_session(task=TASK, seed=1, sampling=Sampling(0.7, max_tokens=60))
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as llm:
+            append = gateway.turns._append
+            gateway.turns._append = lambda *told: sampled.append(told[2]) or append(*told)  # type: ignore[method-assign]
+            ask: Any = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
+            await llm.chat.completions.create(**ask, response_format=form)
+        await client.finish(access.session_id, reward=1)
+        trajectory = await client.trajectory(access.session_id)
+    [turn], [told] = trajectory.turns, sampled
+    assert turn.structured == "grammar"
+    ids = torch.tensor([[*trajectory.prompt_ids(turn).tolist(), *turn.output_ids.tolist()]])
+    [span] = turn.version_spans  # the engine may have been given other weights by a test before
+    model = AutoModelForCausalLM.from_pretrained(models[span.version], dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(ids[0]) - len(turn.output_ids) - 1 : -1] / 0.7
+    own = torch.log_softmax(logits, -1).gather(-1, ids[0, -len(turn.output_ids) :, None])[:, 0].numpy()
+    assert np.log(told.masses) + turn.logprobs == pytest.approx(own, abs=1e-3)
+    assert min(told.masses) < 0.5, "the grammar changed something"
+    assert turn.output_mask is not None
+    assert turn.output_mask.tolist() == [int(mass >= 1 - FREE_WITHIN) for mass in told.masses]
 
 
 async def test_a_schema_that_the_engine_cannot_follow_is_refused_by_the_agents_name(

@@ -104,6 +104,16 @@ async def test_a_trainer_that_was_replaced_ends_no_session_and_no_group(stage: S
     assert await stage.client.list_groups() == []
 
 
+async def test_where_a_trainer_leads_only_its_own_groups_are_sealed(stage: Stage) -> None:
+    own, foreign = await finished(stage, "g1-1", 1), await finished(stage, "theirs", None)
+    await stage.client.add_engine(stage.engine.url, admitted=True)
+    with pytest.raises(GatewayError, match="group theirs cannot be sealed: a trainer leads") as raised:
+        await stage.client.seal_group("theirs", "t1", [foreign.session_id])
+    assert raised.value.status == 403
+    await stage.client.seal_group("g1-1", "t1", [own.session_id], 1)
+    assert [group.id for group in await stage.client.lease(1, 9)] == ["g1-1"]
+
+
 @pytest.mark.parametrize("what", ["finish", "seal", "drop"])
 async def test_a_newer_trainer_arrives_with_whatever_it_asks_for_first(stage: Stage, what: str) -> None:
     done = await finished(stage, "g1-1", 1)
@@ -143,7 +153,7 @@ async def test_groups_that_no_trainer_consumed_wait_for_the_next_one(
             await stage.client.seal_group(name, "t1", [access.session_id])
     running = await stage.client.open_session(task=TASK, group_id="g1-5", slot=0, epoch=1)
     [trained, held] = await stage.client.lease(1, 2)
-    await stage.client.ack(1, trained.lease_id, "trained", 1)
+    await stage.client.ack(1, trained.lease_id, "trained")
     before = held.to_wire() | {"lease_id": ""}
     async with staged(model, journal=killed(tmp_path)) as later:
         assert await outcomes(later, [running]) == [None], "only a newer trainer ends it"

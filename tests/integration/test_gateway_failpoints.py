@@ -165,7 +165,7 @@ async def story(world: World) -> None:
     [first] = await client.lease(1, 1)
     await read(world, first)
     for _ in range(2):
-        await client.ack(1, first.lease_id, "trained", 1)
+        await client.ack(1, first.lease_id, "trained")
     [back] = await client.lease(1, 1)
     await raw(world, "/groups/return", {"lease_ids": [back.lease_id]})
     [held] = await client.lease(1, 1)
@@ -179,7 +179,7 @@ async def story(world: World) -> None:
     assert [group.id for group in groups] == ["g2", "g3"], "in the order of sealing"
     for group in groups:
         await read(world, group)
-        await client.ack(2, group.lease_id, "trained", 2)
+        await client.ack(2, group.lease_id, "trained")
     summary = await client.finish(live.access.session_id, reward=1.0)
     assert summary.outcome is Outcome.CANCELLED
     await client.remove_engine(world.engine.url)

@@ -115,7 +115,7 @@ async def test_a_slow_engine_is_not_taken_for_one_that_hangs(stage: Stage) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_sessions_deadline_ends_the_wait(stage: Stage, stream: bool) -> None:
-    access, llm = await opened(stage, deadline_s=0.5)
+    access, llm = await opened(stage, deadline_s=3.0)
     stage.engine.faults.append(Fault("hang"))
     with pytest.raises(openai.APIStatusError, match="deadline") as raised:
         await ask(llm, stream)
@@ -168,6 +168,36 @@ async def test_an_agent_that_swallows_the_error_is_no_completed_episode(stage: S
         await ask(llm)
     summary = await stage.client.finish(access.session_id, output="I give up", reward=0)
     assert (summary.outcome, summary.reward) == (Outcome.INFRA_ERROR, None)
+
+
+@pytest.mark.parametrize("told", ["timeout", "agent_error"])
+async def test_what_ends_while_no_engine_serves_is_not_the_policys_failure(stage: Stage, told: str) -> None:
+    """The deadline of the agent's process passes, or its client gives up waiting."""
+    access, llm = await opened(stage)
+    await stage.engine.stop()
+    call = asyncio.create_task(ask(llm))
+    await eventually(lambda: stage.gateway.pool.waiting == 1)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await eventually(lambda: stage.gateway.pool.waiting == 0)
+    found = await stage.client.finish(access.session_id, outcome=told)
+    assert found.outcome is Outcome.INFRA_ERROR
+    assert "found no engine, or lost it" in str(found.error)
+
+
+async def test_a_timeout_after_an_engine_was_lost_is_not_the_policys(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("drop"))
+    await ask(llm)
+    found = await stage.client.finish(access.session_id, outcome="timeout")
+    assert found.outcome is Outcome.INFRA_ERROR
+
+
+async def test_a_timeout_with_engines_that_serve_is_the_policys(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    await ask(llm)
+    found = await stage.client.finish(access.session_id, outcome="timeout")
+    assert found.outcome is Outcome.TIMEOUT
 
 
 async def test_an_agent_that_recovers_is_a_completed_one(stage: Stage) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
-from tidegate.gateway import app, dataplane
+from tidegate.gateway import request_body
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.pool import PoolOptions
@@ -201,8 +201,7 @@ async def test_one_session_with_many_calls_does_not_starve_the_others(stage: Sta
 async def test_a_body_that_is_too_large_is_refused(
     stage: Stage, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (app, dataplane):
-        monkeypatch.setattr(module, "MAX_BODY", 1000)
+    monkeypatch.setattr(request_body, "MAX_BODY", 1000)
     access, _ = await opened(stage)
     key = access.api_key if "v1" in path else "admin"
     url = stage.url + path.format(session=access.session_id)

@@ -150,6 +150,44 @@ async def test_items_may_be_referred_to(stage: Stage) -> None:
     assert trajectory.turns[1].parent == 0
 
 
+async def test_an_item_reference_stands_for_that_item_alone(stage: Stage) -> None:
+    """The AI SDK refers to texts and thoughts, and writes out calls and their results."""
+    access, llm = await opened(stage)
+    stage.say(f"<think>Hm.</think>So: {CALL} and {CALL}")
+    first = await whole(llm, tools=TOOLS)
+    kinds = [item.type for item in first.output]
+    assert kinds == ["reasoning", "message", "function_call", "message", "function_call"]
+    history: list[Any] = [{"role": "user", "content": "1+2?"}]
+    for item in first.output:
+        if item.type == "function_call":
+            history.append(item.model_dump(include={"type", "call_id", "name", "arguments"}))
+        else:
+            history.append({"type": "item_reference", "id": item.id})
+    for call in (first.output[2], first.output[4]):
+        history.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+    await whole(llm, tools=TOOLS, input=history)
+    trajectory = await finished(stage, access)
+    assert [turn.parent for turn in trajectory.turns] == [None, 0]
+    added = stage.gateway.renderer.decode(trajectory.turns[1].delta_ids.tolist())
+    assert added.count("<tool_call>") == 0
+    assert added.count("<tool_response>") == 2
+
+
+async def test_items_that_are_left_out_are_not_in_the_prompt(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.say(f"So: {CALL}{CALL}")
+    first = await whole(llm, tools=TOOLS)
+    kept = [{"type": "item_reference", "id": item.id} for item in (first.output[0], first.output[2])]
+    output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}
+    await whole(llm, tools=TOOLS, input=[{"role": "user", "content": "1+2?"}, *kept, output])
+    trajectory = await finished(stage, access)
+    assert trajectory.turns[1].branch == "edited: message 1 (assistant) is not the recorded reply"
+    prompt = stage.gateway.renderer.decode(trajectory.prompt_ids(trajectory.turns[1]).tolist())
+    reply = prompt.partition("1+2?")[2]
+    assert "So:" in reply
+    assert reply.count("</tool_call>") == 1
+
+
 EVENTS = [
     "created", "in_progress",
     "output_item.added", "content_part.added", "reasoning_text.delta",
@@ -195,15 +233,17 @@ class Answer(BaseModel):
     value: int
 
 
-async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_refused_in_training(stage: Stage) -> None:
+async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_free_text_in_training(stage: Stage) -> None:
     _, llm = await opened(stage, split="eval")
     stage.say('{"value": 3}')
     response = await llm.responses.parse(model="m", input="1+2?", text_format=Answer)
     assert response.output_parsed == Answer(value=3)
     assert "json_schema" in stage.engine.requests[0]["sampling_params"]
     _, llm = await opened(stage)
-    with pytest.raises(openai.BadRequestError, match=r"text\.format: .*training"):
-        await llm.responses.parse(model="m", input="1+2?", text_format=Answer)
+    stage.say('{"value": 4}')
+    response = await llm.responses.parse(model="m", input="1+2?", text_format=Answer)
+    assert response.output_parsed == Answer(value=4)
+    assert "json_schema" not in stage.engine.requests[1]["sampling_params"]
 
 
 @BOTH
@@ -256,10 +296,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tool_calls": 3}, "max_tool_calls"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"include": ["file_search_call.results"]}, "include"),
-    ({"reasoning": {"effort": "high"}}, r"reasoning\.effort"),
-    ({"reasoning": {"summary": "detailed"}}, r"reasoning\.summary"),
-    ({"text": {"verbosity": "low"}}, r"text\.verbosity"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, r"text\.format"),
+    ({"reasoning": {"effort": "extreme"}}, r"reasoning\.effort"),
+    ({"reasoning": {"summary": "long"}}, r"reasoning\.summary"),
+    ({"text": {"verbosity": "loud"}}, r"text\.verbosity"),
+    ({"text": {"format": {"type": "json_schema"}}}, r"text\.format"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].*web_search"),
     ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].*custom"),
     (
@@ -271,6 +311,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
     ({"input": [{"type": "computer_call"}]}, r"input\[0\].*computer_call"),
     ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "no item"),
+    ({"input": [{"type": "item_reference", "id": "fc_"}]}, "no item"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
     (
@@ -288,6 +329,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(stage: Stage) -> None:
             await whole(retrying, extra_body=body)
         assert raised.value.response.headers["x-should-retry"] == "false"
     assert stage.engine.requests == []
+
+
+async def test_an_effort_a_summary_and_a_verbosity_are_accepted(stage: Stage) -> None:
+    _, llm = await opened(stage)
+    response = await whole(llm, reasoning={"effort": "low", "summary": "detailed"}, text={"verbosity": "low"})
+    assert (response.status, response.model) == ("completed", "policy")
 
 
 async def test_another_session_s_response_is_not_found(stage: Stage) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from tests.fakes import Fault, Stage, eventually
 from tests.integration.chat_calls import ASK
-from tests.integration.sdk_stage import opened, stage
+from tests.integration.sdk_stage import finished, opened, stage
 from tidegate.gateway.ask import Ask, digest_of
 from tidegate.gateway.calls import Call
 from tidegate.gateway.client import SessionAccess
@@ -55,12 +60,95 @@ async def test_a_retry_joins_the_call_that_is_under_way(stage: Stage, count: str
     assert len(stage.engine.requests) == 1
 
 
-async def test_a_retry_of_a_delivered_turn_is_a_sample_of_its_own(stage: Stage) -> None:
+@contextlib.asynccontextmanager
+async def losing(url: str) -> AsyncIterator[str]:
+    """A proxy that loses the first reply after all of it arrived: the gateway cannot know."""
+    lost = False
+
+    async def forward(request: web.Request) -> web.Response:
+        nonlocal lost
+        headers = {name: request.headers[name] for name in request.headers if name.lower() != "host"}
+        body = await request.read()
+        async with http.post(url + request.path, data=body, headers=headers) as response:
+            reply = await response.read()
+        if not lost:
+            lost = True
+            assert request.transport is not None
+            request.transport.abort()
+        return web.Response(body=reply, status=response.status, content_type=response.content_type)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", forward)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def by_chat(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str | None:
+    return (await llm.chat.completions.create(model="m", messages=ASK)).choices[0].message.content
+
+
+async def by_streamed_chat(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str:
+    stream = await llm.chat.completions.create(model="m", messages=ASK, stream=True)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def by_completions(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str:
+    return (await llm.completions.create(model="m", prompt="1+2?")).choices[0].text
+
+
+async def by_responses(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str:
+    return (await llm.responses.create(model="m", input="1+2?")).output_text
+
+
+async def by_messages(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str:
+    asked: Any = [{"role": "user", "content": "1+2?"}]
+    reply = await claude.messages.create(model="m", max_tokens=50, messages=asked)
+    return "".join(block.text for block in reply.content if block.type == "text")
+
+
+@pytest.mark.parametrize("ask", [by_chat, by_streamed_chat, by_completions, by_responses, by_messages])
+async def test_a_retry_after_a_lost_reply_gets_that_reply(stage: Stage, ask: Callable[..., Any]) -> None:
+    access, _ = await opened(stage)
+    stage.say("it is 3")
+    stage.say("another sample")
+    async with losing(stage.url) as url:
+        path = access.base_url.removeprefix(stage.url)
+        llm = AsyncOpenAI(base_url=url + path, api_key=access.api_key, max_retries=1)
+        claude = AsyncAnthropic(
+            base_url=url + path.removesuffix("/v1"), api_key=access.api_key, max_retries=1
+        )
+        async with llm, claude:
+            assert await ask(llm, claude) == "it is 3"
+    assert len(stage.engine.requests) == 1
+    trajectory = await finished(stage, access)
+    assert [turn.delivered for turn in trajectory.turns] == [True]
+
+
+async def test_a_retry_of_a_quoted_turn_is_a_sample_of_its_own(stage: Stage) -> None:
+    """The reply arrived, so another call of the same body is what is retried."""
     access, _ = await opened(stage)
     body = {"model": "m", "messages": ASK}
     async with aiohttp.ClientSession() as http:
-        await post(access, http, body)
-        await post(access, http, body, **{"x-stainless-retry-count": "1"})
+        _, first = await post(access, http, body)
+        await post(access, http, {**body, "messages": [*ASK, first["choices"][0]["message"], ASK[1]]})
+        _, again = await post(access, http, body, **{"x-stainless-retry-count": "1"})
+    assert again["id"] != first["id"]
+    assert len(stage.engine.requests) == 3
+
+
+async def test_a_retry_with_a_new_key_is_a_sample_of_its_own(stage: Stage) -> None:
+    """Its first attempt never came: a reply to another key is not for it."""
+    access, _ = await opened(stage)
+    body = {"model": "m", "messages": ASK}
+    async with aiohttp.ClientSession() as http:
+        await post(access, http, body, **{"Idempotency-Key": "k1"})
+        await post(access, http, body, **{"Idempotency-Key": "k2", "x-stainless-retry-count": "1"})
     assert len(stage.engine.requests) == 2
 
 
@@ -144,7 +232,7 @@ async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_th
     session = stage.gateway.session(access.session_id)
     stage.say("lost")
     body = orjson.dumps({"model": "m", "messages": ASK})
-    ask = Ask(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/" + body))
+    ask = Ask(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/", body))
     await made(stage.gateway.turns.call(session, ask))
     assert [node.turn.delivered for node in session.tree.nodes] == [False]
     assert (await stage.client.list_groups()) == []

@@ -20,6 +20,7 @@ from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.options import GatewayOptions
+from tidegate.trainer.batch import rows_of
 
 FUNCTION = TOOLS[0]["function"]
 ANSWER = "#### 140"
@@ -148,6 +149,28 @@ async def test_messages(room: Room, streamed: bool) -> None:
     check(episode, room)
     prompts = [episode.trajectory.prompt_ids(turn) for turn in episode.trajectory.turns]
     assert counted == [len(prompt) for prompt in prompts]
+
+
+async def test_a_closed_stream(room: Room) -> None:
+    """A client with a stop word of its own: the engine attests what it sampled until the client left."""
+    messages: list[Any] = list(TASK.messages)
+    read = ""
+    made = await room.openai.chat.completions.create(model="m", messages=messages, stream=True)
+    async with made as stream:
+        async for chunk in stream:
+            read += chunk.choices[0].delta.content or ""
+            if len(read) > 3:
+                break
+    messages += [{"role": "assistant", "content": read}, {"role": "user", "content": "go on"}]
+    await room.openai.chat.completions.create(model="m", messages=messages)
+    episode = await room.episode("")
+    trajectory = episode.trajectory
+    first, *_, last = trajectory.turns
+    assert room.gateway.renderer.decode(first.output_ids.tolist()).strip() == read.strip()
+    assert (first.finish_reason, last.parent) == ("client_closed", 0)
+    assert [turn.oldest_version() for turn in trajectory.delivered_turns()] == [0] * len(trajectory.turns)
+    assert sum(row.trained for row in rows_of(trajectory, 1.0)) == trajectory.sampled_tokens()
+    assert room.gateway.metrics.drifted_turns == 0
 
 
 @STREAMED

@@ -26,6 +26,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from yarl import URL
 
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
@@ -104,7 +105,7 @@ class Inside(Shard):
     """A shard in this process, which never dies."""
 
     def __init__(self, index: int, model: Path, stack: contextlib.AsyncExitStack) -> None:
-        super().__init__(index, [], model, "admin")
+        super().__init__(index, [], model, {"admin_key": "admin"})
         options = GatewayOptions(
             model,
             admin_key="admin",
@@ -244,8 +245,8 @@ async def test_leases_are_gathered_and_never_too_many(site: Site) -> None:
     assert sorted(group.id for group in first + rest) == names
     assert await site.client.lease(epoch, 9) == []
     for group in first + rest:
-        await site.client.ack(epoch, group.lease_id, "trained", 1)
-        await site.client.ack(epoch, group.lease_id, "trained", 1)
+        await site.client.ack(epoch, group.lease_id, "trained")
+        await site.client.ack(epoch, group.lease_id, "trained")
     assert await site.client.list_groups() == []
     with pytest.raises(GatewayError, match="there is no lease"):
         await site.client.ack(epoch, "7.unknown", "trained")
@@ -408,7 +409,7 @@ async def test_a_shard_that_dies_again_and_again_ends_the_front(
     async def prepared(_: Shard) -> None: ...
 
     monkeypatch.setattr(shards_module, "Service", Dying)
-    shard = Shard(0, [], tmp_path, None)
+    shard = Shard(0, [], tmp_path, {})
     await shard.start()
     with pytest.raises(StartError, match="SIGKILL, 6 times in a row"):
         await asyncio.wait_for(shard.keep(prepared), 5)
@@ -426,3 +427,30 @@ async def test_a_journal_of_another_number_of_shards_is_refused(tmp_path: Path) 
     (tmp_path / "shard-0-of-3").rename(tmp_path / FILE)
     with pytest.raises(StartError, match=r"journal\.sqlite is of one"):
         journal_of(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("models", 200), ("models%3Fa=1", 404), ("models/%2e%2e/models", 404)]
+)
+async def test_the_front_passes_a_path_on_as_it_was_written(site: Site, path: str, status: int) -> None:
+    access = await site.client.open_session()
+    session, key = f"/s/{access.session_id}/v1/", {"Authorization": f"Bearer {access.api_key}"}
+    answers = []
+    async with aiohttp.ClientSession(headers=key) as http:
+        for url in (site.url, access.base_url.partition("/s/")[0]):
+            async with http.get(URL(url + session + path, encoded=True)) as response:
+                answers.append((response.status, await response.read()))
+    assert answers[0] == answers[1], "through the front as at the shard itself"
+    assert answers[0][0] == status
+
+
+async def test_the_front_passes_a_body_on_as_it_comes(site: Site) -> None:
+    """The shard refuses by the key before the body is whole, and the answer comes back."""
+    port = int(site.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer no\r\n"
+    writer.write(f"{head}content-length: 60000000\r\n\r\n{{".encode())
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"}}")
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 401")

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from tests.fakes import Stage, eventually, staged
 from tests.integration.chat_calls import ASK, TOOLS, streamed, whole
-from tests.integration.sdk_stage import CALL, opened, stage
+from tests.integration.sdk_stage import CALL, finished, opened, stage
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.types import Outcome
 
@@ -35,7 +35,7 @@ class Answer(BaseModel):
     value: int
 
 
-async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_refused_in_training(stage: Stage) -> None:
+async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_free_text_in_training(stage: Stage) -> None:
     _, llm = await opened(stage, split="eval")
     stage.say('{"value": 3}')
     reply = await llm.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
@@ -43,8 +43,10 @@ async def test_a_schema_goes_to_the_engine_in_evaluation_and_is_refused_in_train
     sent = orjson.loads(stage.engine.requests[0]["sampling_params"]["json_schema"])
     assert sent["properties"]["value"]["type"] == "integer"
     _, llm = await opened(stage)
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        await llm.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
+    stage.say('{"value": 4}')
+    reply = await llm.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
+    assert reply.choices[0].message.parsed == Answer(value=4)
+    assert "json_schema" not in stage.engine.requests[1]["sampling_params"]
 
 
 NAMED: Any = {"type": "function", "function": {"name": "calculator"}}
@@ -127,7 +129,6 @@ async def test_the_same_session_seed_gives_the_same_seeds(stage: Stage) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n must be at most"),
-    ({"response_format": {"type": "json_object"}}, "response_format: .* training"),
     ({"response_format": {"type": "grammar"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -136,7 +137,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice.*'f'"),
     ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort.*none, minimal, low"),
+    ({"verbosity": "loud"}, "verbosity.*'low' or 'medium' or 'high'"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"extra_body": {"guided_regex": "x"}}, "guided_regex"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
@@ -160,7 +162,10 @@ async def test_what_cannot_be_honoured_is_refused_by_name(stage: Stage) -> None:
             await retrying.chat.completions.create(**{"model": "m", "messages": ASK, **parameters})
         assert raised.value.response.headers["x-should-retry"] == "false"
     assert stage.engine.requests == []
-    assert (await stage.client.finish(access.session_id)).outcome is Outcome.AGENT_ERROR
+    summary = await stage.client.finish(access.session_id)
+    assert summary.outcome is Outcome.AGENT_ERROR
+    assert f"its {len(REFUSED)} calls were refused, the last one with: messages" in str(summary.error)
+    assert "never called" not in str(summary.error)
 
 
 async def test_neutral_values_are_no_reason_to_refuse(stage: Stage) -> None:
@@ -171,6 +176,31 @@ async def test_neutral_values_are_no_reason_to_refuse(stage: Stage) -> None:
         store=False, metadata={"a": "b"}, logprobs=False, extra_body={"top_k": -1, "min_p": 0},
     )  # fmt: skip
     assert len(stage.engine.requests) == 1
+
+
+@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh"])
+async def test_an_effort_and_a_verbosity_are_accepted(stage: Stage, effort: Any) -> None:
+    """This template reads neither, so the prompt is the same and the history is continued."""
+    access, llm = await opened(stage)
+    stage.say("It is 3.")
+    first = await llm.chat.completions.create(model="m", messages=ASK)
+    history = [*ASK, first.choices[0].message.model_dump(exclude_none=True), ASK[1]]
+    await llm.chat.completions.create(model="m", messages=history, reasoning_effort=effort, verbosity="low")
+    turns = (await finished(stage, access)).turns
+    assert [(turn.parent, turn.branch) for turn in turns] == [(None, None), (0, None)]
+
+
+@pytest.mark.parametrize("stage", ["named"], indirect=True)
+async def test_an_effort_reaches_a_template_that_reads_it(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.say("It is 3.")
+    first = await llm.chat.completions.create(model="m", messages=ASK, reasoning_effort="low")
+    prompt = stage.gateway.renderer.decode(stage.engine.requests[0]["input_ids"])
+    assert "Effort: low\n" in prompt
+    history = [*ASK, first.choices[0].message.model_dump(exclude_none=True), ASK[1]]
+    await llm.chat.completions.create(model="m", messages=history, reasoning_effort="high")
+    second = (await finished(stage, access)).turns[1]
+    assert str(second.branch).startswith("tools: ")
 
 
 async def test_evaluation_honours_the_agent_and_training_does_not(stage: Stage) -> None:

@@ -49,7 +49,18 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(index: Path, directory: Path, name: str = "one", **environment: str) -> Service:
     arguments = ["serve", str(index), "--k", "1", "--window-ms", "1"]
     # The verb's action is its first argument: `tidegate rag serve …`.
-    return Service("rag", lambda: arguments, directory, name=name, secrets=environment)
+    return Told(environment, "rag", lambda: arguments, directory, name=name)
+
+
+class Told(Service):
+    """With more in its environment."""
+
+    def __init__(self, more: dict[str, str], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._more = more
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **self._more}
 
 
 async def until_ready(url: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -181,8 +182,13 @@ async def test_what_goes_wrong_ends_that_run_alone(worker: AgentWorker, do: str,
     assert worker.pid == pid
 
 
-async def test_an_error_says_where(worker: AgentWorker) -> None:
-    assert "worst_agents.py" in (await run(worker, told("raise", where="x"))).error
+async def test_an_error_says_where_and_the_log_has_all_of_it(worker: AgentWorker, tmp_path: Path) -> None:
+    first, second, *_ = (await run(worker, told("raise", where="x"))).error.splitlines()
+    assert first == "LookupError: lost in x"
+    assert re.fullmatch(r"  .*worst_agents\.py:\d+, in \w+: raise LookupError\(.*", second), second
+    log = (tmp_path / "logs" / "agent.log").read_text()
+    assert "Traceback (most recent call last):" in log
+    assert "LookupError: lost in x" in log
 
 
 async def test_a_service_that_is_away_is_not_the_agents_error(worker: AgentWorker) -> None:
@@ -290,7 +296,7 @@ def test_a_log_takes_so_much_and_no_more() -> None:
     [
         ("FILE:many_", ConfigError, "did you mean 'many'"),
         ("slover", ConfigError, "did you mean 'solver'"),
-        ("BROKEN:x", ConfigError, "cannot be loaded: ZeroDivisionError"),
+        ("BROKEN:x", ConfigError, r"cannot be loaded: ZeroDivisionError: .*broken\.py:1, in <module>"),
         ("DEADLY:x", StartError, "ended at once:\nlast words"),
     ],
 )

@@ -81,6 +81,7 @@ class Writer:
                 {"role": "assistant", "content": f"#### 7 {EVIL}"},
             ],
             "metadata": {"attempt": f"{group}.{slot}.1"},
+            "answer": f"7 {EVIL}",
         }
         return Trajectory(
             f"s-{group}-{slot}", f"task-{group}", "arithmetic", "train", turns=turns, group_id=group,
@@ -122,7 +123,7 @@ class Writer:
             "reward/mean": 0.25 * step, "reward/std": 0.4, "staleness/mean": 0.5, "staleness/max": 1.0,
             "tokens/trained": 90.0, "time/step": 2.0, "time/wait_for_batch": 0.5,
             "time/wait_for_policy": 0.25, "lag_kl": 1e-3, "mismatch_kl": 1e-9, "entropy": 0.5,
-            "groups/stepped": float(step), "groups/filtered": 1.0,
+            "groups/stepped": float(step), "groups/filtered": 1.0, "reward/exact_answer": 0.2 * step,
         } if step else {}  # fmt: skip
         self.log.append({**base, **trained, **more})
 
@@ -141,7 +142,7 @@ def write_dashboard_run(run_dir: Path) -> Writer:
     (run_dir / "checkpoints" / "step_2" / "COMMITTED").write_text(f'{{"ledger": {run.ledger.position}}}')
     write_step(run, 3, **{"eval/reward": 1.0, "eval/episodes": 3.0})
     lost = run.simple("g1-lost", 0, None, outcome=Outcome.AGENT_ERROR, error=f"ValueError: {EVIL}")
-    run.files.failure(lost, "g1-lost.0.1")
+    run.files.lost(lost, State.FAILED)
     run.ledger.book(
         entry("group", "issued", id="g1-lost", task="task-g1-lost", index=9, version=3, replaces=None)
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission import Admission, Rules, Verdict
-from tidegate.trainer.entries import Entry
+from tidegate.trainer.admission import Admission
+from tidegate.trainer.entries import Entry, entry
 from tidegate.trainer.groups import Progress, Ticket
-from tidegate.trainer.start import rules_of
+from tidegate.trainer.resume import Past
+from tidegate.trainer.rules import Rules, Verdict
+from tidegate.trainer.start import Start, rules_of
 from tidegate.types import Outcome
 
 
@@ -250,7 +253,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     driver = Driver(max_staleness=5)
     driver.start(), driver.start()
     progress = driver.core.progress()
-    assert progress == Progress(2, [Ticket(0), Ticket(1)], [])
+    assert progress == Progress(2, [Ticket(0), Ticket(1)])
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.abandoned = {7, 8}
@@ -356,9 +359,127 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     driver = Driver(max_attempts=1)
     task = driver.core.groups[driver.start()].task
     assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is Verdict.FAILED
-    resumed = Admission(driver.core.rules, driver.book.append, epoch=2, version=1)
-    resumed.restore(driver.core.progress())
-    assert resumed.start_group(resumed.next_ticket(), task) is None
+    past = Past()
+    for seq, one in enumerate(driver.book):
+        past.read({**one, "seq": seq})
+    again = Start(Path(), version=1, past=past)
+    assert again.open_book(driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
+    again.lift_quarantine = True
+    core = again.open_book(driver.book.append, driver.core.rules, {}).admission
+    assert core.start_group(core.next_ticket(), task) is not None
+    assert {"event": "lifted", "task": task}.items() <= driver.book[-2].items()
+    past.read({**driver.book[-2], "seq": len(driver.book)})
+    assert past.quarantined == set(), "the next resume knows of it too"
+
+
+def test_a_group_whose_slowest_episode_runs_holds_one_place_and_not_all() -> None:
+    driver = Driver(group_size=4, min_group_size=4, groups_per_batch=8, max_running=8)
+    core = driver.core
+    slow = [driver.start(), driver.start()]
+    attempts = {group: [core.start_attempt(group, slot) for slot in range(4)] for group in slow}
+    assert "8 episodes are running" in (core.blocked_by() or "")
+    for group in slow:
+        for attempt in attempts[group][:-2]:
+            core.end_attempt(attempt, Outcome.COMPLETED)
+    assert core.running() == 4
+    third = driver.start()
+    assert core.blocked_by() is not None
+    core.end_stale(third)
+    assert core.running() == 4, "what ends gives its places back"
+
+
+def test_a_group_larger_than_the_limit_runs_alone() -> None:
+    driver = Driver(group_size=4, min_group_size=4, groups_per_batch=8, max_running=2)
+    driver.start()
+    assert driver.core.blocked_by() is not None
+
+
+def infra(driver: Driver, group: str, slot: int, number: int) -> list[Verdict]:
+    core, down = driver.core, Outcome.INFRA_ERROR
+    return [core.end_attempt(core.start_attempt(group, slot), down, "no engine") for _ in range(number)]
+
+
+def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> None:
+    driver = Driver(max_attempts=2, max_infra_attempts=3)
+    group = driver.start()
+    assert infra(driver, group, 0, 2) == [Verdict.RETRY] * 2
+    attempt = driver.core.start_attempt(group, 0)
+    assert driver.core.end_attempt(attempt, Outcome.AGENT_ERROR) is Verdict.RETRY, "the first of its own"
+    last = driver.core.start_attempt(group, 0)
+    assert driver.core.gives_up(last, Outcome.AGENT_ERROR)
+    assert not driver.core.gives_up(last, Outcome.INFRA_ERROR)
+    assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is Verdict.FAILED
+    assert driver.core.quarantined == set()
+    assert driver.ends() == {"failed": 1}
+
+
+def outage(driver: Driver) -> list[str]:
+    """One in which eight attempts ended; the groups that they were of."""
+    groups = [driver.start() for _ in range(4)]
+    for group in groups:
+        for slot in range(2):
+            infra(driver, group, slot, 1)
+    assert "8 of the last 8 attempts ended infra_error, the last: no engine" in str(driver.core.blocked_by())
+    return groups
+
+
+def test_an_outage_pauses_issuing_and_one_probe_at_a_time_finds_its_end() -> None:
+    driver = Driver(max_attempts=1, max_infra_attempts=2, groups_per_batch=8)
+    core, groups = driver.core, outage(driver)
+    for _ in range(20):  # as many as it takes: no slot's budget is touched
+        probe = core.start_attempt(groups[0], 0)
+        assert not core.outage.may_attempt()
+        with pytest.raises(LedgerError, match="started in an outage"):
+            core.start_attempt(groups[1], 0)
+        assert core.end_attempt(probe, Outcome.INFRA_ERROR) is Verdict.RETRY
+    core.end_attempt(core.start_attempt(groups[0], 0), Outcome.COMPLETED)
+    assert core.outage.may_attempt()
+    assert core.blocked_by() is None
+    told = [one["event"] for one in driver.book if one["kind"] == "run"]
+    assert told == ["paused", "resumed"]
+
+
+def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None:
+    driver = Driver(max_attempts=1, groups_per_batch=8)
+    core, groups = driver.core, outage(driver)
+    probe = core.start_attempt(groups[0], 0)
+    assert core.gives_up(probe, Outcome.AGENT_ERROR)
+    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is Verdict.FAILED
+    assert core.outage.why is None
+    assert core.quarantined == {"task0"}
+
+
+def test_a_probe_whose_group_ends_makes_room_for_another_one() -> None:
+    driver = Driver(groups_per_batch=8)
+    core, groups = driver.core, outage(driver)
+    core.start_attempt(groups[0], 0)
+    core.end_stale(groups[0])
+    assert core.outage.may_attempt()
+    for group in groups[1:]:
+        core.end_stale(group)
+    assert core.blocked_by() is None, "where nothing runs a new group is the probe"
+
+
+def test_what_fails_while_nothing_can_be_sampled_is_charged_to_nobody() -> None:
+    driver = Driver(max_attempts=1)
+    core, group = driver.core, driver.start()
+    one, other = core.start_attempt(group, 0), core.start_attempt(group, 1)
+    core.outage.report("no engine serves")
+    assert "no engine serves" in str(core.blocked_by())
+    for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
+        assert not core.gives_up(attempt, outcome)
+        assert core.end_attempt(attempt, outcome) is Verdict.RETRY
+    assert not core.outage.may_attempt()
+    assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]
+    core.outage.report(None)
+    assert driver.finish(group) is Verdict.READY
+
+
+def test_an_older_ledgers_quarantine_for_an_outage_does_not_outlive_a_resume() -> None:
+    past = Past()
+    for seq, outcome in enumerate(("infra_error", "agent_error")):
+        past.read({**entry("run", "quarantined", task=outcome, outcome=outcome), "seq": seq})
+    assert past.quarantined == {"agent_error"}
 
 
 def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() -> None:

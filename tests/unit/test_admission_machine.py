@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from tests.admission_driver import Killed, World
 from tests.unit.test_admission_world import WORLDS
-from tidegate.trainer.admission import Rules
+from tidegate.trainer.rules import Rules
 
 EVENTS = 20_000
 STEPS = 50
@@ -50,6 +50,15 @@ class Machine(RuleBasedStateMachine):
         self.world.failure_rate = float(fails)
         running = list(self.world.running)
         self._event(lambda: self.world.end(running[which % len(running)]))
+
+    @precondition(lambda self: not self.world.fuse)
+    @rule()
+    def outage(self) -> None:
+        """Nothing can be sampled any more, or it can again."""
+        self._event(
+            lambda: self.world.core.outage.report(None if self.world.core.outage.down else "no engine")
+        )
+        self._event(self.world.attempt_waiting)
 
     @rule()
     def all_succeed(self) -> None:

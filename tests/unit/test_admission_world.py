@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.admission_driver import World
-from tidegate.trainer.admission import Rules
+from tidegate.trainer.rules import Rules
 
 WORLDS = st.builds(
     Rules,
@@ -19,17 +19,32 @@ WORLDS = st.builds(
     max_staleness=st.sampled_from([0, 1, 2, 4, None]),
     publish_interval=st.integers(1, 4),
     max_attempts=st.integers(1, 3),
+    max_infra_attempts=st.integers(1, 4),
     max_stale_retries=st.integers(0, 2),
-    max_running=st.sampled_from([2, 1000]),
+    max_running=st.sampled_from([2, 5, 1000]),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    WORLDS, st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.9), st.sampled_from([0.0, 0.005, 0.05])
-)
-def test_any_world(rules: Rules, seed: int, failure: float, reject: float, crash: float) -> None:
-    World(rules, random.Random(seed), failure, reject, crash).run(400)
+    WORLDS, st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.9), st.sampled_from([0.0, 0.005, 0.05]),
+    st.sampled_from([0.0, 0.01]),
+)  # fmt: skip
+def test_any_world(
+    rules: Rules, seed: int, failure: float, reject: float, crash: float, outage: float
+) -> None:
+    World(rules, random.Random(seed), failure, reject, crash, outage).run(400)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_world_of_outages_goes_on_and_blames_no_task(seed: int) -> None:
+    rules = Rules(2, 4, 2, 2, max_attempts=2, max_infra_attempts=3)
+    world = World(rules, random.Random(seed), 0.5, 0.1, 0.001, 0.005)
+    world.run(4_000)
+    told = [one["event"] for one in world.book if one["kind"] == "run"]
+    assert told.count("paused") > 5
+    assert any(one.get("spared") for one in world.book)
+    assert world.step > 5
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -49,4 +64,4 @@ def test_two_hundred_thousand_events() -> None:
         rules = Rules(
             rng.randint(1, 6), rng.randint(2, 6), 2, rng.choice([0, 1, 2, 4, None]), rng.randint(1, 4)
         )
-        World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002])).run(10_000)
+        World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002]), 0.001).run(10_000)

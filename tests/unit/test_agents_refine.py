@@ -109,3 +109,17 @@ async def test_a_silent_service_is_given_up() -> None:
             await refine(refiner)
         end.set()
     assert refiner.statistics()[url] == {"calls": 1, "failures": 1, "in_flight": 0, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    "said", ["<think>\nHm.\n</think>\n\n[d/7] holds it.", "Hm.\n</think>\n[d/7] holds it."]
+)
+async def test_a_helper_s_reasoning_is_left_out(said: str) -> None:
+    async with scripted_llm(says(said)) as (url, _):
+        assert await refine(Refiner([url], "m")) == "[d/7] holds it."
+
+
+async def test_a_helper_whose_reasoning_was_cut_gave_nothing() -> None:
+    async with scripted_llm(says("<think>\nHm, let me")) as (url, _):
+        with pytest.raises(InfrastructureError, match="max_tokens"):
+            await refine(Refiner([url], "m", attempts=1))

@@ -58,6 +58,18 @@ def tool_texts(request: Any) -> list[str]:
     return [message["content"] for message in request["messages"] if message["role"] == "tool"]
 
 
+async def test_a_server_that_is_gone_at_the_deadline_is_no_timeout_of_the_policy() -> None:
+    async with scripted_llm(lambda _: tool_call("search", {"query": "7"})) as (url, _):
+        session = Session(url, "key", "policy", None, time.monotonic() + 5)
+        agent = SearchAgent(urls=["http://127.0.0.1:9"], timeout_s=30.0)
+        try:
+            with pytest.raises(RetrievalUnavailable, match="before the episode's deadline"):
+                await agent.run(TASK, session)
+        finally:
+            await agent.aclose()
+        assert 0 < session.remaining() < 2
+
+
 async def test_it_searches_opens_and_answers() -> None:
     script = [tool_call("search", {"query": "7"}), tool_call("open", {"id": "d/8"}), ANSWER]
     result, requests = await ask(script, instructions="Search.")

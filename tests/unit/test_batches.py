@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
 from tidegate.observer import Observer
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.batches import Batches
 from tidegate.trainer.credit import GroupCredit
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.record import Recorder
+from tidegate.trainer.rules import Rules
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Outcome, Trajectory
 
@@ -74,6 +76,16 @@ async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
     )
 
 
+async def test_every_leased_group_has_the_answer_of_its_task() -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
+    batches.answer = "answer {}".format
+    batch = await batches.next()
+    groups = [*(group for group, _ in batch.dropped), *batch.groups]
+    assert [[one.answer for one in group.trajectories] for group in groups] == [
+        [f"answer {index}"] * 2 for index in range(3)
+    ]
+
+
 async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advantage_zero() -> None:
     batches, gateway, _ = gathered([ALIKE, APART, APART], dynamic_sampling=False)
     batch = await batches.next()
@@ -96,3 +108,29 @@ async def test_the_share_of_groups_without_variance_is_told_either_way(
     )
     found = recorder.batch_metrics(await batches.next(), 1)
     assert found["reward/zero_variance_ratio"] == pytest.approx(1 / 3 if dynamic_sampling else 1 / 2)
+
+
+async def test_groups_that_are_all_solved_and_all_failed_are_two_numbers(tmp_path: Path) -> None:
+    batches, _, _ = gathered([ALIKE, [0.0, 0.0], [0.0, 0.0], APART, APART], dynamic_sampling=True)
+    recorder = Recorder(
+        MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
+    )
+    found = recorder.batch_metrics(await batches.next(), 1)
+    assert (found["reward/all_solved_ratio"], found["reward/all_failed_ratio"]) == (1 / 5, 2 / 5)
+
+
+async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:
+    batches, gateway, book = gathered([APART, APART], dynamic_sampling=True)
+    foreign = Group("theirs", "t", [_episode("theirs", slot, -99.0) for slot in range(2)], "lease-theirs")
+    own = gateway.lease
+    leased = [foreign]
+
+    async def lease(*_: Any) -> list[Group]:
+        return [leased.pop()] if leased else await own()
+
+    batches.gateway = cast(Any, SimpleNamespace(lease=lease, ack=gateway.ack))
+    batch = await batches.next()
+    assert [group.id for group in batch.groups] == ["g1-000001", "g1-000002"]
+    assert batch.dropped == []
+    assert gateway.acked == [("lease-theirs", "unknown")]
+    assert "theirs" not in {one.get("id") for one in book}

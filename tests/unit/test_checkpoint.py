@@ -69,7 +69,8 @@ def test_the_marker_gives_back_what_was_put_in(base, tmp_path):
     found = checkpoints.latest(tmp_path)
     assert found is not None
     assert found.state == {**STATE, "step": 12}
-    assert json.loads((path / "COMMITTED").read_text()) == found.state
+    marker = json.loads((path / "COMMITTED").read_text())
+    assert {key: marker[key] for key in found.state} == found.state
 
 
 def test_a_checkpoint_is_a_model_that_anyone_can_load(base, tmp_path):
@@ -259,7 +260,7 @@ def test_a_directory_that_cannot_be_written_says_so(base, tmp_path):
 def test_a_broken_marker_is_an_error_and_not_a_silent_step_back(base, tmp_path):
     path = checkpoints.save(tmp_path, 1, load(base), STATE)
     (path / "COMMITTED").write_text("{")
-    with pytest.raises(CheckpointError, match=r"COMMITTED cannot be read.*remove"):
+    with pytest.raises(CheckpointError, match=r"COMMITTED is damaged \(it cannot be read.*remove"):
         checkpoints.latest(tmp_path)
 
 
@@ -276,3 +277,47 @@ def test_a_damaged_checkpoint_is_refused(base, tmp_path, name):
     damaged.unlink()
     with pytest.raises(CheckpointError, match="step_1"):
         checkpoints.load(found, load(base))
+
+
+def test_every_file_of_a_checkpoint_is_held_against_its_checksum(base, tmp_path):
+    path = checkpoints.save(tmp_path, 1, load(base), STATE)
+    found = checkpoints.latest(tmp_path)
+    assert found is not None
+    found.verify()
+    assert found.files is not None
+    assert {"trainer.pt", "model.safetensors", "config.json", "tokenizer.json"} <= found.files.keys()
+    for name in found.files:
+        whole = (path / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[len(flipped) // 2] ^= 16
+        (path / name).write_bytes(flipped)
+        with pytest.raises(
+            CheckpointError, match=rf"step_1/{name} is damaged \(its checksum.*; remove .*step_1 "
+        ):
+            found.verify()
+        (path / name).unlink()
+        with pytest.raises(CheckpointError, match=rf"step_1/{name} is damaged \(No such file"):
+            found.verify()
+        (path / name).write_bytes(whole)
+    found.verify()
+
+
+def test_a_digit_changed_in_the_marker_is_found(base, tmp_path):
+    path = checkpoints.save(tmp_path, 1, load(base), STATE)
+    text = (path / "COMMITTED").read_text()
+    (path / "COMMITTED").write_text(text.replace('"ledger": 1234', '"ledger": 1235'))
+    with pytest.raises(CheckpointError, match=r"COMMITTED is damaged \(its checksum"):
+        checkpoints.latest(tmp_path)
+
+
+def test_a_marker_of_an_earlier_version_has_no_checksums(base, tmp_path):
+    path = checkpoints.save(tmp_path, 1, load(base), STATE)
+    (path / "COMMITTED").write_text(json.dumps({**STATE, "step": 1}))
+    found = checkpoints.latest(tmp_path)
+    assert found is not None
+    assert found.files is None
+    found.verify()
+    checkpoints.save(tmp_path, 1, load(base), STATE)
+    found = checkpoints.latest(tmp_path)
+    assert found is not None
+    assert found.files is not None

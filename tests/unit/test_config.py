@@ -29,20 +29,36 @@ def test_defaults_overrides_and_round_trip(tmp_path: Path) -> None:
     assert load_settings(again) == settings
 
 
-def test_on_policy_forces_what_makes_it_synchronous() -> None:
+def test_on_policy_is_what_makes_it_synchronous_and_contradicts_nothing() -> None:
+    on_policy = [*MODEL, "--trainer.on_policy", "true"]
+    settings = load_settings(None, on_policy)
+    assert (settings.trainer.staleness_bound, settings.trainer.publish_interval) == (0, 1)
+    assert load_settings(None, [*on_policy, "--trainer.max_staleness=0"]) == settings
+    for other, value in (("max_staleness", "4"), ("max_staleness", "'none'"), ("publish_interval", "3")):
+        with pytest.raises(ConfigError, match=rf"trainer\.{other} = {value} is set: take one of the two out"):
+            load_settings(None, [*on_policy, f"--trainer.{other}={value}"])
+
+
+@pytest.mark.parametrize("text", ["7", "1.10", "2026-11-22", "true", "[1]", "nan"])
+def test_a_text_is_read_from_the_command_line_as_it_stands(text: str) -> None:
     settings = load_settings(
-        None,
-        [
-            *MODEL,
-            "--trainer.on_policy",
-            "true",
-            "--trainer.max_staleness",
-            "4",
-            "--trainer.publish_interval=3",
-        ],
+        None, [*MODEL, "--run.name", text, f"--gateway.admin_key={text}", "--run.dir", text]
     )
-    assert settings.trainer.staleness_bound == 0
-    assert settings.trainer.publish_interval == 1
+    assert settings.run.name == settings.gateway.admin_key == str(settings.run.dir) == text
+    assert load_settings(None, [*MODEL, f'--run.name="{text}"']).run.name == text
+
+
+def test_a_number_for_a_text_in_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[run]\nname = 7\n[model]\npath = "m"\n')
+    with pytest.raises(ConfigError, match=r"run\.name = 7: it is a text; write it in quotes"):
+        load_settings(file)
+
+
+def test_the_context_of_embedded_engines_bounds_no_others() -> None:
+    long = [*MODEL, "--sampling.max_tokens=4096"]
+    for others in (['--engine.urls=["http://e:1"]'], ["--engine.kind=sglang", "--engine.python=p"]):
+        assert load_settings(None, [*long, *others]).engine.context is None
 
 
 DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
@@ -65,6 +81,12 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.steps.more", "3"], "trainer.steps"),
         ([*MODEL, "--sampling.max_tokens", "2000"], "leaves no room for a prompt"),
         ([*MODEL, "--gateway.host", "0.0.0.0"], "set gateway.admin_key"),
+        ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': this is no URL"),
+        ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': this is no URL"),
+        ([*MODEL, '--engine.urls=["http://e:99999"]'], "this is no URL: Port out of range"),
+        ([*MODEL, "--run.name", "../x"], "run.name = '../x': it names one directory in run.dir"),
+        ([*MODEL, "--run.name", ""], "run.name = ''"),
+        ([*MODEL, "--run.name", ".."], "run.name = '..'"),
         (
             [*MODEL, "--trainer.loss", "gsop"],
             "trainer.loss = 'gsop': there is no such loss; did you mean 'gspo'?",

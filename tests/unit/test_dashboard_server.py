@@ -19,7 +19,10 @@ from tests.unit.dashboard_run import EVIL, SECRET, Writer, write_dashboard_run, 
 from tests.waiting import announced
 from tidegate.cli import main
 from tidegate.errors import ConfigError
+from tidegate.evaluation.sampler import Episode
+from tidegate.evaluation.tally import Tally
 from tidegate.trainer.entries import entry
+from tidegate.types import Outcome, Task, Trajectory
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard.app import create_app, is_loopback, page_files
 from tidegate.viewer.dashboard.run import FollowedRun
@@ -79,7 +82,9 @@ def test_overview(ask: Ask) -> None:
     assert (found["scores"][0]["before"], found["scores"][0]["after"]) == (0, 1)
     titles = [chart["title"] for chart in found["charts"]]
     assert titles == ["Staleness", "Who waits for whom", "Tokens per second", "Where the groups went"]
-    assert {"Entropy", "Lag KL", "Mismatch KL"} <= {chart["title"] for chart in found["health"]}
+    assert {"Entropy", "Lag KL", "Mismatch KL", "reward/exact_answer"} <= {
+        chart["title"] for chart in found["health"]
+    }
     states = {state: (groups, attempts) for state, groups, attempts in found["books"]["states"]}
     # The marker lies behind step 2; step 3 awaits the next checkpoint.
     assert states["trained"] == (2, 4)
@@ -131,6 +136,26 @@ def test_an_episode_down_to_its_tokens(ask: Ask) -> None:
     assert one["reward_parts"] == {"exact_answer": 0, "form": 1}
 
 
+def test_an_episode_has_its_output_and_the_gold_answer(ask: Ask) -> None:
+    for place in ({"kind": "step", "step": 2}, {"kind": "eval", "step": 3}, {"kind": "failed"}):
+        one = ask("episode", line=0, **place)
+        assert (one["output"], one["returned_last_reply"]) == ("#### 7", False)
+        assert one["answer"] == f"7 {EVIL}"
+
+
+def test_files_from_before_answers_were_recorded_are_read(growing: Writer) -> None:
+    path = growing.files.directory / "step_000002.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        del line["answer"]
+    lines[0]["output"], lines[1]["output"] = None, "x" * 20_001
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with client_of(growing.dir) as client:
+        first, second = (asking(client)("episode", kind="step", step=2, line=line) for line in (0, 1))
+    assert (first["answer"], first["output"]) == ("", None)
+    assert second["output"] == "x" * 20_000 + " … (1 more characters)"
+
+
 def test_why_tokens_were_not_trained(ask: Ask) -> None:
     one = ask("episode", kind="step", step=2, line=1)
     assert [turn["reasons"] for turn in one["turns"]] == [
@@ -169,6 +194,34 @@ def test_evaluations_before_and_after(ask: Ask) -> None:
     assert (compared["better"], compared["same"], compared["worse"], compared["total"]) == (3, 0, 0, 3)
     row = ask("compared", before=0, after=3, set="unseen_templates", task="held_out-2")["tasks"]
     assert [(one["task"], one["gain"], one["after"]["line"]) for one in row] == [("held_out-2", 1, 8)]
+
+
+def test_what_tidegate_eval_found_is_shown(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for name, text in (("1", "{"), ("3", '{"sets": {"main": 4}}'), ("4", "[]")):
+        (run_dir / "evals" / name).mkdir(parents=True)
+        (run_dir / "evals" / name / "results.json").write_text(text)
+    tally = Tally(1.0, [1, 2])
+    for sample, reward in enumerate((1.0, 0.0)):
+        task = Task("t", "sums", [])
+        ended = Trajectory("s", "t", "sums", "eval", Outcome.COMPLETED, [], reward=reward)
+        tally.add(Episode("", task, sample, ended))
+    results = {
+        "status": "completed", "target": "runs/run/checkpoints/step_4", "agent": {"use": EVIL}, "samples": 2,
+        "sampling": {"temperature": 0.5}, "sets": {"main": tally.summary("")},
+    }  # fmt: skip
+    (run_dir / "evals" / "2").mkdir()
+    (run_dir / "evals" / "2" / "results.json").write_text(json.dumps(results))
+    (run_dir / "config.toml").touch()
+    with client_of(run_dir) as client:
+        rows = {one["directory"]: one for one in asking(client)("evaluations")["results"]}
+    empty, found = rows.pop("evals/3"), rows.pop("evals/2")
+    assert not rows
+    assert empty["reward"] == [None, None, None]
+    shown = (found["target"], found["set"], found["temperature"], found["samples"])
+    assert shown == ("step_4", "main", 0.5, 2)
+    assert found["reward"][0] == found["pass"]["1"][0] == 0.5
+    assert found["pass"]["2"][0] == 1.0
 
 
 def test_failures_have_their_reasons(ask: Ask) -> None:
@@ -249,7 +302,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         assert (ask("state")["step"], ask("state")["status"]) == (None, "quiet")
         assert ask("overview")["reward"] is None
         assert ask("steps") == {"steps": [], "more": False}
-        assert ask("evaluations") == {"evaluations": [], "kinds": []}
+        assert ask("evaluations") == {"evaluations": [], "kinds": [], "results": []}
         assert ask("failures")["total"] == 0
 
 
@@ -364,7 +417,7 @@ def test_without_a_run_the_runs_are_listed(tmp_path: Path, capsys: pytest.Captur
     assert main(["view", "--dir", str(parent)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["new", "old"]
-    assert "0.00 → 1.00" in lines[1]
+    assert "0.000 → 1.000" in lines[1]
     assert lines[-1].endswith("tidegate view new")
 
 

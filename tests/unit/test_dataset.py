@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_a_prompt_may_be_a_text_with_columns(tmp_path: Path) -> None:
     environment = Dataset(data, prompt="{q} (hint: {hint})\n{{JSON}}", answer="a")
     contents = {environment.train_task(n).messages[0]["content"] for n in range(4)}
     assert contents < {f"q{n} (hint: {n})\n{{JSON}}" for n in range(5)}
+
+
+def test_toml_can_say_that_there_are_no_answers(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "d.jsonl", [{"prompt": str(n)} for n in range(2)])
+    options = tomllib.loads('answer = ""\nrewards = ["contains"]')
+    environment = Dataset(data, **options)
+    assert environment.train_task(0).answer is None
+    bad = jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "answer": ""}])
+    with pytest.raises(ConfigError, match='set answer = ""'):
+        Dataset(bad)
 
 
 def test_a_prompt_may_be_messages(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tidegate.doctor import rewards as grading
 from tidegate.doctor.deadline import within
 from tidegate.doctor.engine import judge_reply
 from tidegate.doctor.environment import check_environment
-from tidegate.doctor.episode import refusals
+from tidegate.doctor.episode import counted
 from tidegate.doctor.findings import Finding, Level
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
@@ -484,4 +484,4 @@ def test_within_returns_raises_and_gives_up() -> None:
 
 def test_refusals_are_read_from_the_metrics() -> None:
     text = 'tidegate_gateway_turns_total 3\ntidegate_gateway_refusals_total{code="a b"} 2\n'
-    assert refusals(text) == {"a b": 2}
+    assert counted(text, "refusals_total") == {"a b": 2}

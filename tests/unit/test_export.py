@@ -94,12 +94,12 @@ def test_what_cannot_be_exported_leaves_what_was_there(
     out.write_text("before")
     newest = max(step_files(tmp_path / "run").values())
     newest.write_bytes(newest.read_bytes()[:-20])
-    for run in ("run", "nowhere"):
-        assert main(["export", str(tmp_path / run), kind, "--out", str(out)]) == 1
+    assert main(["export", str(tmp_path / "run"), kind, "--out", str(out)]) == 1
+    assert main(["export", str(tmp_path / "nowhere"), kind, "--out", str(out)]) == 2
     assert main(["export", str(tmp_path / "run"), kind, "--out", str(tmp_path / "no" / "out")]) == 1
     said = capsys.readouterr().err
     assert "not JSON" in said
-    assert "no trajectories there" in said
+    assert "nowhere: there is no such directory" in said
     assert "out cannot be written" in said
     assert out.read_text() == "before"
     assert not list(tmp_path.glob(".*"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tidegate.gateway.dispatch import Dispatch, QueueFullError
 from tidegate.gateway.engines import Engine, Seat
-from tidegate.gateway.fairqueue import FairQueue
+from tidegate.gateway.fairqueue import FairQueue, Tickets
 from tidegate.gateway.ring import place, ranked
 
 NAMES = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=2, max_size=9)
@@ -123,9 +123,10 @@ def test_the_slots_of_a_group_sit_together_while_there_is_room() -> None:
 @given(st.lists(st.sampled_from("abcd"), max_size=60))
 def test_between_two_items_of_one_flow_every_other_that_waits_is_served(flows: list[str]) -> None:
     line: FairQueue[int] = FairQueue()
+    tickets = Tickets()
     waiting = Counter(flows)
     for number, flow in enumerate(flows):
-        line.push(flow, number)
+        line.push(tickets.draw(flow), number)
     served: list[str] = []
     last: dict[str, int] = {}
     numbers: dict[str, int] = {}
@@ -144,12 +145,14 @@ def test_between_two_items_of_one_flow_every_other_that_waits_is_served(flows: l
 
 def test_what_is_taken_out_of_the_line_is_not_served() -> None:
     line: FairQueue[int] = FairQueue()
-    for flow, item in (("a", 1), ("b", 2), ("a", 3)):
-        line.push(flow, item)
-    assert line.discard("a", 1)
-    assert not line.discard("a", 1)
-    assert not line.discard("c", 1)
-    assert line.drain() == [("a", 3), ("b", 2)]
+    tickets = Tickets()
+    places = [tickets.draw(flow) for flow in "aba"]
+    for item, place_of in enumerate(places):
+        line.push(place_of, item)
+    assert line.discard(places[0])
+    assert not line.discard(places[0])
+    assert not line.discard(tickets.draw("c"))
+    assert line.drain() == [1, 2]
     assert not line
     with pytest.raises(IndexError):
         line.pop()
@@ -288,3 +291,101 @@ async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
     assert (holder.busy, pool.waiting) == (1, 0)
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_back() -> None:
+    caller = Caller(dispatch())
+    early = [Seat(f"early {number}", "x") for number in range(4)]
+    for seat in early:
+        await caller.call(seat)
+    back = engine("back", limit=2)
+    caller.pool.add(back)
+    caller.pool.serve(back)
+    await settled(lambda: len(caller.served) == 2)
+    for number in range(6):
+        await caller.call(Seat(f"late {number}", "y"))
+        await caller.end(number)
+    waited = [flow for flow, _ in caller.served]
+    assert waited[:4] == [seat.flow for seat in early]
+    assert waited[4:] == [f"late {number}" for number in range(4)]
+    assert {seat.engine for seat in early} == {back}, "each sits where it was served"
+
+
+async def test_who_moves_to_another_line_keeps_its_place_in_it() -> None:
+    one, other = engine("one"), engine("other")
+    caller = Caller(dispatch(one, other))
+    sitting = [Seat(f"{number} on {home.url}", "x") for number in range(3) for home in (one, other)]
+    for seat in sitting:
+        seat.take(one if seat.flow.endswith("one") else other)
+        await caller.call(seat)
+    caller.pool.remove("one")
+    for number in range(4):
+        await caller.end(1 + number)
+    assert [flow for flow, _ in caller.served[2:]] == [seat.flow for seat in sitting[2:]]
+
+
+async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest_line() -> None:
+    one, other, third = engine("one"), engine("other"), engine("third")
+    caller = Caller(dispatch(one, other, third))
+    homes = {one: "a", other: "b", third: "c"}
+    for home, flow in homes.items():
+        seat = Seat(flow, flow)
+        seat.take(home)
+        await caller.call(seat)
+    for home, flow in ((one, "first"), (other, "second"), (other, "third")):
+        seat = Seat(flow, flow)
+        seat.take(home)
+        await caller.call(seat)
+    await caller.end(2)
+    assert caller.served[3] == ("first", third)
+
+
+async def test_a_slot_that_comes_free_while_its_waiter_is_cancelled_goes_to_the_next_one() -> None:
+    pool = dispatch(engine("e"))
+    holder = await pool.enter(Seat("a", "a"))
+    cancelled = asyncio.create_task(pool.enter(Seat("b", "b")))
+    second = asyncio.create_task(pool.enter(Seat("c", "c")))
+    await settled(lambda: pool.waiting == 2)
+    cancelled.cancel()
+    pool.leave(holder)  # before the cancelled one has run
+    assert await asyncio.wait_for(second, 5) is holder
+    assert (holder.busy, pool.waiting) == (1, 0)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["call", "end", "up", "down", "cancel"]), min_size=5, max_size=60))
+def test_no_call_goes_before_one_that_came_earlier_and_waits_for_the_same_engine(moves: list[str]) -> None:
+    asyncio.run(_never_overtaken(moves))
+
+
+async def _never_overtaken(moves: list[str]) -> None:
+    """Sessions of one call each, on one engine that comes and goes."""
+    only = engine("only", limit=2)
+    caller = Caller(dispatch(only))
+    came, given_up, ended = 0, set(), 0
+    for move in moves:
+        if move == "call":
+            await caller.call(Seat(str(came), "x"))
+            came += 1
+        elif move == "end" and ended < len(caller.served):
+            caller.pool.leave(caller.served[ended][1])
+            ended += 1
+        elif move in ("up", "down"):
+            only.healthy = move == "up"
+            (caller.pool.serve if only.healthy else caller.pool.down)(only)
+            await settled(lambda: not (only.free and caller.pool.waiting))
+        elif move == "cancel":
+            for number, task in enumerate(caller.tasks):
+                if not task.done() and number % 3 == 0:
+                    task.cancel()
+                    given_up.add(number)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    served = [int(flow) for flow, _ in caller.served]
+    assert served == sorted(served)
+    assert caller.pool.waiting == came - len(served) - len(given_up)
+    for task in caller.tasks:
+        task.cancel()
+    await asyncio.gather(*caller.tasks, return_exceptions=True)

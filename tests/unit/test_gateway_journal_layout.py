@@ -29,6 +29,8 @@ TURN = Turn(
     started=1e9 + 0.25,
     seconds=0.125,
     parse="malformed",
+    exempt="the request's header",
+    structured="grammar",
 )
 
 
@@ -55,8 +57,9 @@ def test_what_a_session_was_opened_with_comes_back() -> None:
     odd = {"big": 10**30, "nan": float("inf"), "half": "\ud83d", "nested": [None, {"a": 0.1}]}
     task = Task("t", "e", [{"role": "user", "content": "\ud83d"}], answer=odd, info=odd)
     session = Session(
-        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd, Limits(turns=3), 9
-    )
+        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd, Limits(turns=3),
+        ("titles",), 9,
+    )  # fmt: skip
     back = layout.read_session(9, "id", session.key_hash, layout.about(session), 1.0, 2.0)
     for one in fields(Session):
         if one.init and one.name not in ("tree", "calls"):

@@ -49,13 +49,13 @@ def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:
         penalties={"min_p": 2.0},
         schema=Schema("text.format", "{}"),
     )
-    assert SamplingRules.asked(wishes, "eval") == {
+    assert SamplingRules([]).asked(wishes, "eval") == {
         "temperature": "temperature",
         "min_p": "min_p",
         "stop": "stop_sequences",
         "json_schema": "text.format",
     }
-    assert SamplingRules.asked(wishes, "train") == {"stop": "stop_sequences"}  # the rest is the session's
+    assert SamplingRules([]).asked(wishes, "train") == {"stop": "stop_sequences"}  # the rest is the session's
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ def test_a_follow_up_extends_the_recorded_ids() -> None:
         (said("b"), {**said("b"), "refusal": None, "tool_calls": None, "annotations": []}),
         (calling('{"x":1,"y":2}'), calling('{ "y": 2, "x": 1 }', "another id", "")),
         (calling('{"x":1}', content="b"), calling('{"x": 1}', content="b\n")),
+        # As JavaScript spells integers that no float64 holds.
+        (calling('{"x":9007199254740993}'), calling('{"x":9007199254740992}')),
+        (calling('{"x":12345678901234567890}'), calling('{"x":12345678901234567000}')),
+        (calling('{"x":[-1234567890123456789012]}'), calling('{"x":[-1.2345678901234568e+21]}')),
     ],
 )
 def test_a_reply_is_known_however_it_is_spelled(recorded: Message, sent: Message) -> None:
@@ -92,7 +96,15 @@ def test_a_reply_is_known_however_it_is_spelled(recorded: Message, sent: Message
 
 
 @pytest.mark.parametrize(
-    "sent", [said("B"), calling('{"x":2}'), calling('{"x":"1"}'), calling("{"), user("b")]
+    "sent",
+    [
+        said("B"),
+        calling('{"x":2}'),
+        calling('{"x":"1"}'),
+        calling("{"),
+        calling('{"x":9007199254740992}'),
+        user("b"),
+    ],
 )
 def test_what_differs_in_meaning_is_another_history(sent: Message) -> None:
     driver = Driver()
@@ -121,6 +133,35 @@ def test_reasons_of_branches() -> None:
     changed = driver.turn(three, said("i"), tools)
     assert changed.parent is None
     assert changed.branch == "tools: they or the template's options differ from those of turn 5"
+
+
+def test_the_reason_names_an_edited_reply_though_an_older_turn_is_continued() -> None:
+    driver = Driver()
+    one = [user("a")]
+    two = [*one, said("b"), user("c")]
+    driver.turn(one, said("b"))
+    driver.turn(two, said("d"))
+    place = driver.tree.place([*two, said("D"), user("e")], None, {})
+    assert (place.parent, place.why) == (0, "edited: message 3 (assistant) is not the recorded reply")
+    place = driver.tree.place([*one, said("b"), user("C"), said("d"), user("e")], None, {})
+    assert (place.parent, place.why) == (0, "edited: message 2 (user) differs from the last request's")
+
+
+def test_the_reason_compares_with_the_request_that_is_continued() -> None:
+    """Two agents in one session: another one's request came last."""
+    driver = Driver()
+    mine, other = [user("a")], [user("x")]
+    driver.turn(mine, said("b"))
+    driver.turn(other, said("y"))
+    place = driver.tree.place([*mine, said("b"), user("c")], None, {})
+    assert place.why == "older: turn 0 is continued, the newest is turn 1"
+    driver = Driver()
+    driver.turn(mine, said("b"))
+    driver.turn(other, said("y"))
+    place = driver.tree.place([*mine, said("B"), user("c")], None, {})
+    assert place.why == "edited: message 1 (assistant) is not the recorded reply"
+    place = driver.tree.place([*other, said("y"), user("z")], None, {})
+    assert place.why is None
 
 
 def test_a_shorter_history_is_rewound() -> None:

@@ -25,10 +25,12 @@ def test_a_project_has_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert main(["init", "my-shop"]) == 0
     said = capsys.readouterr().out
-    assert [line.strip() for line in said.splitlines()[-3:]] == [
-        "cd my-shop && python -m pytest",
+    assert [line.strip() for line in said.splitlines()[-4:]] == [
+        "cd my-shop",
+        "python -m pytest",
         "tidegate doctor",
         "tidegate train config.toml",
     ]
@@ -36,6 +38,21 @@ def test_a_project_has_what_it_says(
     assert sorted(one.name for one in project.iterdir()) == sorted([*FILES, "model", ".gitignore"])
     assert [one.name for one in tmp_path.iterdir()] == ["my-shop"]
     assert not any(one.is_symlink() for one in project.rglob("*"))
+
+
+def test_what_it_advises_can_be_run_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # neither this python nor its tidegate is found there
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["init", "bare"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert lines[1] == f"{sys.executable} -m pip install 'tidegate[train]'"
+    monkeypatch.delitem(sys.modules, "torch")
+    subprocess.run(f"{lines[0]} && {lines[2]} -q", shell=True, check=True, timeout=300)
+    assert lines[3].endswith(" doctor")
+    subprocess.run(lines[3].replace(" doctor", " --version"), shell=True, check=True, timeout=60)
 
 
 def test_its_settings_agent_and_environment_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

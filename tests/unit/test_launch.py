@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from tidegate.config import Settings
 from tidegate.launch import _finish
+from tidegate.program import program
+from tidegate.sections import dump
 from tidegate.trainer.run import Result
 from tidegate.viewer.live import make_view
 
@@ -21,10 +24,35 @@ def test_a_run_that_failed_before_it_began_is_started_again_not_resumed(tmp_path
     view.started({"name": "x", "dir": str(settings.run_dir)})
 
     _finish(settings, view, Result("failed", "no engine", 0, {}, {}))
-    assert f"train from the start:\n    tidegate train {settings.run_dir}/config.toml\n" in output.getvalue()
-    assert "tidegate audit" not in output.getvalue()
+    assert (
+        f"train from the start:\n    {program()} train {settings.run_dir}/config.toml\n" in output.getvalue()
+    )
+    assert "audit" not in output.getvalue()
 
     (settings.run_dir / "ledger.jsonl").touch()
     _finish(settings, view, Result("failed", "no engine", 0, {}, {}))
     assert f"{settings.run_dir}/config.toml --resume\n" in output.getvalue()
-    assert "tidegate audit" in output.getvalue()
+    assert "audit" in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("agent", "command"),
+    [("solver", "init my-agent-2\n"), ("my.py:Mine", "train {}/config.toml --run.name x-3\n")],
+)
+def test_how_to_go_on_after_a_finished_run_names_what_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for taken in ("x", "x-2", "my-agent"):
+        (tmp_path / taken).mkdir()
+    words = {"run": {"dir": str(tmp_path), "name": "x"}, "model": {"path": "m"}, "agent": {"use": agent}}
+    settings = Settings.model_validate(words)
+    (settings.run_dir / "config.toml").write_text(dump(settings))
+    (settings.run_dir / "ledger.jsonl").touch()
+    output = io.StringIO()
+    view = make_view(False, 30, 2, Console(file=output, width=200))
+    view.started({"name": "x", "dir": str(settings.run_dir)})
+    _finish(settings, view, Result("completed", None, 30, {}, {}))
+    said = output.getvalue()
+    assert f"{program()} train {settings.run_dir}/config.toml --resume --trainer.steps 60\n" in said
+    assert f"{program()} {command.format(settings.run_dir)}" in said

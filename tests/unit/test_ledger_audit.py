@@ -13,10 +13,11 @@ import pytest
 from tidegate import sections
 from tidegate.config import Settings
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.audit import audit_run, summary, table
 from tidegate.trainer.entries import entry
 from tidegate.trainer.ledger import Ledger, read_ledger
+from tidegate.trainer.rules import Rules
 from tidegate.types import Outcome
 
 RAW = {
@@ -120,6 +121,11 @@ def _version_again(book: list[dict[str, Any]]) -> None:
     found[-1]["version"] = found[-2]["version"]
 
 
+def _stale_within_the_bound(book: list[dict[str, Any]]) -> None:
+    one = book[_index(book, kind="group", state="stepped", step=3)]
+    one["state"] = "stale"
+
+
 def _half_a_batch(book: list[dict[str, Any]]) -> None:
     book[_index(book, kind="group", state="stepped", step=3)]["step"] = 2
 
@@ -158,6 +164,7 @@ def _renumber(book: list[dict[str, Any]]) -> None:
         (_never_issued, "never issued"),
         (_too_stale, "over the bound"),
         (_lying_staleness, "is not"),
+        (_stale_within_the_bound, "ended stale at staleness 0, within the bound 1"),
         (_version_again, "was published after"),
         (_half_a_batch, "took 3 groups"),
         (_live_at_the_end, "still live"),

@@ -112,6 +112,19 @@ def records_of(written: bytes) -> Iterator[Any]:
             whole = b""
 
 
+class Kept:
+    """A logger that keeps the steps it gets."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.steps.append(metrics["step"])
+
+    def close(self) -> None:
+        pass
+
+
 class Broken:
     def __init__(self, made: bool) -> None:
         if not made:
@@ -125,10 +138,51 @@ class Broken:
         raise AssertionError("it is told no more")
 
 
+def test_a_logger_that_does_not_start_at_first_gets_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "START_DELAYS_S", (0.01, 0.01))
+    ear, kept, tries = Ear(), Kept(), []
+
+    def make(step: int) -> Kept:
+        tries.append(step)
+        if len(tries) < 3:
+            raise ConnectionError("no route to host")
+        return kept
+
+    observer = Several([ear, Aside("mine", make, ear.note)])
+    observer.started({"resumed_from": 4})
+    for step in range(20):
+        observer.step(line(step))
+    observer.close()
+    assert tries == [4, 4, 4]
+    assert kept.steps == list(range(20))
+    assert (
+        ear.notes
+        == ["the logger mine did not start (ConnectionError: no route to host); the next try is in 0.01 s"]
+        * 2
+    )
+
+
+def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start() -> None:
+    ear, tried = Ear(), threading.Event()
+
+    def make(step: int) -> Kept:
+        tried.set()
+        raise ConnectionError("no route to host")
+
+    one = Aside("mine", make, ear.note)
+    one.started({"resumed_from": None})
+    assert tried.wait(20)
+    one.close()
+    assert ear.notes[-1] == "the logger mine is left out from here on: ConnectionError: no route to host"
+
+
 @pytest.mark.parametrize(
     ("made", "why"), [(True, "RuntimeError: no connection"), (False, "OSError: no room")]
 )
-def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(made: bool, why: str) -> None:
+def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, made: bool, why: str
+) -> None:
+    monkeypatch.setattr(aside, "START_DELAYS_S", ())
     ear = Ear()
     observer = Several([ear, Aside("mine", lambda step: Broken(made), ear.note)])
     observer.started({"resumed_from": None})

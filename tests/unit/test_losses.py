@@ -70,7 +70,13 @@ def whole_ratio(row: Sample) -> float:
 
 
 def gspo_ratio(row: Sample) -> Tensor:
+    """GSPO's s_i (Zheng et al., 2025, eq. 7), the same for every token of the row."""
     return ((row.pi - row.mu).sum() / len(row.pi)).exp().repeat(len(row.pi))
+
+
+def gspo_token_ratio(row: Sample) -> Tensor:
+    """GSPO-token's s_i,t = sg[s_i] · π_t ÷ sg[π_t] (eq. 14)."""
+    return gspo_ratio(row).detach() * row.pi.exp() / row.pi.exp().detach()
 
 
 def decoupled(row: Sample) -> Tensor:
@@ -95,7 +101,7 @@ PLAIN: dict[str, Callable[[Trajectories], Tensor]] = {
         t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.2)
     ) * tokens(t) / (len(t) * 50),
     "dapo": lambda t: token_mean(t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.28)),
-    "gspo": lambda t: sequence_mean(t, lambda x: surrogate(gspo_ratio(x), x.advantage, 0.01, 0.02)),
+    "gspo": lambda t: sequence_mean(t, lambda x: surrogate(gspo_token_ratio(x), x.advantage, 0.01, 0.02)),
     "decoupled_ppo": lambda t: token_mean(t, decoupled),
 }  # fmt: skip
 OWN = {
@@ -201,6 +207,41 @@ def test_k1_lowers_the_advantage(name):
     assert value == pytest.approx(expected.item(), rel=1e-6)
     for found, leaf in zip(gradients, leaves, strict=True):
         torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_gspo_with_one_advantage_a_row_has_the_gradient_of_sequence_level_gspo():
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    sequence_mean(trajectories, lambda x: surrogate(gspo_ratio(x), x.advantage, 0.01, 0.02)).backward()
+    _, gradients, cut = ours(settings_of("gspo"), rows, logprobs, 64)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+    assert 0 < cut < tokens(trajectories), "the case proves too little"
+
+
+def test_gspo_weights_each_turn_by_its_own_advantage():
+    """Rewards of single turns give the tokens of a row several advantages, of both signs. The gradient is
+    GSPO-token's, not that of sequence-level GSPO, which spreads the sum of the advantages over all tokens."""
+    rows, logprobs = make_case()
+    rng = np.random.default_rng(5)
+    for row in rows:
+        by_turn = rng.normal(0, 1, 3).astype(np.float32)
+        turn_n = np.arange(len(row.ids)) * 3 // len(row.ids)
+        row.advantages = np.where(row.mask, by_turn[turn_n], 0).astype(np.float32)
+    trajectories, leaves = samples(rows, logprobs)
+    expected = PLAIN["gspo"](trajectories)
+    expected.backward()
+    value, gradients, cut = ours(settings_of("gspo"), rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+    assert 0 < cut < tokens(trajectories), "the case proves too little"
+    sequence_level = sequence_mean(trajectories, lambda x: surrogate(gspo_ratio(x), x.advantage, 0.01, 0.02))
+    for leaf in leaves:
+        leaf.grad = None
+    sequence_level.backward()
+    gap = max(float((found - leaf.grad).abs().max()) for found, leaf in zip(gradients, leaves, strict=True))
+    assert gap > 0.01
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -85,7 +85,7 @@ async def test_each_part_rewards_its_own_tasks(parts: list[dict[str, Any]]) -> N
         gold = environment.gold_output(task)
         one = Trajectory("s", task.id, task.env, "train", Outcome.COMPLETED, [], output=gold)
         one.metrics = {"turns": 2.0}
-        await scorer.reward(one, task, {}, None, 60.0)
+        await scorer.reward(one, task, {}, None)
         assert (one.reward, one.reward_parts) == (1.0, {part: 1.0})
         assert one.metrics["turns"] == 2.0
         assert ("unparseable" in one.metrics) == (name == "sums"), (

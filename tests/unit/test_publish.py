@@ -175,6 +175,17 @@ async def test_the_only_engine_is_waited_for_while_it_is_started_again(
     assert len(engines[0].broken["pause_generation"]) == 29, "no longer than its patience"
 
 
+async def test_in_an_outage_engines_are_waited_for_beyond_that(
+    stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "BACKOFF_MAX_S", 0.001)
+    stage.urls[:] = [engines[0].url]
+    engines[0].broken["pause_generation"] = [503] * 30
+    stage.publisher.waits = lambda: True
+    await stage.publisher.publish(1)
+    assert engines[0].version == "1"
+
+
 async def published(stage: Stage, engines: list[ControlEngine], version: int) -> list[int]:
     """Publish; how often each engine was asked to load."""
     for engine in engines:

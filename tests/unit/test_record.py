@@ -8,15 +8,18 @@ import pytest
 
 from tests.documented import documented, unexplained
 from tests.unit.learning_fixtures import make_model, make_rows, make_trajectory, make_turn
-from tidegate.config import TrainerSettings
+from tidegate.config import Settings, TrainerSettings
+from tidegate.errors import ConfigError
+from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
-from tidegate.trainer.admission import Cut
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State
-from tidegate.trainer.evaluate import _metrics
+from tidegate.trainer.evaluate import Evaluator, _metrics
+from tidegate.trainer.groups import Cut
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.record import Recorder
+from tidegate.trainer.rollout import Episodes
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Task, Trajectory
@@ -34,6 +37,7 @@ def episode(
     found = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5], version=1)])
     found.turns[0].parse = parse
     found.env, found.reward, found.metrics = env, reward, {"told": 1.0}
+    found.reward_parts = {"exact": reward}
     found.messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{}] * calls}]
     return found
 
@@ -54,12 +58,37 @@ def test_staleness_is_told_in_optimiser_steps_too(tmp_path: Path) -> None:
     assert [line["version"] for line in read_metrics(tmp_path)] == [0, 0, 1, 1, 2, 2]
 
 
+def test_each_part_of_the_reward_is_a_metric(tmp_path: Path) -> None:
+    """What an agent posts under the name of another metric does not replace that one."""
+    one, other = episode(reward=1.0), episode(reward=0.0)
+    one.reward_parts, other.reward_parts = {"exact": 1.0, "form": 0.5}, {"exact": 0.0, "mean": 7.0}
+    found = recorder(tmp_path, []).batch_metrics(batch(one, other), 1)
+    assert (found["reward/exact"], found["reward/form"], found["reward/mean"]) == (0.5, 0.5, 0.5)
+
+
+def test_a_held_out_set_whose_score_is_another_ones_is_refused(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"model": {"path": "m"}})
+    episodes = Episodes(GatewayClient("http://127.0.0.1:9"), None, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'greedy'.*eval/reward_greedy"):
+        Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), lambda *_: None)
+
+
 def test_steps_before_a_resume_are_not_guessed(tmp_path: Path) -> None:
     """The first batch after a resume at step 10, whose weights went live as version 7."""
     log = recorder(tmp_path, [])
     found = log.batch_metrics(batch(episode(), version=7, staleness=2), 11)
     assert "staleness_steps/mean" not in found
     assert log.batch_metrics(batch(episode(), version=7), 11)["staleness_steps/mean"] == 0
+
+
+def test_each_line_says_how_many_groups_were_lost_since_the_one_before(tmp_path: Path) -> None:
+    told = [{"groups/stale": float(stale), "groups/failed": 1.0} for stale in (5, 7, 7)]
+    log = Recorder(MetricsLog(tmp_path), TrajectoryFiles(tmp_path), Silent(), lambda: told.pop(0), lambda: 0)
+    for step in (1, 2):
+        log.step(step, {})
+    lines = read_metrics(tmp_path)
+    assert [line["selection/stale_groups"] for line in lines] == [2, 0]
+    assert [line["selection/failed_groups"] for line in lines] == [0, 0]
 
 
 def test_tool_calls_are_those_of_the_recorded_messages(tmp_path: Path) -> None:
@@ -108,7 +137,11 @@ def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Pa
     always = {"line", "step", "steps that publish", "eval"}
     sometimes = {key for key, when in documented().items() if when not in always}
     examples = {
-        key.replace("<env>", "b").replace("<set>", "hard").replace("<name>", "told") for key in sometimes
+        key.replace("<env>", "b")
+        .replace("<set>", "hard")
+        .replace("<name>", "told")
+        .replace("<part>", "exact")
+        for key in sometimes
     }
     assert examples <= made
 

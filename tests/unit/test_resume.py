@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +13,17 @@ import pytest
 
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
-from tidegate.errors import ConfigError
-from tidegate.trainer.admission import Rules
+from tidegate.errors import ConfigError, LedgerError
 from tidegate.trainer.batches import Batch, Batches
 from tidegate.trainer.checkpoint import Checkpoint
 from tidegate.trainer.entries import Entry, State, entry
 from tidegate.trainer.groups import Cut, Phase, Ticket
 from tidegate.trainer.ledger import Ledger, read_ledger
 from tidegate.trainer.resume import Past, bury, put_back, read_past
+from tidegate.trainer.rules import Rules
 from tidegate.trainer.start import Opened, Start, rules_of, take_over
 from tidegate.trainer.trajectories import TrajectoryFiles
-from tidegate.types import Group
+from tidegate.types import Group, Trajectory
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
 
@@ -217,13 +219,14 @@ class Gateway:
     async def list_groups(self) -> list[Any]:
         return [SimpleNamespace(id=name, state=state) for name, state in self.rows.items()]
 
-    async def drop_group(self, name: str, epoch: int) -> int:
+    async def drop_group(self, name: str, epoch: int) -> list[Trajectory]:
         assert epoch == self.epochs[-1]
         self.dropped.append(name)
-        return 0
+        return []
 
     async def lease(self, *_: Any) -> list[Group]:
-        found = [tokens(name, 0) for name in self.rows if name not in self.dropped]
+        there = [name for name, state in self.rows.items() if state != "live"]
+        found = [tokens(name, 0) for name in there if name not in self.dropped]
         self.rows = {}
         for group in found:
             group.lease_id = f"lease-{group.id}"
@@ -244,7 +247,7 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     files.batch(done, 1)
     first = [started(1), *stepped("done", 1, index=0)]
     entries = [*first, *stepped("b", 2, index=1), *issued("c", 2), *issued("ran", 3)]
-    gateway = Gateway({"done": "leased", "b": "leased", "c": "leased", "ran": "live"})
+    gateway = Gateway({"done": "leased", "b": "leased", "c": "leased", "ran": "live", "theirs": "live"})
     book: list[Entry] = []
     opened = await take_over(
         start_of(entries, len(first), cursor=4), cast(Any, gateway), files, book.append, RULES
@@ -284,7 +287,8 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
         assert admission.publishing(1) == 5
     *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")
     assert begun["rules"] == {
-        "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3
+        "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3,
+        "max_infra_attempts": 10,
     }  # fmt: skip
 
 
@@ -295,3 +299,63 @@ def test_a_taken_directory_and_a_missing_run_are_refused(tmp_path: Path) -> None
     written(tmp_path / "r" / "ledger.jsonl", [started(1)])
     with pytest.raises(ConfigError, match="--resume"):
         Start.of(settings(tmp_path), resume=False)
+
+
+def committed_run(tmp_path: Path) -> tuple[Path, int]:
+    """A run with a checkpoint after seven of its entries, and a version published behind it; the position."""
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        for one in [started(1), *stepped("a", 1)]:
+            ledger.book(one)
+        state = {"ledger": ledger.position, "ledger_checksum": ledger.checksum}
+        position = ledger.position
+        for one in [published(1), published(2)]:
+            ledger.book(one)
+    marker = run_dir / "checkpoints" / "step_1" / "COMMITTED"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({**state, "step": 1, "cursor": 1, "tickets": [], "quarantined": []}))
+    (run_dir / "weights" / "v000002").mkdir(parents=True)
+    return run_dir, position
+
+
+def test_a_whole_ledger_is_resumed_from(tmp_path: Path) -> None:
+    committed_run(tmp_path)
+    assert Start.of(settings(tmp_path), resume=True).version == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines, at: lines[: at - 1], r"it has 6 entries, and had 7 at the checkpoint"),
+        (lambda lines, at: [], r"it has 0 entries, and had 7 at the checkpoint"),
+        (lambda lines, at: [*lines[:2], *lines[3:]], r"line 3 is entry 3, not 2"),
+        (lambda lines, at: [*lines[:-2], lines[-1]], r"line 8 is entry 8, not 7"),
+        (lambda lines, at: lines[:-1], r"version 2 was published, and its highest version is 1"),
+        (
+            lambda lines, at: [lines[0], lines[1].replace(b"task-a", b"task-b"), *lines[2:]],
+            r"first 7 entries were",
+        ),
+        (lambda lines, at: [*lines[:-1], b"{\n"], r"line 9 is damaged"),
+    ],
+    ids=["shorter", "empty", "lacks one", "lacks one behind", "lacks the last", "changed", "not JSON"],
+)
+def test_an_incomplete_ledger_is_refused_with_what_can_be_done(
+    tmp_path: Path, damage: Callable[[list[bytes], int], list[bytes]], message: str
+) -> None:
+    """Versions that were published must never be given again to other weights."""
+    run_dir, position = committed_run(tmp_path)
+    ledger = run_dir / "ledger.jsonl"
+    ledger.write_bytes(b"".join(damage(ledger.read_bytes().splitlines(keepends=True), position)))
+    with pytest.raises(LedgerError, match=message) as caught:
+        Start.of(settings(tmp_path), resume=True)
+    assert f"--model.path {run_dir}/checkpoints/step_1 --run.name NEW" in str(caught.value)
+
+
+def test_a_ledger_that_was_removed_does_not_make_its_run_a_new_one(tmp_path: Path) -> None:
+    run_dir, _ = committed_run(tmp_path)
+    (run_dir / "ledger.jsonl").unlink()
+    with pytest.raises(ConfigError, match="--resume"):
+        Start.of(settings(tmp_path), resume=False)
+    with pytest.raises(LedgerError, match="0 entries"):
+        Start.of(settings(tmp_path), resume=True)

@@ -7,18 +7,22 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
-from tidegate.errors import GatewayError, HopelessError, TrainingError
+from tidegate.errors import GatewayError, HopelessError, OutageError, TrainingError
+from tidegate.trainer import pause as pauses
 from tidegate.trainer import rollout as module
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.admission import Admission
+from tidegate.trainer.pause import Pause
 from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
-from tidegate.types import Outcome, Task
+from tidegate.trainer.rules import Rules
+from tidegate.types import Outcome, Task, Trajectory
 
 EPOCH = 3
 
@@ -29,13 +33,18 @@ class Script:
 
     outcome: Callable[[str], Outcome] = lambda _: Outcome.COMPLETED
     hold: asyncio.Event | None = None
+    until: dict[str, asyncio.Event] = field(default_factory=dict)
+    """What single attempts wait for."""
     sealed: dict[str, list[str]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     cancelled: int = 0
-    kept: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    """Attempt and state of each episode that was recorded as lost."""
+    deleted: set[str] = field(default_factory=set)
     letters: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     broken: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,8 +60,8 @@ class Script:
 
     async def run(self, name: str, *_: Any, **__: Any) -> Any:
         try:
-            if self.hold is not None:
-                await self.hold.wait()
+            if (hold := self.until.get(name, self.hold)) is not None:
+                await hold.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             self.changed.set()
@@ -68,22 +77,26 @@ class Script:
             outcome=outcome or Outcome.COMPLETED, error=outcome, sampled_tokens=3, session_id=session_id
         )
 
-    async def trajectory(self, session_id: str) -> Any:
-        return session_id
+    async def trajectory(self, session_id: str) -> Trajectory:
+        found = make_trajectory([make_turn(0, None, [1], [2, 3, 4])])
+        found.session_id, found.metadata = session_id, {"attempt": session_id.removeprefix("s-")}
+        return found
 
     async def delete_session(self, session_id: str) -> None:
-        pass
+        self.deleted.add(session_id)
 
     async def seal_group(self, group_id: str, _: str, sessions: list[str], epoch: int | None) -> None:
         assert epoch == EPOCH
         self.sealed[group_id] = sessions
         self.changed.set()
 
-    async def drop_group(self, group_id: str, epoch: int | None) -> int:
+    async def drop_group(self, group_id: str, epoch: int | None) -> list[Trajectory]:
         assert epoch == EPOCH
         self.dropped.append(group_id)
         self.changed.set()
-        return 7
+        sessions = {f"s-{one}" for one in self.opened if one.startswith(f"{group_id}.")} - self.deleted
+        self.deleted |= sessions
+        return [await self.trajectory(one) for one in sorted(sessions)]
 
     async def list_groups(self) -> list[Any]:
         groups = sorted({one.split(".")[0] for one in self.opened})
@@ -92,7 +105,7 @@ class Script:
 
 class Tasks:
     def train_task(self, index: int) -> Task:
-        return Task(f"t{index}", "arithmetic", [])
+        return Task(f"t{index}", "arithmetic", [], f"answer {index}")
 
 
 @dataclass
@@ -129,7 +142,7 @@ class Stage:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
-    monkeypatch.setattr(module, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(pauses, "BACKOFF_S", 0.0)
 
     def build(script: Script, **changes: Any) -> Stage:
         settings = load_settings(None, ["--model.path=x"])
@@ -139,9 +152,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         book: list[Any] = []
         core = Admission(rules, book.append)
         episodes = Episodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
-        keep = lambda trajectory, attempt: script.kept.append(attempt)  # noqa: E731
+        keep = lambda one, state: script.kept.append((one.metadata["attempt"], state.value))  # noqa: E731
         letter = lambda *told: script.letters.append((*told, len(book)))  # noqa: E731
-        return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter), core, book, script)
+        pause = Pause(core, script.notes.append, 3600.0)
+        return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter, pause), core, book, script)
 
     return build
 
@@ -172,7 +186,7 @@ async def test_a_failed_slot_is_attempted_again_as_a_new_session(make: Callable[
     stage = make(Script(lambda name: Outcome.TIMEOUT if name == "g1-000001.0.1" else Outcome.COMPLETED))
     await stage.until(lambda: len(stage.script.sealed) == 2)
     assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.2", "s-g1-000001.1.1"]
-    assert stage.script.kept == ["g1-000001.0.1"]
+    assert stage.script.kept == [("g1-000001.0.1", "failed")]
     assert len(set(stage.script.seeds)) == len(stage.script.opened), "each attempt has a seed of its own"
 
 
@@ -201,7 +215,7 @@ async def test_failed_slots_wait_longer_each_time(
     make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(module, "backoff_s", lambda failures, _: waits.append(failures) or 0.0)
+    monkeypatch.setattr(module, "backoff_s", lambda failures, *_: waits.append(failures) or 0.0)
     stage = make(Script(lambda name: Outcome.TIMEOUT if "000001.0." in name else Outcome.COMPLETED))
     await stage.until(lambda: len(stage.script.sealed) == 2)
     assert waits == [1, 2], "after the third attempt nothing is waited for"
@@ -210,7 +224,7 @@ async def test_failed_slots_wait_longer_each_time(
 def test_the_back_off_doubles_up_to_a_bound_and_spreads() -> None:
     rng = random.Random(0)
     for failures, longest in [(0, 0.5), (1, 0.5), (2, 1.0), (5, 8.0), (50, 8.0)]:
-        drawn = [module.backoff_s(failures, rng) for _ in range(200)]
+        drawn = [pauses.backoff_s(failures, rng) for _ in range(200)]
         assert longest / 2 <= min(drawn) < 0.55 * longest
         assert 0.95 * longest < max(drawn) <= longest
 
@@ -221,10 +235,42 @@ async def test_when_everything_fails_it_says_so_with_the_last_reason(make: Calla
         await stage.until(lambda: False)
 
 
+async def test_an_outage_pauses_the_run_and_spends_no_task(make: Callable[..., Stage]) -> None:
+    script = Script(lambda _: Outcome.INFRA_ERROR)
+    stage = make(script, groups_per_batch=4)
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(script.opened) > 40)
+        assert stage.rollout.pause.on
+        with pytest.raises(OutageError, match=r"8 of the last 8 attempts.*go on with --resume"):
+            replace(stage.rollout.pause, limit_s=-1.0).check()
+        script.outcome = lambda _: Outcome.COMPLETED
+        await stage.settle(rollout, lambda: len(script.sealed) == 4)
+    assert stage.core.quarantined == set()
+    assert stage.core.group_counts["failed"] == 0
+    assert script.letters == []
+    assert "ended infra_error" in script.notes[0]
+    assert script.notes[1].startswith("resumed")
+    assert stage.rollout.pause.metrics()["outage/count"] == 1
+
+
+async def test_while_no_engine_serves_no_attempt_starts(make: Callable[..., Stage]) -> None:
+    stage = make(Script())
+    stage.rollout.pause.engines(False)
+    async with stage.running() as rollout:
+        while stage.rollout._wake.is_set():  # noqa: ASYNC110 - as it looks it starts at once what it may
+            await asyncio.sleep(0)
+        assert (stage.script.opened, stage.core.groups) == ([], {})
+        stage.rollout.pause.engines(True)
+        stage.rollout.wake()
+        await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
+
+
 async def test_a_gateway_that_is_away_is_an_infra_error_of_the_attempt(make: Callable[..., Stage]) -> None:
     stage = make(Script(broken=True))
-    with pytest.raises(HopelessError, match="the gateway is away"):
-        await stage.until(lambda: False)
+    async with stage.running():
+        async with asyncio.timeout(10):
+            while "the gateway is away" not in stage.rollout.last_failure:  # noqa: ASYNC110 - tells nobody
+                await asyncio.sleep(0)
     assert {one["outcome"] for one in stage.book if one["event"] == "ended" and one["kind"] == "attempt"} <= {
         "infra_error", "cancelled",
     }  # fmt: skip
@@ -239,9 +285,36 @@ async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: C
         stage.core.publish(version)
         assert stage.core.group_counts["stale"] == 2
         assert stage.script.dropped == ["g1-000001", "g1-000002"]
+        assert stage.script.kept == [(one, "stale") for one in sorted(stage.script.opened[:4])]
         await stage.settle(rollout, lambda: stage.script.cancelled == 4 and len(stage.script.opened) == 8)
     replaced = [one["replaces"] for one in stage.book if one["kind"] == "group" and one["event"] == "issued"]
     assert replaced == [None, None, "g1-000001", "g1-000002"]
+
+
+async def test_episodes_that_are_lost_have_the_answer_of_their_task(make: Callable[..., Stage]) -> None:
+    """One that failed, the members of a group that failed with it, and of one that went stale."""
+    stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001.0." in name else Outcome.COMPLETED))
+    kept: list[tuple[str, str, Any]] = []
+    stage.rollout.record = lambda one, state: kept.append((one.metadata["attempt"], state, one.answer))
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: {"g1-000002", "g1-000003"} <= set(stage.script.sealed))
+        await stage.rollout.end_stale(3, {"g1-000003": 0})
+    assert {name[:9]: (state, answer) for name, state, answer in kept} == {
+        "g1-000001": ("failed", "answer 0"),
+        "g1-000003": ("stale", "answer 2"),
+    }
+    assert "g1-000001.1.1" in {name for name, _, _ in kept}, "it had succeeded"
+
+
+async def test_a_slow_episode_does_not_hold_the_places_of_its_group(make: Callable[..., Stage]) -> None:
+    slow = asyncio.Event()
+    script = Script(until={"g1-000001.0.1": slow})
+    stage = make(script, max_running=3)
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: "g1-000002" in script.sealed)
+        assert "g1-000001" not in script.sealed
+        slow.set()
+        await stage.settle(rollout, lambda: "g1-000001" in script.sealed)
 
 
 async def test_stopping_cancels_what_runs_and_leaves_nothing_live(make: Callable[..., Stage]) -> None:
@@ -274,12 +347,25 @@ async def test_wasted_tokens_are_counted_by_cause(make: Callable[..., Stage]) ->
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
         assert stage.rollout.tokens.wasted == {"failed": 3}, "the attempt that was repeated"
-        await stage.rollout.end_stale(["g1-000001"])
-        assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 7}, "as many as the gateway says"
+        await stage.rollout.end_stale(3, {"g1-000001": 0})
+        assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 6}, "as many as the gateway says"
         await stage.settle(rollout, lambda: len(stage.script.sealed) == 3)
-    assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 7, "cancelled": 14}
+    assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 6, "cancelled": 12}
     assert stage.script.dropped == ["g1-000001", "g1-000002", "g1-000003"]
     assert stage.rollout.tokens.metrics()["tokens/goodput"] == 0
+
+
+async def test_each_episode_that_failed_is_counted_once(make: Callable[..., Stage]) -> None:
+    """Slot 0 fails three times, and with it its group, in which slot 1 had succeeded."""
+    fails = {f"g1-000001.0.{number}" for number in (1, 2, 3)}
+    stage = make(Script(lambda name: Outcome.AGENT_ERROR if name in fails else Outcome.COMPLETED))
+    async with stage.running() as rollout:
+        await stage.settle(
+            rollout, lambda: "g1-000001" in stage.script.dropped and len(stage.script.sealed) > 1
+        )
+        assert dict(stage.rollout.tokens.episodes) == {"failed": 4}
+    assert stage.rollout.tokens.metrics()["selection/failed_length"] == 3
+    assert sorted(stage.script.kept) == [(one, "failed") for one in sorted({*fails, "g1-000001.1.1"})]
 
 
 async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage]) -> None:

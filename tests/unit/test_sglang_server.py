@@ -122,13 +122,16 @@ async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
         await server.start()
 
 
-def test_a_tethered_program_ends_with_a_killed_parent() -> None:
-    child = "import sys, time; print('up', flush=True); time.sleep(60)"
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+@pytest.mark.parametrize("ignores", [False, True], ids=["", "ignores SIGTERM"])
+def test_a_tethered_program_ends_with_a_killed_parent(stopped: bool, ignores: bool) -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if ignores else ""
+    child = f"import signal, sys, time; {ignore}print('up', flush=True); time.sleep(600)"
     parent = (
         "import os, subprocess, sys, time\n"
         "command = [sys.executable, '-m', 'tidegate.tether', str(os.getpid())]\n"
         f"command += [sys.executable, '-c', {child!r}]\n"
-        "process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)\n"
+        "process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)\n"
         "process.stdout.readline()\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -136,7 +139,7 @@ def test_a_tethered_program_ends_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        os.kill(pid, 0)
+        os.kill(pid, signal.SIGSTOP if stopped else 0)
         process.send_signal(signal.SIGKILL)
         assert gone(pid)
 

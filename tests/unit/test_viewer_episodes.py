@@ -161,7 +161,7 @@ def test_odd_records_are_shown_as_far_as_they_go() -> None:
     assert one.lines[0].text == "look\n[image_url]\nplain"
     assert one.lines[1].calls == ('f({"a": 1})', "[call without a function]")
     assert one.lines[2].text == '{"result": 4}'
-    assert one.parts == "exact 1.00, format 0.50"
+    assert one.parts == "exact 1.000, format 0.500"
     assert one.reward is None
     assert episode({}).lines == ()
 
@@ -171,7 +171,7 @@ def test_the_verdict_says_why_there_is_no_reward() -> None:
         episode(tried("p", None, error="Timeout after 60 s")).verdict
         == "no reward: agent_error (Timeout after 60 s)"
     )
-    assert episode({**tried("p", 0.0), "outcome": "truncated"}).verdict == "reward 0.00, cut short"
+    assert episode({**tried("p", 0.0), "outcome": "truncated"}).verdict == "reward 0.000, cut short"
 
 
 def test_what_both_begin_with_is_shown_once() -> None:
@@ -184,6 +184,19 @@ def test_what_both_begin_with_is_shown_once() -> None:
     assert text.index("before  reward 0.00") < text.index("12 + 4") < text.index("after  reward 1.00")
     assert text.index("after") < text.index("12 * 4")
     assert "####" in text
+
+
+def test_the_gold_answer_and_what_the_agent_returned_are_shown() -> None:
+    """An output that repeats the last reply is not shown twice; a record may have neither."""
+    first = episode(tried("p", 0.0, output="four", answer={"number": 4}))
+    last = episode(tried("p", 1.0, output=" answer 1.0\n"))
+    assert (first.returned_last_reply, last.returned_last_reply) == (False, True)
+    text = text_of(as_text(pair(first, last)))
+    assert [word for word in ("gold", "returned") if text.count(word) != 1] == []
+    assert text.index('{"number": 4}') < text.index("before") < text.index("four") < text.index("after")
+    assert pair(last, first).answer == '{"number": 4}'
+    neither = episode(tried("p", 1.0))
+    assert (neither.output, neither.answer, neither.returned_last_reply) == (None, "", False)
 
 
 def test_a_reply_is_never_part_of_the_problem() -> None:

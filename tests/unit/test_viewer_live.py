@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tests.unit.viewer_run import evaluation, metrics_row, write_run
 from tidegate.observer import Silent
+from tidegate.program import program
 from tidegate.viewer.board import Board, Rate
 from tidegate.viewer.live import LiveView, make_view, screen
 from tidegate.viewer.out import Out
@@ -76,7 +77,7 @@ def test_it_says_where_the_run_stands() -> None:
     assert "step 40/100" in text
     assert "1:20 elapsed, about 2:00 left" in text  # 2 s a step, 60 to go
     first, last = board.first_eval["eval/reward"], board.last_eval["eval/reward"]
-    assert f"sampled {first:.2f} → {last:.2f}" in text
+    assert f"sampled {first:.3f} → {last:.3f}" in text
     assert "at step 25" in text
     assert f"max {board.last['staleness/max']:.0f}, bound 2" in text
     assert "4,000 tokens/s" in text
@@ -205,7 +206,7 @@ def test_finished_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) 
     )
     view = make_view(True, 30, 2, console)
     view.started({**INFO, "dir": str(run_dir)})
-    resume = f"tidegate train {run_dir}/config.toml --resume --trainer.steps 60"
+    resume = f"{program()} train {run_dir}/config.toml --resume --trainer.steps 60"
     view.finished(
         {"status": "interrupted", "why": "Ctrl-C", "before": rows[0], "after": rows[-1],
          "checkpoint": "runs/demo/checkpoints/step_30", "report": "runs/demo/report.html", "resume": resume}
@@ -219,8 +220,8 @@ def test_finished_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) 
     assert f"{rows[-1]['eval/reward_greedy']:.3f}" in after
     assert after.count("Problem heldout-") == 3
     assert f"    {resume}\n" in after  # in one piece, however narrow the terminal
-    assert "tidegate engine --model runs/demo/checkpoints/step_30" in after
-    assert "my_agent.py" in after
+    assert f"{program()} engine --model runs/demo/checkpoints/step_30" in after
+    assert f"{program()} init my-agent" in after
 
 
 def test_finished_without_anything_to_show() -> None:
@@ -252,7 +253,10 @@ def test_time_left_follows_the_recent_pace() -> None:
 
 def test_small_texts() -> None:
     assert [duration(x) for x in (-1, 7, 59.6, 754, 3723)] == ["0:00", "0:07", "1:00", "12:34", "1:02:03"]
-    assert [number(x) for x in (None, float("nan"), True, 1234.5)] == ["–", "–", "–", "1,234.50"]
+    assert [number(x) for x in (None, float("nan"), True, 1234.5)] == ["–", "–", "–", "1,234.500"]
+    assert [number(0.955), number(0.955, 2), number(0.0005), number(1e30, 0)[:5], number(-0.0125)] == [
+        "0.955", "0.96", "0.001", "1,000", "-0.013",
+    ]  # fmt: skip
     assert sparkline([0, 0.5, 1], 10) == "▁▅█"
     assert sparkline([0.4, 0.4], 10, 0, 1) == "▄▄"
     assert sparkline([], 10) == ""

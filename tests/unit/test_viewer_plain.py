@@ -59,6 +59,18 @@ def test_one_line_a_step_in_columns(view: PlainView, console: Console, clock: Cl
     assert "step  10/100" in lines[9]
 
 
+def test_the_first_lines_name_the_staleness_bound_and_the_run_directory(
+    view: PlainView, console: Console
+) -> None:
+    view.started({"name": "demo", "dir": "runs/demo", "agent": "solver"})
+    assert lines_of(console)[1].endswith("staleness bound 2; files in runs/demo")
+
+
+def test_a_step_has_its_loss(view: PlainView, console: Console) -> None:
+    view.step({"step": 1, "reward/mean": 0.5, "loss": -0.0317})
+    assert "loss  -0.032" in lines_of(console)[0]
+
+
 def test_an_evaluation_is_a_line_of_its_own(view: PlainView, console: Console) -> None:
     view.step({"step": 0, **evaluation(0, 100, random.Random(0))})
     (line,) = lines_of(console)

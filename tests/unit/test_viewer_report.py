@@ -88,9 +88,9 @@ def test_a_finished_run(finished: tuple[Path, Page]) -> None:
     run_dir, page = finished
     rows = metrics_of(run_dir)
     first, last = rows[0], rows[-1]
-    assert f"{first['eval/reward']:.2f} → {last['eval/reward']:.2f}" in page.text
-    assert f"{first['eval/reward_greedy']:.2f} → {last['eval/reward_greedy']:.2f}" in page.text
-    assert f"{first['eval/reward_unseen_templates']:.2f} → " in page.text
+    assert f"{first['eval/reward']:.3f} → {last['eval/reward']:.3f}" in page.text
+    assert f"{first['eval/reward_greedy']:.3f} → {last['eval/reward_greedy']:.3f}" in page.text
+    assert f"{first['eval/reward_unseen_templates']:.3f} → " in page.text
     assert "mean reward, held out, sampled, over 200 problems" in page.text
     assert "Held out: over 64 to 200 problems." in page.text
     assert "100 of 100" in page.text
@@ -171,6 +171,7 @@ def attacked_run(tmp_path: Path) -> Path:
         for line in lines:
             line |= {"task_id": ATTACK + line["task_id"], "outcome": ATTACK, "error": ATTACK}
             line["reward_parts"] = {ATTACK: 1.0, "b": 0.0}
+            line |= {"output": ATTACK, "answer": {ATTACK: [ATTACK]}}
             for message in line["messages"]:
                 message["content"] = f"{ATTACK} \x1b[2J {message['content']}"
                 for call in message.get("tool_calls", []):
@@ -195,6 +196,19 @@ def test_no_text_becomes_markup(tmp_path: Path) -> None:
     assert not [name for _, attrs in attacked.elements for name in attrs if name.startswith("on")]
     assert attacked.text.count("document.body.dataset.owned") > 30
     assert "\x1b" not in attacked.text
+
+
+def test_episodes_show_their_output_and_the_gold_answer(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=10)
+    for path in (run_dir / "trajectories").glob("eval_*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line | {"output": "about forty", "answer": ["forty-four"]} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report(run_dir).text
+    pairs = text.count("gold answer")
+    assert pairs > 0
+    assert text.count('["forty-four"]') == pairs
+    assert text.count("about forty") == 2 * pairs
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 RETRIES = 6
 """Of one call, with the SDK's back-off some 20 s in all: longer than a gateway's restart takes."""
+UNTRAINED = {"x-tidegate-train": "no"}
+"""The header of calls that are recorded and not trained on."""
 BUILT_IN = {
     "search": "tidegate.agents.search:SearchAgent",
     "solver": "tidegate.agents.solver:Solver",
@@ -55,16 +57,25 @@ class Session:
         """Seconds until the deadline, never negative."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def openai(self) -> AsyncOpenAI:
-        """An `AsyncOpenAI` bound to this session; all of them share one pool of connections."""
+    def openai(self, *, train: bool = True) -> AsyncOpenAI:
+        """An `AsyncOpenAI` bound to this session; all of them share one pool of connections.
+
+        With `train` False its calls are auxiliary ones: recorded, never trained on.
+        """
         return _shared_async(asyncio.get_running_loop()).with_options(
-            base_url=self.base_url, api_key=self.api_key, timeout=self.remaining()
+            base_url=self.base_url,
+            api_key=self.api_key,
+            timeout=self.remaining(),
+            default_headers={} if train else UNTRAINED,
         )
 
-    def sync_openai(self) -> OpenAI:
+    def sync_openai(self, *, train: bool = True) -> OpenAI:
         """The same for agents that are plain functions."""
         return _shared_sync().with_options(
-            base_url=self.base_url, api_key=self.api_key, timeout=self.remaining()
+            base_url=self.base_url,
+            api_key=self.api_key,
+            timeout=self.remaining(),
+            default_headers={} if train else UNTRAINED,
         )
 
 

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import pwd
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,10 +32,14 @@ class CommandAgent(Agent):
     stdin. The output is what it writes to RESULT_FILE (JSON `{"output", "reward"?, "metrics"?}`), or
     else its stdout. An exit status other than 0 ends the run as `agent_error`.
 
-    It runs in a process group of its own, in an empty directory, both of which end with the run.
+    It runs in a process group of its own, in an empty directory, both of which end with the run. With `user`
+    (a name or an id; needs root) it runs as that user: then it can read neither the run's files nor what
+    belongs to the trainer's user.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, user: str | int | None = None
+    ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise ConfigError(
                 f"the command must be a list of words, such as ['node', 'agent.js'], not {command!r}"
@@ -41,13 +47,21 @@ class CommandAgent(Agent):
         # A program named by a relative path is meant from here, not from the run's directory.
         self.command = [os.path.abspath(word) if os.path.isfile(word) else word for word in command]
         self.env = dict(env or {})
+        self.user = None if user is None else _user(user)
 
     async def run(self, task: TaskView, session: Session) -> Result:
         with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
             result_file = Path(folder, "result.json")
-            environment = self._environment(session, _write_task(folder, task), result_file)
+            if self.user is not None:
+                os.chown(folder, self.user.pw_uid, self.user.pw_gid)
+            environment = self._environment(session, self._write_task(folder, task), result_file)
             transport, program = await asyncio.get_running_loop().subprocess_exec(
-                _Program, *self.command, cwd=folder, env=environment, start_new_session=True
+                _Program,
+                *self.command,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+                **self._as_user(),
             )
             try:
                 await program.talk(_prompt(task))
@@ -61,6 +75,12 @@ class CommandAgent(Agent):
                 )
             return _read_result(result_file, program.said(1))
 
+    def _as_user(self) -> dict[str, Any]:
+        """What the program is started with so that it has that user's rights and no others."""
+        if self.user is None:
+            return {}
+        return {"user": self.user.pw_uid, "group": self.user.pw_gid, "extra_groups": []}
+
     def _environment(self, session: Session, task_file: Path, result_file: Path) -> dict[str, str]:
         return {
             **os.environ,
@@ -73,14 +93,30 @@ class CommandAgent(Agent):
             "SEED": str(session.seed if session.seed is not None else 0),
             "TASK_FILE": str(task_file),
             "RESULT_FILE": str(result_file),
+            **({} if self.user is None else {"HOME": self.user.pw_dir, "USER": self.user.pw_name}),
             **self.env,
         }
 
+    def _write_task(self, folder: str, task: TaskView) -> Path:
+        file = Path(folder, "task.json")
+        file.write_text(json.dumps({"id": task.id, "messages": list(task.messages)}), encoding="utf-8")
+        if self.user is not None:
+            os.chown(file, self.user.pw_uid, self.user.pw_gid)
+        return file
 
-def _write_task(folder: str, task: TaskView) -> Path:
-    file = Path(folder, "task.json")
-    file.write_text(json.dumps({"id": task.id, "messages": list(task.messages)}), encoding="utf-8")
-    return file
+
+def _user(user: str | int) -> pwd.struct_passwd:
+    """Raises ConfigError where there is no such user, or it takes rights that this process does not have."""
+    try:
+        found = pwd.getpwnam(user) if isinstance(user, str) else pwd.getpwuid(user)
+    except KeyError:
+        raise ConfigError(f"agent.options.user = {user!r}: there is no such user on this machine") from None
+    if os.geteuid() not in (0, found.pw_uid):
+        raise ConfigError(
+            f"agent.options.user = {user!r}: only root can run a program as another user; start the run as "
+            "root, or leave the option out"
+        )
+    return found
 
 
 def _prompt(task: TaskView) -> bytes:
@@ -141,11 +177,22 @@ class _Program(asyncio.SubprocessProtocol):
         return self._said[fd][-MAX_STDOUT:].decode("utf-8", "replace")
 
 
+def _own_text(file: Path) -> bytes:
+    """A file that the program wrote; no link to somebody else's, and no pipe that would be waited for."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        about, folder = os.fstat(opened.fileno()), file.parent.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != folder.st_uid:
+            raise ValueError("RESULT_FILE is no file of the program's own")
+        return opened.read()
+
+
 def _read_result(file: Path, stdout: str) -> Result:
-    if not file.exists():
+    try:
+        text = _own_text(file)
+    except FileNotFoundError:
         return Result(stdout)
     try:
-        said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        said: dict[str, Any] = json.loads(text)
         return Result(said["output"], said.get("reward"), said.get("metrics") or {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"RESULT_FILE: {error!r}", file=sys.stderr)

@@ -132,8 +132,17 @@ class Refiner:
             raise InfrastructureError(f"{endpoint.url}: {type(error).__name__}: {error}") from error
         finally:
             endpoint.in_flight -= 1
-        text = reply.choices[0].message.content if reply.choices else None
+        text = _without_reasoning((reply.choices[0].message.content if reply.choices else None) or "")
         if not text:
-            raise InfrastructureError(f"{endpoint.url} answered nothing")
+            raise InfrastructureError(
+                f"{endpoint.url} answered nothing, or reasoning alone, which may need more than "
+                f"max_tokens = {self._max_tokens}"
+            )
         endpoint.seconds += time.monotonic() - began
         return text
+
+
+def _without_reasoning(text: str) -> str:
+    """What follows `</think>`, which a prompt may have opened; nothing where reasoning was cut."""
+    answer = text.rpartition("</think>")[2].strip()
+    return "" if answer.startswith("<think>") else answer

@@ -62,6 +62,7 @@ class SearchAgent(Agent):
         llm = session.openai()
         messages: list[Any] = [*task.messages]
         tools = SearchTools(self._client, self._k, self._tools, question_of(task), self._refiner)
+        tools.left_s = session.remaining
         if self._instructions is not None:
             messages.insert(0, {"role": "system", "content": self._instructions})
         turns, content = 0, None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tidegate.agents.refine import Refiner
-from tidegate.errors import RetrievalRefused
+from tidegate.errors import RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.client import ID_TOO_LONG, NOT_TEXT, Found, SearchClient
 
 MAX_PASSAGE = 2_000
@@ -17,6 +19,8 @@ MAX_DOCUMENT = 20_000
 """Characters that `open` shows."""
 LEAST = 40
 """Results of fewer characters are none: then the context is full."""
+LEAST_S, MARGIN_S = 2.0, 0.5
+T = TypeVar("T")
 FULL = "error: the context is full; give the answer now"
 _OF_THE_CALL = (NOT_TEXT, ID_TOO_LONG, "query_too_long")
 """Refusals that the model's own words brought on. What else is refused (a key, a route, `k`) is a mistake in
@@ -45,6 +49,8 @@ class SearchTools:
     ) -> None:
         self.room: int | None = None
         self.full = False
+        self.left_s: Callable[[], float] = lambda: math.inf
+        """Seconds until the episode's deadline."""
         self.metrics = dict.fromkeys(
             ("searches", "opens", "tool_errors", "duplicate_queries", "cut_results"), 0.0
         )
@@ -90,7 +96,7 @@ class SearchTools:
             return "note: this query was made before; its results are above. Ask something else, or answer"
         self._asked.add(plain)
         try:
-            found = await self._client.search(query, self._k)
+            found = await self._in_time(self._client.search(query, self._k))
         except RetrievalRefused as error:
             if error.code not in _OF_THE_CALL:
                 raise
@@ -106,7 +112,7 @@ class SearchTools:
     async def _open(self, id: str) -> str:
         self.metrics["opens"] += 1
         try:
-            document = await self._client.document(id)
+            document = await self._in_time(self._client.document(id))
         except RetrievalRefused as error:
             if error.code not in _OF_THE_CALL:
                 raise
@@ -114,6 +120,21 @@ class SearchTools:
         if document is None:
             return self.error(f"error: there is no document {id[:80]!r}; ids are those that a search shows")
         return _cut(_whole(document.title, document.text), MAX_DOCUMENT, "… (the document goes on)")
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
+        """Raises RetrievalUnavailable shortly before the episode's deadline, where servers had seconds to
+        answer: then the episode ends `infra_error`, and not as the policy's timeout."""
+        left = self.left_s()
+        if left < LEAST_S:
+            return await answer
+        limit = None if math.isinf(left) else left - MARGIN_S
+        try:
+            async with asyncio.timeout(limit):
+                return await answer
+        except TimeoutError:
+            raise RetrievalUnavailable(
+                f"no retrieval server answered within {limit:.1f} s, before the episode's deadline"
+            ) from None
 
     def _shown(self, found: Found) -> str:
         """A document in a list of results; its id is shown where it can be opened."""

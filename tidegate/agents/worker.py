@@ -28,8 +28,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidegate.address import own_address
 from tidegate.agents.base import Agent, Result, Session, load_agent
 from tidegate.errors import ConfigError, InfrastructureError
+from tidegate.secrecy import shield_process
+from tidegate.tether import continue_at_parent_exit
+from tidegate.tracebacks import told
 from tidegate.types import TaskView
 
 MAX_OUTPUT = 1_000_000
@@ -38,6 +42,7 @@ MAX_METRICS = 100
 MAX_LOG = 64_000_000
 """Characters that the agents of one process may print; more is dropped."""
 MAX_ERROR = 2_000
+"""Characters of an error that go with the episode; the log has all of it."""
 GRACE_S = 1.0
 """What a run that is being cancelled gets to clean up."""
 EXIT_S = 3.0
@@ -138,17 +143,11 @@ def _ending(job: Job, *, late: bool) -> dict[str, Any]:
     if job.task.cancelled():
         return {**ended, "outcome": "agent_error", "error": "the agent cancelled itself"}
     if error is not None:
+        print(f"{job.id}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         outcome = "infra_error" if isinstance(error, InfrastructureError) else "agent_error"
-        return {**ended, "outcome": outcome, "error": describe(error)}
+        return {**ended, "outcome": outcome, "error": told(error, MAX_ERROR)}
     result = job.task.result()
     return {**ended, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
-
-
-def describe(error: BaseException) -> str:
-    """The error, then the last frames of its traceback; short enough for a ledger."""
-    said = "".join(traceback.format_exception_only(error)).strip()
-    frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
-    return f"{said[:MAX_ERROR]}\n{frames[-MAX_ERROR:]}".strip()
 
 
 class CappedLog(io.TextIOBase):
@@ -207,14 +206,17 @@ def _read_orders(loop: asyncio.AbstractEventLoop, worker: Worker, ended: asyncio
 def main() -> None:
     parser = argparse.ArgumentParser(description="The agents' process; started by the trainer.")
     parser.add_argument("--use", required=True, help="a built-in agent, file.py:Name or module:Name")
-    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON")
     arguments = parser.parse_args()
+    continue_at_parent_exit()
+    shield_process()
+    options = json.loads(sys.stdin.buffer.readline() or b"{}")
     stdout = os.dup(1)
     os.dup2(2, 1)  # also for whatever an agent starts
     sys.stdout = sys.stderr = CappedLog(sys.stderr)
+    here = f"127.0.0.1,localhost,::1,{own_address()}"
     for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this machine's own gateway
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost,::1"]))
-    code = asyncio.run(_serve(arguments.use, arguments.options, stdout))
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), here]))
+    code = asyncio.run(_serve(arguments.use, options, stdout))
     # Threads of agents that never returned must not keep the process.
     sys.stderr.flush()
     os._exit(code)

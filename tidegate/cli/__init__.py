@@ -24,7 +24,8 @@ from tidegate.cli import (
     view,
     vllm,
 )
-from tidegate.errors import STOPPED, TidegateError
+from tidegate.cli.verbs import Parser
+from tidegate.errors import STOPPED, StartError, TidegateError
 
 VERBS = (
     init,
@@ -43,6 +44,9 @@ VERBS = (
     simulate,
 )
 
+EXTRAS = {"torch": "train", "safetensors": "train"}
+"""The optional packages that verbs import, and the extras that bring them."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code. A `TidegateError` is shown as its sentence, not as a traceback."""
@@ -56,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TidegateError as error:
         print(f"tidegate: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        needed = _extra(error)
+        if needed is None:
+            raise
+        print(f"tidegate: `tidegate {arguments.verb}` {needed}", file=sys.stderr)
+        return StartError.exit_code
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # whoever read what was printed has gone: `tidegate … | head`
@@ -63,10 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tidegate", description="Point any agent's base_url at Tidegate and it learns."
+def _extra(error: ModuleNotFoundError) -> str | None:
+    """What is to be installed for a module that is missing; None of one that every install has."""
+    module = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(module)
+    return (
+        None if extra is None else f"needs {module}, which is not installed: pip install 'tidegate[{extra}]'"
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="tidegate", description="Point any agent's base_url at Tidegate and it learns.")
     parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:

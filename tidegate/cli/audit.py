@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Verbs, run_directory
 
 
 def add(verbs: Verbs) -> None:
@@ -21,6 +21,6 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.trainer.audit import audit_run, table
 
-    audit = audit_run(arguments.run_dir)
+    audit = audit_run(run_directory(arguments.run_dir))
     print(table(audit))
     return 0 if audit.holds else 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.cli.verbs import Verbs
+from tidegate.secrecy import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.doctor.findings import failed
 
     settings = settings_of(arguments, rest)
+    shield_process()
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
     sick = True

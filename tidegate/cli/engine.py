@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError, GatewayError
+from tidegate.secrecy import shield_process
 
 log = logging.getLogger("tidegate.engine")
 JOIN_S = 5.0
@@ -69,6 +70,7 @@ def _joining(gateway: str, host: str) -> Callable[[str], AbstractAsyncContextMan
     """Adds an engine's URL to the gateway, and removes it."""
     from tidegate.gateway.client import ADMIN_KEY, GatewayClient
 
+    shield_process()
     if host in ("0.0.0.0", "::"):
         raise ConfigError(f"--join with --host {host}: give --host an address that the gateway can call")
 

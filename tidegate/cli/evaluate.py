@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Verbs, run_directory
 from tidegate.errors import STOPPED, ConfigError
+from tidegate.secrecy import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     words, overrides = split_words(rest)
     if len(words) > 1:
         raise ConfigError(f"one thing is evaluated at a time, not {' and '.join(words)}")
-    target = find_target(Path(words[0])) if words else None
+    target = find_target(run_directory(Path(words[0]))) if words else None
     settings = _settings(arguments, target, overrides)
     if arguments.gold:
         return _gold(arguments, settings)
@@ -112,6 +113,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         tasks=arguments.tasks,
     )
     progress = Progress("evaluation")
+    shield_process()
     results = asyncio.run(evaluate(job, progress, progress.note))
     if arguments.json:
         print(json.dumps({**results, "directory": str(job.directory)}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Verbs, run_directory
 
 DESCRIPTION = """\
 Write a run's training episodes for other tools: --sft as chats (JSONL, one conversation a line), --parquet
@@ -29,10 +29,11 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.trainer.export import write_parquet, write_sft
 
+    run_dir = run_directory(arguments.run_dir)
     suffix = "parquet" if arguments.parquet else "jsonl"
-    out = arguments.out or arguments.run_dir / f"export.{suffix}"
+    out = arguments.out or run_dir / f"export.{suffix}"
     if arguments.parquet:
-        print(f"{write_parquet(arguments.run_dir, out)} sequences in {out}")
+        print(f"{write_parquet(run_dir, out)} sequences in {out}")
     else:
-        print(f"{write_sft(arguments.run_dir, out, arguments.min_reward)} conversations in {out}")
+        print(f"{write_sft(run_dir, out, arguments.min_reward)} conversations in {out}")
     return 0

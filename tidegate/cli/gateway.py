@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError
+from tidegate.secrecy import received, shield_process
 
 if TYPE_CHECKING:
     from tidegate.gateway.options import GatewayOptions
@@ -24,7 +26,19 @@ def add(verbs: Verbs) -> None:
     verb.add_argument("--engine", action="append", default=[], metavar="URL", help="may be repeated")
     verb.add_argument("--env", help="the environment whose rewards are given")
     verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
+    verb.add_argument(
+        "--reward-timeout", type=_seconds, default=60.0, metavar="S",
+        help="seconds that the rewards of one episode may take",
+    )  # fmt: skip
     verb.add_argument("--tool-parser", default="auto", help="the form of the model's tool calls")
+    verb.add_argument(
+        "--structured-output", choices=["text", "grammar"], default="text",
+        help="how replies to requests with a JSON schema are sampled in training sessions",
+    )  # fmt: skip
+    verb.add_argument(
+        "--untrained-model", action="append", default=[], metavar="NAME",
+        help="a model name of auxiliary calls, which are not trained on; may be repeated",
+    )  # fmt: skip
     verb.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
         help="what each session may use, unless it is opened with its own: turns, tokens (sampled), "
@@ -40,8 +54,13 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="processes that share the sessions, behind one address",
     )
+    verb.add_argument(
+        "--public-url", metavar="URL",
+        help="where agents reach it, as https://host:8000: behind a proxy or NAT; else where it is called",
+    )  # fmt: skip
     verb.add_argument("--access-log", action="store_true", help="log one line a turn, as JSON")
     verb.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    verb.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
     verb.add_argument("--shard", type=_shard, default=(0, 1), help=argparse.SUPPRESS)
     verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
     add_address(verb, 8000)
@@ -53,7 +72,9 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.gateway.server import serve, serve_front
     from tidegate.serve import Listen
 
-    key = os.environ.get(ADMIN_KEY)
+    shield_process()
+    secrets = _secrets(arguments, os.environ.pop(ADMIN_KEY, None))
+    key = secrets.get("admin_key")
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and key is None:
         raise ConfigError(f"--host {arguments.host} is reachable by others: set {ADMIN_KEY}")
     log_to_stderr()
@@ -61,14 +82,23 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     limits = dict(map(_limit, arguments.limit))
     listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, arguments.fd)
     if arguments.shards > 1:
-        serve_front(arguments.shards, _shards_arguments(arguments), listen, key)
+        serve_front(arguments.shards, _shards_arguments(arguments), listen, secrets)
     else:
-        serve(_options(arguments, limits, key), listen)
+        serve(_options(arguments, limits, secrets), listen)
     return 0
 
 
-def _options(arguments: argparse.Namespace, limits: dict[str, int], key: str | None) -> GatewayOptions:
-    from tidegate.envs.base import load_environment
+def _secrets(arguments: argparse.Namespace, key: str | None) -> dict[str, Any]:
+    """What whoever owns this gateway handed over, else what was given by hand."""
+    if arguments.secrets_fd is not None:
+        return {"env_options": {}, **received(arguments.secrets_fd)}
+    return {"env_options": arguments.env_options} | ({} if key is None else {"admin_key": key})
+
+
+def _options(
+    arguments: argparse.Namespace, limits: dict[str, int], secrets: dict[str, Any]
+) -> GatewayOptions:
+    from tidegate.envs.base import check_reward_timeout, load_environment
     from tidegate.gateway.limits import Limits
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.pool import PoolOptions
@@ -76,17 +106,23 @@ def _options(arguments: argparse.Namespace, limits: dict[str, int], key: str | N
 
     rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
-        rewarders = load_environment(arguments.env, arguments.env_options).rewarders()
+        environment = load_environment(arguments.env, secrets["env_options"])
+        check_reward_timeout(environment, arguments.reward_timeout)
+        rewarders = environment.rewarders()
     index, shards = arguments.shard
     journal = arguments.journal
     if journal is not None and shards == 1:  # a shard is given its own part
         journal = journal_of(journal, 0, 1)
     return GatewayOptions(
         model=arguments.model,
+        public_url=arguments.public_url and arguments.public_url.rstrip("/"),
         engine_urls=arguments.engine,
-        admin_key=key,
+        admin_key=secrets.get("admin_key"),
         tool_parser=arguments.tool_parser,
+        structured_output=arguments.structured_output,
+        untrained_models=arguments.untrained_model,
         rewarders=rewarders,
+        reward_timeout_s=arguments.reward_timeout,
         limits=Limits(**limits),
         journal=journal,
         pool=PoolOptions(shards=shards),
@@ -105,12 +141,22 @@ def _shards_arguments(arguments: argparse.Namespace) -> Callable[[int], list[str
         arguments.host,
         "--tool-parser",
         arguments.tool_parser,
+        "--reward-timeout",
+        str(arguments.reward_timeout),
+        "--structured-output",
+        arguments.structured_output,
     ]
-    for name, values in (("--engine", arguments.engine), ("--limit", arguments.limit)):
+    repeated = {
+        "--engine": arguments.engine,
+        "--limit": arguments.limit,
+        "--untrained-model": arguments.untrained_model,
+    }
+    for name, values in repeated.items():
         shared += [part for value in values for part in (name, value)]
     if arguments.env is not None:
-        shared += ["--env", arguments.env, "--env-options", json.dumps(arguments.env_options)]
-
+        shared += ["--env", arguments.env]
+    if arguments.public_url is not None:
+        shared += ["--public-url", arguments.public_url]
     if arguments.access_log:
         shared.append("--access-log")
 
@@ -126,6 +172,13 @@ def _shards_arguments(arguments: argparse.Namespace) -> Callable[[int], list[str
 def _shard(text: str) -> tuple[int, int]:
     index, _, shards = text.partition("/")
     return int(index), int(shards)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def _limit(text: str) -> tuple[str, int]:

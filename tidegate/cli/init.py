@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from tidegate.cli.verbs import Verbs
@@ -20,14 +21,23 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.program import program, python
     from tidegate.scaffold.init import make_project
 
     project = make_project(arguments.name, Path.cwd())
     print(
         f"Made {project.name}/: agent.py, env.py, config.toml, test_project.py and a base model.\n\n"
         "Next:\n"
-        f"  cd {project.name} && python -m pytest\n"
-        "  tidegate doctor\n"
-        "  tidegate train config.toml"
+        f"  cd {project.name}{_missing(python())}\n"
+        f"  {python()} -m pytest\n"
+        f"  {program()} doctor\n"
+        f"  {program()} train config.toml"
     )
     return 0
+
+
+def _missing(python: str) -> str:
+    """What the commands need and is not installed here, as a command; nothing where all is."""
+    needed = {"torch": "'tidegate[train]'", "pytest": "pytest"}
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
+    return f"\n  {python} -m pip install {' '.join(missing)}" if missing else ""

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Verbs, run_directory
 
 if TYPE_CHECKING:
     from tidegate.trainer.replay import Replayed
@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.trainer.replay import Replay
 
     overrides = [f"--{one}" for one in arguments.set]
-    settings = load_settings(arguments.run_dir / "config.toml", overrides)
-    replay = Replay(arguments.run_dir, settings, arguments.first, arguments.until)
+    run_dir = run_directory(arguments.run_dir)
+    settings = load_settings(run_dir / "config.toml", overrides)
+    replay = Replay(run_dir, settings, arguments.first, arguments.until)
     replay.steps()  # what is wrong with the files is said before a model is loaded
     policy = replay.start()
     steps = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Verbs, run_directory
 
 
 def add(verbs: Verbs) -> None:
@@ -19,5 +19,5 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.viewer.report import write_report
 
-    print(write_report(arguments.run_dir))
+    print(write_report(run_directory(arguments.run_dir)))
     return 0

@@ -6,6 +6,7 @@ import argparse
 
 from tidegate.cli.verbs import Verbs
 from tidegate.errors import ConfigError
+from tidegate.secrecy import shield_process
 
 
 def add(verbs: Verbs) -> None:
@@ -28,6 +29,10 @@ def add(verbs: Verbs) -> None:
     verb.add_argument(
         "--dry-run", action="store_true", help="print settings, processes and memory, and start nothing"
     )
+    verb.add_argument(
+        "--lift-quarantine", action="store_true",
+        help="with --resume: issue the tasks again that were given up",
+    )  # fmt: skip
     verb.add_argument("--settings", action="store_true", help="list every setting with its default")
     verb.set_defaults(run=run, takes_settings=True)
 
@@ -41,6 +46,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             print(f"{key:<31} {default:<15} {' '.join(text.split())}")
         return 0
     file, overrides = split_file(rest)
+    if arguments.lift_quarantine and not arguments.resume:
+        raise ConfigError("--lift-quarantine is for a run that is resumed: add --resume")
     if file is None and not overrides:
         raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
     settings = load_settings(file, overrides)
@@ -51,4 +58,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return 0
     from tidegate.launch import launch
 
-    return launch(settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster)
+    shield_process()
+    return launch(
+        settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster,
+        lift_quarantine=arguments.lift_quarantine,
+    )  # fmt: skip

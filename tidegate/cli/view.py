@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Verbs, add_address
+from tidegate.cli.verbs import RUNS, Verbs, add_address, run_directory
 from tidegate.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add(verbs: Verbs) -> None:
     verb.add_argument(
         "run_dir", metavar="RUN", nargs="?", type=Path, help="its directory, or a name in --dir"
     )
-    verb.add_argument("--dir", type=Path, default=Path("runs"), help="where runs are (default: runs)")
+    verb.add_argument("--dir", type=Path, default=RUNS, help="where runs are (default: runs)")
     add_address(verb, PORT)
     # Without --port another port does as well where 8080 is taken.
     verb.set_defaults(run=run, port=None)
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.viewer.dashboard.app import is_loopback, serve
     from tidegate.viewer.dashboard.run import FollowedRun
 
-    followed = FollowedRun(_found(arguments.run_dir, arguments.dir))
+    followed = FollowedRun(run_directory(arguments.run_dir, arguments.dir))
     listen = Listen(arguments.host, arguments.port or 0, arguments.announce, arguments.owned)
     sock = _bind(listen, chosen=arguments.port is not None)
     print(f"{followed.dir} is shown at {url_of(sock)}  (Ctrl-C ends this)", flush=True)
@@ -64,12 +64,6 @@ def _bind(listen: Listen, *, chosen: bool) -> socket.socket:
         return bind(replace(listen, port=PORT))
     except StartError:
         return bind(replace(listen, port=0))
-
-
-def _found(wanted: Path, parent: Path) -> Path:
-    """A directory as it was given, or a run's name among the runs."""
-    named = parent / wanted
-    return named if not wanted.exists() and named.is_dir() else wanted
 
 
 def _list(parent: Path) -> int:

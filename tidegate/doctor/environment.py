@@ -9,10 +9,11 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.doctor.deadline import within
 from tidegate.doctor.findings import Finding, error, ok, warning
-from tidegate.envs.base import Environment, load_environment
+from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.render import Renderer
+from tidegate.tracebacks import where
 from tidegate.types import Task
 
 TASKS = 8
@@ -28,10 +29,12 @@ def check_environment(
     use = settings.env.use
     try:
         environment = within(60.0, lambda: load_environment(use, settings.env.options))
+        check_reward_timeout(environment, settings.env.reward_timeout_s)
     except (ConfigError, TimeoutError) as failure:
         return [error("environment", "environment_unloadable", str(failure))], None
     except Exception as failure:  # noqa: BLE001 - a user's constructor may raise anything
-        text = f"making the environment {use!r} raised {type(failure).__name__}: {failure}"
+        what = f"{type(failure).__name__}: {failure}{where(failure)}"
+        text = f"making the environment {use!r} raised {what}"
         return [error("environment", "environment_raised", text)], None
     try:
         found = within(CALL_S * 3, lambda: list(_tasks(settings, environment, renderer)))
@@ -39,7 +42,8 @@ def check_environment(
         text = f"train_task and eval_sets of {use!r} don't end: {failure}"
         return [error("environment", "environment_hung", text)], None
     except Exception as failure:  # noqa: BLE001 - so may its methods
-        text = f"train_task or eval_sets of {use!r} raised {type(failure).__name__}: {failure}"
+        what = f"{type(failure).__name__}: {failure}{where(failure)}"
+        text = f"train_task or eval_sets of {use!r} raised {what}"
         return [error("environment", "environment_raised", text)], None
     return found or [ok("environment", f"{use}: its tasks hold together")], environment
 
@@ -108,7 +112,10 @@ def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Find
     except Refusal as failure:
         yield error("environment", "prompt_refused", f"the task {task.id}: {failure}")
         return
-    room = settings.engine.max_context - size
+    context = settings.engine.context
+    if context is None:  # the engine's own limit, which the episode shows
+        return
+    room = context - size
     if room <= 0:
         yield error(
             "environment",

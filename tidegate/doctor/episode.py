@@ -11,9 +11,8 @@ from tidegate.gateway.client import GatewayClient, Summary
 from tidegate.gateway.formats.registry import MARKERS
 from tidegate.gateway.render import Renderer
 from tidegate.trainer.workers import AgentResult, AgentWorker
-from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
+from tidegate.types import MODEL_NAME, Outcome, Sampling, Task, Trajectory, Turn
 
-MODEL = "policy"
 ERROR_SHOWN = 400
 
 
@@ -25,6 +24,8 @@ class Episode:
     summary: Summary
     trajectory: Trajectory
     refusals: dict[str, int]
+    overridden: dict[str, int]
+    """Calls by the sampling parameter of the agent's that had no effect."""
     """Calls that the gateway refused, by code."""
 
 
@@ -33,7 +34,7 @@ async def run_episode(
 ) -> Episode:
     """Open a session, run the agent on it, finish it. Raises GatewayError, StartError."""
     sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
-    before = refusals(await gateway.metrics())
+    before = await gateway.metrics()
     access = await gateway.open_session(
         task=task, sampling=sampling, deadline_s=settings.agent.deadline_s, seed=0
     )
@@ -42,7 +43,7 @@ async def run_episode(
         task.view(),
         base_url=access.base_url,
         api_key=access.api_key,
-        model=MODEL,
+        model=MODEL_NAME,
         seed=0,
         deadline_s=settings.agent.deadline_s,
     )
@@ -55,25 +56,32 @@ async def run_episode(
         error=told.error,
     )
     trajectory = await gateway.trajectory(access.session_id)
-    after = refusals(await gateway.metrics())
-    new = {code: number - before.get(code, 0) for code, number in after.items()}
-    return Episode(told, summary, trajectory, {code: number for code, number in new.items() if number})
+    after = await gateway.metrics()
+    new = [_new(before, after, name) for name in ("refusals_total", "overridden_parameters_total")]
+    return Episode(told, summary, trajectory, *new)
 
 
-def refusals(prometheus: str) -> dict[str, int]:
-    """The refused calls by code, from the gateway's metrics."""
+def _new(before: str, after: str, name: str) -> dict[str, int]:
+    """What a counter of the gateway's grew by, by its label; without what did not grow."""
+    known = counted(before, name)
+    new = {label: number - known.get(label, 0) for label, number in counted(after, name).items()}
+    return {label: number for label, number in new.items() if number}
+
+
+def counted(prometheus: str, name: str) -> dict[str, int]:
+    """A counter with one label, from the gateway's metrics."""
     found = {}
     for line in prometheus.splitlines():
-        name, _, rest = line.partition('{code="')
-        if name == "tidegate_gateway_refusals_total":
-            code, _, number = rest.rpartition('"} ')
-            found[code] = int(float(number))
+        family, _, rest = line.partition("{")
+        if family == f"tidegate_gateway_{name}":
+            label, _, number = rest.partition('="')[2].rpartition('"} ')
+            found[label] = int(float(number))
     return found
 
 
 def judge_episode(episode: Episode, settings: Settings, renderer: Renderer) -> list[Finding]:
     """Everything that is to be said of one episode."""
-    found = [*_ending(episode, settings), *_refused(episode)]
+    found = [*_ending(episode, settings), *_refused(episode), *_overridden(episode)]
     turns = episode.trajectory.turns
     if turns:
         found += [
@@ -123,6 +131,8 @@ def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
         )
     elif told.outcome is Outcome.AGENT_ERROR:
         yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
+    elif not any(turn.delivered for turn in episode.trajectory.turns) and episode.refusals:
+        yield error("episode", "all_refused", f"your agent got no reply: {why}")
     elif not any(turn.delivered for turn in episode.trajectory.turns):
         yield error(
             "episode",
@@ -143,7 +153,7 @@ def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
 
 def _hint(episode: Episode) -> str:
     if "context_length_exceeded" in episode.refusals:
-        return "its prompt is longer than engine.max_context allows"
+        return "its prompt is longer than the engine's context (engine.max_context of an embedded one)"
     if not episode.trajectory.turns and "Connection" in (episode.told.error or ""):
         return "it must call session.base_url, not an address of its own"
     return ""
@@ -159,17 +169,50 @@ def _refused(episode: Episode) -> Iterator[Finding]:
         )
 
 
+def _overridden(episode: Episode) -> Iterator[Finding]:
+    if episode.overridden:
+        yield note(
+            "episode",
+            "sampling_overridden",
+            f"your agent's {', '.join(sorted(episode.overridden))} had no effect: training samples by the "
+            "section sampling and by seeds of its own, so that the logprobs are the policy's",
+        )
+
+
 def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
-    cut = sum(turn.finish_reason == "length" for turn in turns)
-    if cut:
+    cut = [turn for turn in turns if turn.finish_reason == "length"]
+    if not cut:
+        return
+    text = f"{len(cut)} of {len(turns)} replies {'was' if len(cut) == 1 else 'were'} cut by length"
+    most, context = settings.sampling.max_tokens, settings.engine.context
+    shortest = min(cut, key=lambda turn: len(turn.output_ids))
+    size = len(shortest.output_ids)
+    if size < most and (context is None or _tokens(turns, shortest) < context):
+        yield warning(
+            "episode",
+            "cut_by_agent",
+            f"{text}, the shortest after {size} tokens: your agent's own max_tokens, for "
+            f"sampling.max_tokens = {most}, {_context(settings)}",
+            "raise max_tokens in your agent's calls, or leave it out",
+        )
+    else:
         yield warning(
             "episode",
             "cut_by_length",
-            f"{cut} of {len(turns)} replies {'was' if cut == 1 else 'were'} cut by length: "
-            f"sampling.max_tokens = {settings.sampling.max_tokens}, "
-            f"engine.max_context = {settings.engine.max_context}",
+            f"{text}: sampling.max_tokens = {most}, {_context(settings)}",
             "raise the one that is too small",
         )
+
+
+def _tokens(turns: list[Turn], last: Turn) -> int:
+    """Tokens of a turn's prompt and reply."""
+    own = len(last.delta_ids) + len(last.output_ids)
+    return own if last.parent is None else own + _tokens(turns, turns[last.parent])
+
+
+def _context(settings: Settings) -> str:
+    context = settings.engine.context
+    return "and the engine has its own limit" if context is None else f"engine.max_context = {context}"
 
 
 def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> Iterator[Finding]:
@@ -231,8 +274,8 @@ def _delivery(episode: Episode) -> Iterator[Finding]:
 
 
 def _version(episode: Episode) -> Iterator[Finding]:
-    delivered = list(episode.trajectory.delivered_turns())
-    if delivered and episode.trajectory.oldest_version() is None:
+    trainable = list(episode.trajectory.trainable_turns())
+    if trainable and episode.trajectory.oldest_version() is None:
         yield error(
             "episode",
             "version_unknown",

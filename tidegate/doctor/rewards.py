@@ -13,6 +13,7 @@ from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.envs.base import Environment
 from tidegate.errors import RewardError
+from tidegate.tracebacks import where
 from tidegate.types import Outcome, Task, Trajectory, Turn, VersionSpan
 
 SCORE_S = 10.0
@@ -59,7 +60,7 @@ def _gold(environment: Environment, task: Task) -> str | None:
     try:
         gold: object = within(SCORE_S, lambda: environment.gold_output(task))
     except Exception as failure:
-        text = f"gold_output() raised {type(failure).__name__} on task {task.id}: {failure}"
+        text = f"gold_output() raised {type(failure).__name__} on task {task.id}: {failure}{where(failure)}"
         raise Fault(error("rewards", "gold_raised", text)) from failure
     if gold is not None and not isinstance(gold, str):
         text = f"gold_output() gives {gold!r} for task {task.id}; an output is text, or None"
@@ -119,7 +120,8 @@ def score(environment: Environment, task: Task, output: str) -> float:
         code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
         text = f"your reward failed {on}: {failure}"
     except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
-        text, code = f"your reward raised {type(failure).__name__} {on}: {failure}", "reward_raised"
+        text = f"your reward raised {type(failure).__name__} {on}: {failure}{where(failure)}"
+        code = "reward_raised"
     raise Fault(error("rewards", code, text))
 
 

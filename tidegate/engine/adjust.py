@@ -17,7 +17,8 @@ from tidegate.engine.slots import Slots
 
 
 def adjust(logits_bv: Tensor, slots: Slots) -> None:
-    """In place; also says in `slots.choices` how many ids each of these rows may choose from."""
+    """In place; also says in `slots.choices` how many ids each of these rows may choose from, and in
+    `slots.masses` how probable these were together."""
     for row in np.flatnonzero(slots.adjusted[: slots.count]):
         owner = slots.owners[row]
         if owner.params.penalised:
@@ -26,7 +27,10 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
             allowed = owner.grammar.allowed(logits_bv.shape[1])
             slots.choices[row] = choices = int(allowed.sum())
             if choices:  # else it has failed, and says so when it is to accept a token
-                logits_bv[row, upload(~allowed, logits_bv.device)] = -torch.inf
+                excluded = upload(~allowed, logits_bv.device)
+                probs = torch.softmax(logits_bv[row] / (owner.params.temperature or 1.0), -1)
+                slots.masses[row] = float(probs[~excluded].sum())
+                logits_bv[row, excluded] = -torch.inf
 
 
 def penalise(logits_v: Tensor, output_ids: list[int], params: SamplingParams) -> None:

@@ -28,6 +28,8 @@ class Grammar:
         self._eos_ids = eos_ids
         self.choices: list[int] = []
         """For each output token: how many ids the grammar left to choose from."""
+        self.masses: list[float] = []
+        """For each output token: the probability of these ids before the grammar excluded the others."""
         self.done = False
         """The end token was sampled where the grammar allows an end."""
 
@@ -40,9 +42,10 @@ class Grammar:
         mask: npt.NDArray[np.bool_] = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool)
         return mask
 
-    def accept(self, token: int, choices: int) -> str | None:
+    def accept(self, token: int, choices: int, mass: float) -> str | None:
         """Go on by a sampled token; returns what went wrong, or None."""
         self.choices.append(choices)
+        self.masses.append(mass)
         if not self._matcher.consume_token(token):
             fault = str(self._matcher.get_error()).partition("\n<state>")[0]  # what follows is a dump
             return fault or f"it does not allow the token {token}"

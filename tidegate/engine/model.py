@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
 from tidegate import checksum
+from tidegate.devices import find_device
 from tidegate.engine.cache import VIEW_STEP, Room, RowSnapshot, SlotCache, rounded
 from tidegate.engine.decode import CudaGraphs, Eager, Recorded, Recorder
 from tidegate.engine.device import upload
@@ -177,7 +178,7 @@ def load_model(options: EngineOptions) -> Model:
         raise StartError(f"{options.model} has no config.json: it is not a Hugging Face model directory")
     torch.set_num_threads(options.threads)
     hf_logging.disable_progress_bar()
-    device = _device(options.device)
+    device = find_device("engine.device", options.device)
     hf_model = _pretrained(options)
     damage = checksum.fault_of(options.model)
     if damage is not None:
@@ -211,15 +212,6 @@ def _pretrained(options: EngineOptions) -> Any:
             names = sorted(str(name) for name in found[fault])
             raise StartError(f"{options.model}: {fault.replace('_', ' ')} in its weights: {names[:5]}")
     return hf_model
-
-
-def _device(name: str) -> torch.device:
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise StartError(f"engine.device = {name!r}, but torch finds no CUDA device here; use 'cpu'")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise StartError(f"engine.device = {name!r}: {error}") from None
 
 
 def _eos_ids(hf_model: Any) -> frozenset[int]:

@@ -292,7 +292,8 @@ class Scheduler:
         generation.output_ids.append(token)
         generation.logprobs.append(logprob)
         if generation.grammar is not None:
-            fault = generation.grammar.accept(token, int(self._rows.slots.choices[row]))
+            slots = self._rows.slots
+            fault = generation.grammar.accept(token, int(slots.choices[row]), float(slots.masses[row]))
             if fault is not None:
                 self._end(generation, None, f"the reply cannot follow its grammar: {fault}")
                 return

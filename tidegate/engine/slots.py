@@ -30,6 +30,8 @@ class Slots:
         """Whose logits are changed before anything else: by penalties or a grammar."""
         self.choices = np.zeros(max_slots, np.int64)
         """Of rows with a grammar: how many ids it left to choose from in this step."""
+        self.masses = np.zeros(max_slots, np.float64)
+        """For rows with a grammar: the probability of those ids before the grammar excluded the others."""
         self._arrays: list[np.ndarray] = [
             self.tokens,
             self.lengths,

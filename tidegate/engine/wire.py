@@ -15,7 +15,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     `weight_versions` covers the output exactly; it comes once the request has ended, as in SGLang.
     `kv_version` is there only where keys and values of older weights were kept. With a grammar,
     `output_token_choices` counts for each token the ids that the grammar left to choose from: 1 where the
-    token was forced, and its logprob, of what was left, is 0.
+    token was forced, and its logprob, of what was left, is 0. `output_token_masses` is the probability that
+    these ids had together before: where it is 1 the grammar changed nothing.
     """
     meta: dict[str, Any] = {
         "id": generation.rid,
@@ -30,6 +31,7 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
         meta["output_token_logprobs"] = list(pairs)
     if generation.grammar is not None:
         meta["output_token_choices"] = generation.grammar.choices[:count]
+        meta["output_token_masses"] = generation.grammar.masses[:count]
     if generation.ended:
         meta["weight_version"] = generation.spans[-1][0] if generation.spans else version
         meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in generation.spans]

@@ -20,6 +20,10 @@ BUILT_IN = {
 }
 
 
+TAKEN = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all_failed_ratio")
+"""What no part of a reward may be called: `reward/<name>` says something of all rewards."""
+
+
 class Environment(ABC):
     """Tasks to train on, tasks held out, and what an episode is worth.
 
@@ -28,6 +32,8 @@ class Environment(ABC):
 
     name: ClassVar[str]
     rewards: Sequence[Reward] = ()
+    reward_limit_s: float = 0.0
+    """How long the rewards of one episode may take by deadlines of their own; 0: they have none."""
 
     @abstractmethod
     def train_task(self, index: int) -> Task:
@@ -87,6 +93,17 @@ class Environment(ABC):
         return {self.name: self}
 
 
+def check_reward_timeout(environment: Environment, timeout_s: float) -> None:
+    """Raises ConfigError where rewards that keep their own deadlines would be ended by this one."""
+    for name, one in environment.rewarders().items():
+        if one.reward_limit_s > timeout_s:
+            raise ConfigError(
+                f"env.reward_timeout_s = {timeout_s:g} is less than the {one.reward_limit_s:g} s that the "
+                f"rewards of {name!r} may take by their own deadlines (a judge's: attempts × timeout_s): "
+                "raise it, or lower those"
+            )
+
+
 def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
     """The environment that the settings name: a built-in name, `file.py:Name`, or `module:Name`.
 
@@ -102,6 +119,11 @@ def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
     if not isinstance(environment, Environment):
         raise ConfigError(f"{use} is no Environment, but {type(environment).__name__}")
     names = [reward.name for reward in environment.rewards]
+    if taken := [name for name in names if name in TAKEN]:
+        raise ConfigError(
+            f"{use}: a reward is called {taken[0]!r}, but reward/{taken[0]} is a metric of its own "
+            "(docs/metrics.md): give it another name"
+        )
     if len(set(names)) != len(names):
         raise ConfigError(f"{use}: two rewards have the same name: {', '.join(names)}")
     return environment

@@ -30,7 +30,7 @@ class Dataset(Finite):
     of the rows (a tenth, where neither is given), chosen by a hash of the prompt: equal prompts are on the
     same side, and a row stays on its side when the file is put in another order.
     `prompt`: the column that the agent is given, or a text with columns in braces. `answer`: the column
-    that rewards compare with; None where they need none. The other columns are the task's `info`.
+    that rewards compare with; "" or None where they need none. The other columns are the task's `info`.
     `system`: a system message before the prompt.
     `rewards`: names of built-in functions, `file.py:function`, or tables `{use, weight, name}` of them;
     the reward is their weighted sum. `seed` chooses the order of training.
@@ -57,7 +57,7 @@ class Dataset(Finite):
             )
         self.rewards = tuple(_reward(one) for one in _listed(rewards))
         self._prompt = Prompt(prompt, system)
-        self._answer = answer
+        self._answer = answer or None
         tasks = self._tasks(read_rows(Path(path)), "row")
         if eval_path is not None:
             train, held_out = tasks, self._tasks(read_rows(Path(eval_path)), "eval")
@@ -79,7 +79,7 @@ class Dataset(Finite):
         if self._answer is not None:
             answer = row[self._answer]
             if any(one is None or not str(one).strip() for one in _listed_answers(answer)):
-                raise row.error(f"{self._answer!r} is empty; answer = None says that there are none")
+                raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
         info = {key: value for key, value in row.values.items() if key != self._answer}
         return Task(id, self.name, messages, answer, info)
 

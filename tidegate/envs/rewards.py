@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from tidegate.errors import ConfigError, RewardError
+from tidegate.tracebacks import where
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory")
 """What a reward function may ask for; it gets those it names, and nothing else."""
@@ -63,7 +64,8 @@ class Reward:
         except RewardError as error:
             raise RewardError(f"the reward {self.name!r}: {error}") from error
         except Exception as error:
-            raise RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}{where(error)}"
+            raise RewardError(f"the reward {self.name!r} raised {what}") from error
         value, metrics = (found.value, found.metrics) if isinstance(found, Grade) else (found, {})
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"the reward {self.name!r} returned {value!r}, not a finite number")

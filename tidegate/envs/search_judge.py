@@ -40,7 +40,7 @@ class Judge:
     """
 
     def __init__(
-        self, url: str, model: str, timeout_s: float = 60.0, attempts: int = 3, api_key_env: str | None = None
+        self, url: str, model: str, timeout_s: float = 15.0, attempts: int = 3, api_key_env: str | None = None
     ) -> None:
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError(f"judge: api_key_env = {api_key_env!r}, but that variable is not set")
@@ -48,6 +48,8 @@ class Judge:
         self._model = model
         self._timeout_s = timeout_s
         self._attempts = attempts
+        self.limit_s = attempts * timeout_s
+        """How long a verdict may take."""
         self._key = "none" if api_key_env is None else os.environ[api_key_env]
         self._verdicts: OrderedDict[tuple[str, ...], Future[float]] = OrderedDict()
         self._lock = threading.Lock()
@@ -65,7 +67,7 @@ class Judge:
                     self._verdicts.popitem(last=False)
         if mine:
             self._settle(asked, verdict, PROMPT.format(question=question, golds="; ".join(golds), said=said))
-        return verdict.result(timeout=self._attempts * self._timeout_s + 1.0)
+        return verdict.result(timeout=self.limit_s + 1.0)
 
     def _settle(self, asked: tuple[str, ...], verdict: Future[float], prompt: str) -> None:
         try:

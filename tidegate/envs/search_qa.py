@@ -63,6 +63,7 @@ class SearchQA(Finite):
         if canary is not None and path is None:
             raise ConfigError("search_qa: canary is of BrowseComp-Plus's files, but there is no path")
         self._judge = None if judge is None else construct(Judge, judge, "search_qa's judge")
+        self.reward_limit_s = 0.0 if self._judge is None else self._judge.limit_s
         self._metric = metric
         self._min_matches = min_matches
         self.rewards = (Reward(metric, self._grade),)

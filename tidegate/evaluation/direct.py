@@ -19,8 +19,6 @@ from tidegate.gateway.rewards import Scorer
 from tidegate.trainer.workers import AgentResult, AgentWorker
 from tidegate.types import Outcome, Task, Trajectory
 
-REWARD_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -50,7 +48,7 @@ class _Attempt:
             deadline_s=self.deadline_s,
         )
         trajectory = _trajectory(task, result)
-        await self.scorer.reward(trajectory, task, {}, result.reward, REWARD_S)
+        await self.scorer.reward(trajectory, task, {}, result.reward)
         trajectory.seconds = time.monotonic() - began
         return trajectory
 
@@ -64,7 +62,7 @@ async def direct(
         settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
     )
     try:
-        scorer = Scorer(environment.rewarders(), REWARD_S)
+        scorer = Scorer(environment.rewarders(), settings.env.reward_timeout_s)
         yield _Attempt(endpoint, worker, scorer, settings.agent.deadline_s)
     finally:
         await worker.close()

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from tidegate.config import Settings
-from tidegate.envs.base import Environment, load_environment
+from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.evaluation.direct import Endpoint, direct
 from tidegate.evaluation.hosted import hosted
@@ -24,7 +24,7 @@ from tidegate.evaluation.sampler import Attempt, Episode, Sampler
 from tidegate.evaluation.tally import Tally
 from tidegate.loading import nearest
 from tidegate.trainer.guard import Guard
-from tidegate.trainer.trajectories import readable
+from tidegate.trainer.trajectories import bounded_answer, readable
 from tidegate.types import Sampling, Task
 
 RESULTS = "results.json"
@@ -73,6 +73,7 @@ async def evaluate(
     Raises TidegateError after writing what there is.
     """
     environment = load_environment(job.settings.env.use, job.settings.env.options)
+    check_reward_timeout(environment, job.settings.env.reward_timeout_s)
     sets = choose(environment, job.sets, job.tasks)
     if (job.directory / RESULTS).exists():
         raise ConfigError(f"{job.directory} holds results already; choose another directory")
@@ -188,19 +189,10 @@ def _line(episode: Episode, temperature: float) -> bytes:
         "eval_set": episode.eval_set,
         "mode": "sampled" if temperature > 0 else "greedy",
         "sample": episode.sample,
-        "answer": _written(episode.task.answer),
         **readable(episode.trajectory),
+        "answer": bounded_answer(episode.task.answer),
     }
     return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-
-
-def _written(answer: Any) -> Any:
-    """An answer as a line can hold it: what JSON lacks (sets, 2**70, keys that are no text) as text."""
-    try:
-        orjson.dumps(answer, default=str)
-    except orjson.JSONEncodeError:
-        return repr(answer)
-    return answer
 
 
 def next_directory(parent: Path) -> Path:

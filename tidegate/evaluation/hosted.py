@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from tidegate.config import Settings
 from tidegate.evaluation.sampler import Attempt
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.local import Local
+from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes import start_processes
 from tidegate.trainer.rollout import Episodes
 from tidegate.types import Sampling, Task, Trajectory
@@ -42,6 +44,7 @@ async def hosted(
     Logs go to `<directory>/logs`; news go to `note`. A process that dies for good ends what `guard` runs.
     Raises StartError or ConfigError where a process cannot start.
     """
+    await asyncio.to_thread(check_engines, settings.engine.urls)
     weights = settings.model.path.absolute()
     async with contextlib.AsyncExitStack() as stack:
         try:

@@ -27,8 +27,8 @@ class Progress:
                 end = "\n" if done == total else ""
                 print(f"\r{self._what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
             self._open = done < total
-        elif done * _LINES // total > self._tenths:
-            self._tenths = done * _LINES // total
+        elif (tenths := done * _LINES // total if total else _LINES) > self._tenths:
+            self._tenths = tenths
             print(f"{self._what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:

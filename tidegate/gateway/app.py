@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 import orjson
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -20,18 +20,13 @@ from starlette.types import Message as AsgiMessage
 from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies, openapi
-from tidegate.gateway.dataplane import (
-    MAX_BODY,
-    ClientGone,
-    CountEndpoint,
-    Endpoint,
-    ModelsEndpoint,
-    read_body,
-)
+from tidegate.gateway.ask import RawBody
+from tidegate.gateway.dataplane import CountEndpoint, Endpoint, ModelsEndpoint
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.exchange import respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.request_body import ClientGone, read_body
 from tidegate.key import Key
 from tidegate.types import Trajectory
 
@@ -49,36 +44,66 @@ def create_app(gateway: Gateway) -> ASGIApp:
         ("POST", "/messages", Endpoint(gateway, messages)),
         ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
         ("GET", "/models", ModelsEndpoint(gateway)),
+        ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
     ]
     routes = [
         Route(base + path, endpoint, methods=[method])
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    data = Router(routes, default=control)
+    data = Router(routes, default=Guard(gateway, control))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and "/v1/" in scope["path"]:
-            await data(scope, receive, send)
-        else:
-            await control(scope, _bounded(receive), send)
+        await (data if scope["type"] == "http" else control)(scope, receive, send)
 
     return app
 
 
-def _bounded(receive: Receive) -> Receive:
-    """The data plane reads bodies itself; what FastAPI reads is bounded here."""
-    size = 0
+class Guard:
+    """Before the control plane: the key first, then the body, which is bounded in size and time."""
 
-    async def bounded() -> AsgiMessage:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
-        return message
+    def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
+        self._admin = _admin(gateway)
+        self._control = control
 
-    return bounded
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, headers = scope["path"], dict(scope["headers"])
+        if path.startswith(("/v1/", "/s/")):
+            await _answer(f"{scope['method']} {path}: there is no such route", 404)(scope, receive, send)
+            return
+        try:
+            if path not in _OPEN:
+                self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
+            body = await read_body(receive)
+        except ClientGone:
+            return
+        except GatewayError as error:
+            await _answer(str(error), error.status or 400)(scope, receive, send)
+            return
+        except Refusal as refusal:
+            await _answer(str(refusal), refusal.status)(scope, receive, send)
+            return
+        await self._control(scope, _replayed(body, receive), send)
+
+
+_OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+"""What needs no key."""
+
+
+def _replayed(body: RawBody, receive: Receive) -> Receive:
+    """A body that was read, and then what comes after it."""
+    messages: list[AsgiMessage] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replay() -> AsgiMessage:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def _answer(message: str, status: int) -> Response:
+    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
+    headers = {} if status >= 500 or status == 408 else {"x-should-retry": "false"}
+    return Response(body, status, headers, "application/json")
 
 
 def _control_plane(gateway: Gateway) -> FastAPI:
@@ -98,11 +123,10 @@ def _control_plane(gateway: Gateway) -> FastAPI:
     )
     app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
     _add_errors(app)
-    admin = [Depends(_admin(gateway))]
-    _add_sessions(app, gateway, admin)
-    _add_groups(app, gateway, admin)
-    _add_engines(app, gateway, admin)
-    _add_health(app, gateway, admin)
+    _add_sessions(app, gateway)
+    _add_groups(app, gateway)
+    _add_engines(app, gateway)
+    _add_health(app, gateway)
     return app
 
 
@@ -122,53 +146,52 @@ def _admin(gateway: Gateway) -> Key:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def answer(message: str, status: int) -> Response:
-        body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
-        headers = {} if status >= 500 else {"x-should-retry": "false"}
-        return Response(body, status, headers, "application/json")
-
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
-        return answer(str(error), error.status or 400)
+        return _answer(str(error), error.status or 400)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return answer(bodies.explain(list(error.errors())), 400)
+        return _answer(bodies.explain(list(error.errors())), 400)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        refusal = answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        refusal = _answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
         refusal.headers.update(error.headers or {})
         return refusal
 
 
-def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
-    @app.post("/sessions", dependencies=admin)
+def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/sessions")
     async def open_session(request: Request, body: bodies.OpenSession) -> dict[str, str]:
         session, key = await gateway.open_session(**body.arguments())
-        base_url = f"{str(request.base_url).rstrip('/')}/s/{session.id}/v1"
+        root = gateway.options.public_url or str(request.base_url).rstrip("/")
+        base_url = f"{root}/s/{session.id}/v1"
         return {"session_id": session.id, "base_url": base_url, "api_key": key}
 
-    @app.get("/sessions/{session_id}", dependencies=admin)
+    @app.get("/sessions/{session_id}")
     async def show_session(session_id: str) -> dict[str, Any]:
         return bodies.session_row(gateway.session(session_id))
 
-    @app.delete("/sessions/{session_id}", dependencies=admin)
+    @app.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> dict[str, str]:
         await gateway.forget(session_id)
         return {}
 
-    @app.post("/sessions/{session_id}/reward", dependencies=admin)
+    @app.post("/sessions/{session_id}/reward")
     async def post_reward(session_id: str, body: bodies.PostReward) -> dict[str, str]:
         await gateway.post_reward(session_id, body.name, body.value, body.turn)
         return {}
 
-    @app.post("/sessions/{session_id}/finish", dependencies=admin)
+    @app.post("/sessions/{session_id}/finish", responses=openapi.FINISHING)
     async def finish(session_id: str, body: bodies.Finish) -> Response:
         trajectory = await gateway.finish(session_id, **body.arguments())
+        if trajectory is None:
+            row = {"session_id": session_id, "state": gateway.session(session_id).state}
+            return Response(orjson.dumps(row), 202, media_type="application/json")
         return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
 
-    @app.get("/sessions/{session_id}/trajectory", dependencies=admin, response_class=openapi.Msgpack)
+    @app.get("/sessions/{session_id}/trajectory", response_class=openapi.Msgpack)
     async def trajectory(session_id: str) -> Response:
         found = gateway.session(session_id).trajectory
         if found is None:
@@ -176,56 +199,56 @@ def _add_sessions(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
         return openapi.Msgpack(msgpack.packb(found.to_wire()))
 
 
-def _add_groups(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
-    @app.get("/groups", dependencies=admin)
+def _add_groups(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/groups")
     async def list_groups() -> dict[str, Any]:
         return {"groups": bodies.group_rows(gateway.sessions, gateway.groups)}
 
-    @app.post("/groups/ack", dependencies=admin)
+    @app.post("/groups/ack")
     async def ack(body: bodies.Ack) -> dict[str, str]:
         await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome)
         return {}
 
-    @app.post("/groups/wait", dependencies=admin)
+    @app.post("/groups/wait")
     async def wait_ready(body: bodies.WaitReady) -> dict[str, int]:
         return {"ready": await gateway.groups.wait(body.trainer_epoch, body.wait_s)}
 
-    @app.post("/groups/return", dependencies=admin)
+    @app.post("/groups/return")
     async def give_back(body: bodies.GiveBack) -> dict[str, str]:
         await gateway.groups.give_back(body.lease_ids)
         return {}
 
-    @app.post("/groups/{group_id:path}/seal", dependencies=admin)
+    @app.post("/groups/{group_id:path}/seal")
     async def seal(group_id: str, body: bodies.Seal) -> dict[str, str]:
         await gateway.seal(group_id, body.task_id, body.sessions, body.trainer_epoch)
         return {}
 
-    @app.delete("/groups/{group_id:path}", dependencies=admin)
-    async def drop(group_id: str, body: bodies.Drop | None = None) -> dict[str, int]:
-        epoch = None if body is None else body.trainer_epoch
-        return {"sampled_tokens": await gateway.drop(group_id, epoch)}
+    @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
+    async def drop(group_id: str, body: bodies.Drop | None = None) -> Response:
+        recorded = await gateway.drop(group_id, None if body is None else body.trainer_epoch)
+        return openapi.Msgpack(msgpack.packb({"trajectories": [one.to_wire() for one in recorded]}))
 
 
-def _add_engines(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
-    @app.get("/engines", dependencies=admin)
+def _add_engines(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/engines")
     async def list_engines() -> dict[str, Any]:
         return {"engines": [engine.to_wire() for engine in gateway.pool.engines()]}
 
-    @app.post("/engines", dependencies=admin)
+    @app.post("/engines")
     async def add_engine(body: bodies.AddEngine) -> dict[str, Any]:
         return (await gateway.add_engine(body.url, body.control, body.admitted)).to_wire()
 
-    @app.patch("/engines", dependencies=admin)
+    @app.patch("/engines")
     async def admit_engine(body: bodies.AdmitEngine) -> dict[str, Any]:
         return (await gateway.admit_engine(body.url, body.admitted)).to_wire()
 
-    @app.delete("/engines", dependencies=admin)
+    @app.delete("/engines")
     async def remove_engine(body: bodies.EngineUrl) -> dict[str, str]:
         await gateway.remove_engine(body.url)
         return {}
 
 
-def _add_health(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
+def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:
         if gateway.failed is None:
@@ -240,7 +263,7 @@ def _add_health(app: FastAPI, gateway: Gateway, admin: list[Any]) -> None:
             response.status_code = 503
         return {"ready": able}
 
-    @app.get("/metrics", dependencies=admin, response_class=openapi.Exposition)
+    @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
         return openapi.Exposition(gateway.prometheus())
 
@@ -250,17 +273,10 @@ class LeaseEndpoint:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._admin = _admin(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
         try:
             asked = bodies.Lease.model_validate_json(await read_body(receive))
-        except ClientGone:
-            return
-        except Refusal as refusal:
-            raise GatewayError(str(refusal), status=refusal.status) from None
         except ValidationError as error:
             raise GatewayError(bodies.explain(list(error.errors())), status=400) from None
         groups = self._gateway.groups

@@ -10,6 +10,9 @@ from tidegate.gateway.sampling import Wishes
 from tidegate.gateway.toolcalls import ToolUse
 from tidegate.types import Message
 
+RawBody = bytes | bytearray
+"""A request's body as it came."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -28,9 +31,14 @@ class Ask:
     digest: bytes = b""
     """Of the request's body."""
     idempotency_key: str | None = None
+    exempt: str | None = None
+    """Why its turn is not trained on."""
     retry: bool = False
     """The client says that it sends this again."""
 
 
-def digest_of(body: bytes) -> bytes:
-    return blake2b(body, digest_size=16).digest()
+def digest_of(place: bytes, body: RawBody) -> bytes:
+    """Of a body, and of the place in its request that an ask has."""
+    digest = blake2b(place, digest_size=16)
+    digest.update(body)
+    return digest.digest()

@@ -54,6 +54,8 @@ class OpenSession(Body):
     metadata: dict[str, Any] = {}
     seed: int | None = None
     limits: LimitsBody = LimitsBody()
+    untrained_models: list[str] = []
+    """Model names whose calls are recorded and not trained on."""
     trainer_epoch: Epoch | None = None
     """Of a session that ends `cancelled` when a newer trainer comes."""
 
@@ -72,7 +74,6 @@ class OpenSession(Body):
 class PostReward(Body):
     value: Annotated[float, Field(allow_inf_nan=False)]
     name: str = "reward"
-    message: str | None = None
     turn: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -85,6 +86,8 @@ class Finish(Body):
     error: str | None = None
     trainer_epoch: Epoch | None = None
     """Of a trainer that may have been replaced."""
+    wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
+    """The answer comes after so long, rewarded or not (202: ask again). None: once it is rewarded."""
 
     def arguments(self) -> dict[str, Any]:
         told = dict(self)
@@ -134,7 +137,6 @@ class Ack(Body):
     trainer_epoch: Epoch
     lease_id: str
     outcome: str
-    step: int | None = None
 
 
 def engine_address(text: str) -> str:

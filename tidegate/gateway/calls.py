@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidegate.gateway.ask import Ask
 from tidegate.gateway.names import unique_name
-from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.protocol import Order, Sampled, trainable_tokens
 from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.reply import ReplyReader
+from tidegate.gateway.reply import ReplyReader, begins_with, read_through
 from tidegate.gateway.tree import Node, Place, Request
-from tidegate.types import Ids, Message, Turn
+from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +34,8 @@ class Call:
     order: Order
     reader: ReplyReader
     branch: str | None = None
+    exempt: str | None = None
+    structured: str | None = None
     idempotency_key: str | None = None
     ordinal: int = 0
     """How many calls of its session had begun before it."""
@@ -43,6 +47,10 @@ class Call:
     node: Node | None = None
     refusal: Refusal | None = None
     cached_tokens: int = 0
+    reread: Callable[[], ReplyReader] | None = None
+    """Makes a reader of this reply from its beginning."""
+    given: int = 0
+    """How many of the reader's parts were sent to a client that was there."""
     bells: set[asyncio.Event] = field(default_factory=set)
     """Of those who listen: set when there are more parts, or when the call is done."""
 
@@ -60,6 +68,29 @@ class Call:
     def wake(self) -> None:
         for bell in self.bells:
             bell.set()
+
+    def delivered_ids(self, ids: Sequence[int]) -> int:
+        """Forget the parts that were not sent; returns how many ids the others are made of."""
+        reader = self.reader
+        reader.keep(self.given)
+        last = max(reader.ends, default=0)
+        if self.reread is None or not last:
+            return last
+        first = max((end for end in reader.ends if end < last), default=0)
+        return read_through(self.reread, ids[:last], reader.message(), first) or last
+
+    def quoted_by(self, ask: Ask) -> bool:
+        """Whether a request has the beginning of this reply in its history, while it is still streamed."""
+        if ask.prompt is not None:
+            before = self.order.prompt.tolist() if isinstance(ask.prompt, list) else self.said[-1]["content"]
+            return ask.prompt[: len(before)] == before and len(ask.prompt) > len(before)
+        at = self.place.start + len(self.said)
+        if len(ask.messages) <= at or ask.messages[at - 1] != self.said[-1]:
+            return False
+        message = ask.messages[at]
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return False
+        return begins_with(self.reader.message(), message)
 
     @property
     def request(self) -> Request:
@@ -83,6 +114,9 @@ class Call:
             started=self.started,
             seconds=time.time() - self.started,
             parse=self.reader.status,
+            exempt=self.exempt,
+            structured=self.structured,
+            output_mask=trainable_tokens(sampled) if self.structured == "grammar" else None,
         )
 
 
@@ -95,6 +129,8 @@ class Calls:
         self._by_key: dict[str, Call | Node] = {}
         self._undelivered: list[Call] = []
         self._recorded: list[Node] = []
+        self._delivered: dict[bytes, Node] = {}
+        """The newest delivered turn of each digest: a retry shows that its reply was lost on the way."""
         self._abandoned: Counter[bytes] = Counter()
 
     def add(self, call: Call) -> None:
@@ -107,7 +143,9 @@ class Calls:
     def remember(self, node: Node) -> None:
         """A turn without a call, recorded by a gateway that was killed, or kept back: it may be asked for."""
         self.begun = max(self.begun, node.request.ordinal + 1)
-        if not node.turn.delivered and node not in self._recorded:
+        if node.turn.delivered:
+            self._delivered[node.request.digest] = node
+        elif node not in self._recorded and node.turn.finish_reason != CLIENT_CLOSED:
             self._recorded.append(node)
         if node.request.idempotency_key is not None:
             self._by_key[node.request.idempotency_key] = node
@@ -120,7 +158,9 @@ class Calls:
         if idempotency_key is not None and (known := self._by_key.get(idempotency_key)) is not None:
             if (known.digest if isinstance(known, Call) else known.request.digest) != digest:
                 raise Refusal("this Idempotency-Key came with another body before", param="Idempotency-Key")
-            return known if isinstance(known, Node) or known.refusal is None else None
+            if isinstance(known, Call) and (known.refusal is not None or known.order.closed):
+                return None
+            return known
         if not retry:
             return None
         alike = [one for one in self._undelivered if one.digest == digest]
@@ -129,11 +169,17 @@ class Calls:
             self._abandoned[digest] -= 1  # that one is what is retried; it has no reply to give
             return None
         # Else it is under way for a client whose going was not noticed yet.
-        return unheard or next(iter(alike), None) or self._recalled(digest)
+        return unheard or next(iter(alike), None) or self._recalled(digest, idempotency_key)
 
-    def _recalled(self, digest: bytes) -> Node | None:
+    def _recalled(self, digest: bytes, idempotency_key: str | None) -> Node | None:
+        """The recorded turn whose reply the retry did not get; None where its client has the reply."""
         self._recorded = [node for node in self._recorded if not node.turn.delivered]
-        return next((node for node in self._recorded if node.request.digest == digest), None)
+        if kept := next((node for node in self._recorded if node.request.digest == digest), None):
+            return kept
+        node = self._delivered.get(digest)
+        if node is None or node.quoted or node.request.idempotency_key != idempotency_key:
+            return None
+        return node
 
     def settle(self, call: Call) -> None:
         """Its generation ended. What failed or was abandoned cannot be asked for again."""
@@ -148,10 +194,22 @@ class Calls:
         self._forget(call)
 
     def delivered(self, call: Call) -> None:
-        """A repeated idempotency key still gets this turn, for which the record of it is enough."""
+        """A retry, or its Idempotency-Key again, still gets this turn, for which the record is enough."""
         self._forget(call)
-        if call.idempotency_key is not None and call.node is not None:
+        assert call.node is not None, "only a recorded turn is delivered"
+        self._delivered[call.digest] = call.node
+        if call.idempotency_key is not None:
             self._by_key[call.idempotency_key] = call.node
+
+    def closed(self, call: Call) -> None:
+        """Its last listener left with a part of the reply."""
+        self._forget(call)
+
+    def superseded(self, node: Node) -> None:
+        """Its client asked again, and did not get what was delivered of it."""
+        self._delivered.pop(node.request.digest, None)
+        if node.request.idempotency_key is not None:
+            self._by_key.pop(node.request.idempotency_key, None)
 
     def _forget(self, call: Call) -> None:
         if call in self._undelivered:

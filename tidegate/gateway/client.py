@@ -22,7 +22,8 @@ from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
 """The environment variable in which a gateway is given its admin key."""
 CALL_S = 30.0
-FINISH_S = 120.0  # the reward is in it
+FINISH_S = 60.0
+"""How long a call to finish may take, half of which it waits for the reward; then it asks again."""
 _TRIES = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 
@@ -112,12 +113,14 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         seed: int | None = None,
         limits: Mapping[str, float] | None = None,
+        untrained_models: Sequence[str] = (),
         epoch: int | None = None,
     ) -> SessionAccess:
-        """Open a session; `limits` are its budgets: `turns`, `tokens`, `seconds`, `calls`.
+        """Open a session; `limits` are its budgets: `turns`, `tokens`, `seconds`, `calls`. Calls with a model
+        name in `untrained_models` are recorded and not trained on.
 
         With a trainer's `epoch` it ends `cancelled` when a newer trainer comes; 410 where one has come.
-        Not repeated when its answer is lost: an orphan expires by itself.
+        Repeated when its answer is lost: a session that nobody was told of expires by itself.
         """
         body = {
             "task": None if task is None else task.to_wire(),
@@ -130,6 +133,7 @@ class GatewayClient:
             "metadata": dict(metadata or {}),
             "seed": seed,
             "limits": dict(limits or {}),
+            "untrained_models": list(untrained_models),
             "trainer_epoch": epoch,
         }
         return SessionAccess(**await self._json("POST", "/sessions", body))
@@ -146,9 +150,10 @@ class GatewayClient:
         epoch: int | None = None,
         timeout_s: float = FINISH_S,
     ) -> Summary:
-        """End a session and have it rewarded.
+        """End a session and have it rewarded, however long the rewards of others before it take.
 
-        Raises GatewayError: 404 where it is not there any more, 410 where a trainer newer than `epoch` came.
+        `timeout_s`: how long the gateway may be silent. Raises GatewayError: 404 where it is not there any
+        more, 410 where a trainer newer than `epoch` came.
         """
         body = {
             "output": output,
@@ -157,8 +162,11 @@ class GatewayClient:
             "metrics": dict(metrics or {}),
             "error": error,
             "trainer_epoch": epoch,
+            "wait_s": timeout_s / 2,
         }
-        row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
+        row: dict[str, Any] = {}
+        while "outcome" not in row:  # it is still being rewarded
+            row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
         return Summary(**{**row, "outcome": Outcome(row["outcome"])})
 
     async def post_reward(
@@ -186,11 +194,11 @@ class GatewayClient:
         body = {"task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch}
         await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
 
-    async def drop_group(self, group_id: str, epoch: int | None = None) -> int:
-        """End a group with all of its sessions, live ones too; how many tokens they had sampled, in replies
-        that were complete. Idempotent: the second time there are none. 410 as in `finish`."""
-        body = {"trainer_epoch": epoch}
-        return int((await self._json("DELETE", f"/groups/{_quote(group_id)}", body))["sampled_tokens"])
+    async def drop_group(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
+        """End a group with all of its sessions, live ones too; return what each had recorded, replies that
+        were complete. Idempotent: the second time there are none. 410 as in `finish`."""
+        data = await self._call("DELETE", f"/groups/{_quote(group_id)}", {"trainer_epoch": epoch})
+        return [Trajectory.from_wire(wire) for wire in msgpack.unpackb(data)["trajectories"]]
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
@@ -212,9 +220,9 @@ class GatewayClient:
         data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
         return [Group.from_wire(wire) for wire in msgpack.unpackb(data)["groups"]]
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str, step: int | None = None) -> None:
+    async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
         """End a lease: the gateway frees the group. Idempotent."""
-        body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome), "step": step}
+        body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome)}
         await self._json("POST", "/groups/ack", body)
 
     # -- engines, health -------------------------------------------------------------------------

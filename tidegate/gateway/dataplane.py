@@ -15,17 +15,15 @@ from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
 from tidegate.gateway.exchange import Exchange, refuse, respond
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.intake import Intake
+from tidegate.gateway.refusal import Refusal, unknown_model
+from tidegate.gateway.request_body import ClientGone
 from tidegate.gateway.sessions import Session
+from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
-MAX_BODY = 64 * 2**20
-_MANY_BRACKETS = 200
-_HEADROOM = 32  # levels that a reply or a prompt may put around what came
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its request was whole."""
+TRAIN_HEADER = b"x-tidegate-train"
+"""`no` exempts the request's turn from training, `yes` trains on it whatever its model's name is."""
 
 
 class Endpoint:
@@ -40,48 +38,57 @@ class Endpoint:
         try:
             headers = dict(scope["headers"])
             session = authenticate(gateway, scope, headers)
-            body = await read_body(receive)
-            request = self._dialect.read(parse(body), session)
-            calls = self._calls(session, request, body, headers)
+            request, calls = await self._take(session, headers, receive)
         except ClientGone:
             return
         except Refusal as refusal:
+            if session is not None:
+                session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, gateway.metrics)
             return
         except Exception as error:  # noqa: BLE001 - logged, told to the client, and held against no agent
             await refuse(send, self._dialect, puzzled(session, error), gateway.metrics)
             return
-        model = ServedModel(
-            gateway.model_name, gateway.renderer.token_text, gateway.turns.prompts.thought_end
-        )
+        model = ServedModel(MODEL_NAME, gateway.renderer.token_text, gateway.turns.prompts.thought_end)
         exchange = Exchange(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
         await exchange.run(receive, send)
 
-    def _calls(
-        self, session: Session, request: Request, body: bytes, headers: dict[bytes, bytes]
-    ) -> list[Call]:
-        """The calls that a request is answered with. Each of them can be asked for again by its place in
-        the request; where one is refused all are."""
+    async def _take(
+        self, session: Session, headers: dict[bytes, bytes], receive: Receive
+    ) -> tuple[Request, list[Call]]:
+        """The request, and the calls that it is answered with. Each of them can be asked for again by its
+        place in the request; where one is refused all are."""
+        gateway = self._gateway
         key = headers.get(b"idempotency-key")
         retries = headers.get(b"x-stainless-retry-count", b"0")
         retry = retries.isdigit() and bool(retries.strip(b"0"))
         kind = self._dialect.__name__.encode()
         calls: list[Call] = []
-        try:
-            for index, ask in enumerate(request.asks):
-                place = b"%s/%d/" % (kind, index)
-                ask = replace(
-                    ask,
-                    digest=digest_of(place + body),
-                    idempotency_key=None if key is None else (place + key).decode("latin-1"),
-                    retry=retry,
-                )
-                calls.append(self._gateway.turns.call(session, ask))
-        except BaseException:
-            for call in calls:
-                self._gateway.turns.abandon(session, call)
-            raise
-        return calls
+        async with Intake(session, gateway.turns, gateway.threads) as intake:
+            body = await intake.body(receive)
+            parsed = await intake.parse(body)
+            await gateway.turns.settled(session, parsed.text)
+            request = await intake.read(
+                parsed, lambda payload: self._dialect.read(payload, session), lambda made: made.asks
+            )
+            await gateway.turns.settled(session, asks=request.asks)
+            exempt = exemption(session, parsed.value, headers)
+            try:
+                for index, ask in enumerate(request.asks):
+                    place = b"%s/%d/" % (kind, index)
+                    ask = replace(
+                        ask,
+                        digest=await intake.digest(digest_of, place, body),
+                        idempotency_key=None if key is None else (place + key).decode("latin-1"),
+                        exempt=exempt,
+                        retry=retry,
+                    )
+                    calls.append(await intake.call(ask))
+            except BaseException:
+                for call in calls:
+                    gateway.turns.abandon(session, call)
+                raise
+        return request, calls
 
 
 class CountEndpoint:
@@ -94,8 +101,11 @@ class CountEndpoint:
         gateway, session = self._gateway, None
         try:
             session = authenticate(gateway, scope, dict(scope["headers"]))
-            ask = messages.read_prompt(parse(await read_body(receive)))
-            tokens = gateway.turns.count(session, ask)
+            async with Intake(session, gateway.turns, gateway.threads) as intake:
+                body = await intake.body(receive)
+                parsed = await intake.parse(body)
+                ask = await intake.read(parsed, messages.read_prompt, lambda made: [made], counts=False)
+                tokens = await intake.count(ask)
         except ClientGone:
             return
         except Refusal as refusal:
@@ -108,22 +118,35 @@ class CountEndpoint:
 
 
 class ModelsEndpoint:
-    """`GET …/models`, in Anthropic's shape for clients that name Anthropic's version."""
+    """`GET …/models` and `…/models/{name}`, in Anthropic's shape where Anthropic's version is named."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        anthropic = b"anthropic-version" in headers
+        dialect = messages if b"anthropic-version" in headers else chat
+        name = scope["path_params"].get("name")
         try:
             authenticate(self._gateway, scope, headers)
+            if name not in (None, MODEL_NAME):
+                raise unknown_model(name, MODEL_NAME)
         except Refusal as refusal:
-            await refuse(send, messages if anthropic else chat, refusal, self._gateway.metrics)
+            await refuse(send, dialect, refusal, self._gateway.metrics)
             return
-        name = self._gateway.model_name
-        body = messages.models([name]) if anthropic else chat.models([name])
-        await respond(send, 200, body)
+        await respond(send, 200, dialect.models(MODEL_NAME) if name is None else dialect.model(MODEL_NAME))
+
+
+def exemption(session: Session, payload: dict[str, Any], headers: dict[bytes, bytes]) -> str | None:
+    """Why a request's turn is not trained on, None where it is; the header goes over the model's name."""
+    told = headers.get(TRAIN_HEADER)
+    if told is not None:
+        if told.lower() not in (b"yes", b"no"):
+            name = TRAIN_HEADER.decode()
+            raise Refusal(f"{name}: {told.decode('latin-1')!r} is neither yes nor no"[:300], param=name)
+        return f"header {TRAIN_HEADER.decode()}: no" if told.lower() == b"no" else None
+    model = payload.get("model")
+    return f"model name {model!r}" if model in session.untrained_models else None
 
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> Session:
@@ -133,48 +156,6 @@ def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) ->
         key = headers.get(b"x-api-key", b"")
     token = key.strip().decode("latin-1")
     return gateway.sessions.authenticate(token, scope.get("path_params", {}).get("session_id"))
-
-
-async def read_body(receive: Receive) -> bytes:
-    """The whole body; raises Refusal where it is too large, ClientGone where it never ends."""
-    message = await receive()
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise Refusal(f"the body is larger than {MAX_BODY} bytes", status=413)
-        if not message.get("more_body"):
-            return chunk if not chunks else b"".join((*chunks, chunk))
-        chunks.append(chunk)
-        message = await receive()
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """A body's JSON; raises Refusal where it is none, or no object."""
-    try:
-        payload = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Refusal(f"the body is not JSON: {error}") from None
-    if not isinstance(payload, dict):
-        raise Refusal("the body is not a JSON object")
-    if body.count(b"{") + body.count(b"[") > _MANY_BRACKETS:
-        _check_depth(payload)
-    return payload
-
-
-def _check_depth(payload: dict[str, Any]) -> None:
-    """Raises Refusal for what is nested so deeply that it could be read but not be written again."""
-    nested: Any = payload
-    for _ in range(_HEADROOM):
-        nested = [nested]
-    try:
-        orjson.dumps(nested)
-    except orjson.JSONEncodeError:
-        raise Refusal("the body is nested too deeply: more than two hundred levels") from None
 
 
 def puzzled(session: Session | None, error: Exception) -> Refusal:

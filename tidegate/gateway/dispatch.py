@@ -2,7 +2,8 @@
 
 A session keeps its seat while the engine is well: it has the session's prefix in its cache. A call that
 would wait there goes to another engine that has a slot free: a prefill is cheaper than a wait. Where none
-is free, calls wait in a fair line by session, and the line is bounded.
+is free, calls wait in a fair line by session, and the line is bounded. Calls that came while no engine served
+wait for any engine, and go before those that came later and wait for one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines import Engine, Seat
-from tidegate.gateway.fairqueue import FairQueue
+from tidegate.gateway.fairqueue import FairQueue, Ticket, Tickets
 from tidegate.gateway.ring import place
 
 
@@ -23,6 +24,7 @@ class QueueFullError(EngineError):
 @dataclass(eq=False, slots=True)
 class _Waiter:
     seat: Seat
+    ticket: Ticket
     slot: asyncio.Future[Engine]
 
 
@@ -33,6 +35,7 @@ class Dispatch:
         self.engines: dict[str, Engine] = {}
         self.waiting = 0
         self._most_waiting = most_waiting
+        self._tickets = Tickets()
         self._lines: dict[Engine | None, FairQueue[_Waiter]] = {None: FairQueue()}
         """By the engine whose cache they want; None: there was no engine."""
 
@@ -73,7 +76,8 @@ class Dispatch:
             return engine
         if fresh and self.waiting >= self._most_waiting:
             raise QueueFullError(f"{self.waiting} calls wait for an engine; no more are taken in")
-        waiter = _Waiter(seat, asyncio.get_running_loop().create_future())
+        ticket = self._tickets.draw(seat.flow)
+        waiter = _Waiter(seat, ticket, asyncio.get_running_loop().create_future())
         self._wait(own, waiter)
         try:
             return await waiter.slot
@@ -89,19 +93,24 @@ class Dispatch:
         self.serve(engine)
 
     def serve(self, engine: Engine) -> None:
-        """Give an engine's free slots to those who wait: first its own sessions, then any."""
+        """Give an engine's free slots to those who wait: first its own sessions and those that have no
+        engine, then any; the one that came first among them."""
         while engine.free and self.waiting:
-            line = self._lines.get(engine)
-            if not line:
-                line = max(self._lines.values(), key=len)
+            own = [line for line in (self._lines.get(engine), self._lines[None]) if line]
+            line = min(own or filter(None, self._lines.values()), key=lambda line: line.first)
             waiter = line.pop()
             self.waiting -= 1
+            self._tickets.served(waiter.seat.flow, waiter.ticket)
+            if waiter.slot.done():
+                continue  # it was cancelled, and has not run since
+            if waiter.seat.engine is None or not waiter.seat.engine.serves:
+                waiter.seat.take(engine)
             engine.busy += 1
             waiter.slot.set_result(engine)
 
     def down(self, engine: Engine) -> None:
         """It does not serve any more: who waited for it waits for another one."""
-        for _, waiter in self._lines[engine].drain():
+        for waiter in self._lines[engine].drain():
             self.waiting -= 1
             self._wait(self.seat(waiter.seat), waiter)
 
@@ -110,11 +119,13 @@ class Dispatch:
         return min(free, key=lambda one: one.busy / one.limit, default=None)
 
     def _wait(self, engine: Engine | None, waiter: _Waiter) -> None:
-        self._lines[engine].push(waiter.seat.flow, waiter)
+        waiter.seat.disturbances += engine is None
+        self._lines[engine].push(waiter.ticket, waiter)
         self.waiting += 1
 
     def _give_up(self, waiter: _Waiter) -> None:
         for line in self._lines.values():
-            if line.discard(waiter.seat.flow, waiter):
+            if line.discard(waiter.ticket):
                 self.waiting -= 1
+                self._tickets.given_up(waiter.seat.flow)
                 return

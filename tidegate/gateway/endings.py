@@ -38,10 +38,13 @@ class Endings:
 
     # -- finished --------------------------------------------------------------------------------
 
-    async def finish(self, session: Session, told: Told, now: float) -> Trajectory:
+    async def finish(
+        self, session: Session, told: Told, now: float, wait_s: float | None
+    ) -> Trajectory | None:
         """Refuse further calls, reward it, keep its trajectory. Repeating it changes nothing.
 
-        Raises GatewayError where it is deleted meanwhile, or cannot be written.
+        None: it is still being rewarded after `wait_s`. Raises GatewayError where it is deleted meanwhile,
+        or cannot be written.
         """
         if session.trajectory is not None:
             return session.trajectory
@@ -51,12 +54,10 @@ class Endings:
             session.close("it was finished")
             session.ending = ending
         finishing = session.finishing or self.go_on(session)
-        try:
-            return await asyncio.shield(finishing)
-        except asyncio.CancelledError:
-            if finishing.cancelled():
-                raise GatewayError(f"session {session.id} was deleted meanwhile", status=404) from None
-            raise
+        await asyncio.wait((finishing,), timeout=wait_s)
+        if finishing.cancelled():
+            raise GatewayError(f"session {session.id} was deleted meanwhile", status=404)
+        return finishing.result() if finishing.done() else None
 
     def go_on(self, session: Session) -> asyncio.Task[Trajectory]:
         """Reward and keep a session whose ending is decided."""
@@ -69,8 +70,7 @@ class Endings:
     async def _finish(self, session: Session, ending: Ending) -> Trajectory:
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
-        left = session.deadline - ending.at
-        await self._scorer.reward(trajectory, session.task, session.rewards, ending.claimed, left)
+        await self._scorer.reward(trajectory, session.task, session.rewards, ending.claimed)
         forget_at = asyncio.get_running_loop().time() + self._options.retention_s
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at
@@ -116,7 +116,8 @@ class Endings:
         for session in self._sessions.all():
             if session.trajectory is None and now >= session.deadline:
                 session.close("its deadline passed")
-            if now >= self._kept_until(session) and not self._sealed(session):
+            rewarding = session.finishing is not None and not session.finishing.done()
+            if now >= self._kept_until(session) and not rewarding and not self._sealed(session):
                 log.info("session %s expired (%s)", session.id, session.state)
                 expired.append(session)
         try:

@@ -94,6 +94,8 @@ class Seat:
     flow: str
     key: str
     engine: Engine | None = None
+    disturbances: int = 0
+    """How often a call of the session found no engine, or lost the one that it was on."""
 
     def take(self, engine: Engine) -> None:
         self.leave()

@@ -22,7 +22,7 @@ _NO_RETRY = (b"x-should-retry", b"false")
 
 
 class Exchange:
-    """Sends what its calls give; a client that leaves before it is there abandons them."""
+    """Sends what its calls give; a client that leaves before the end abandons or closes them."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Exchange:
             for call in self._calls:
                 call.bells.discard(self._bell)
                 if not delivered:
-                    self._turns.abandon(self._session, call)
+                    self._turns.abandon(self._session, call, closed=gone.done())
             gone.cancel()
 
     async def _whole(self, gone: asyncio.Future[Any], send: Send) -> bool:
@@ -65,6 +65,7 @@ class Exchange:
         while (refusal := self._refusal()) is None and not (self._done() or gone.done()):
             await self._news()
         if refusal is not None:
+            self._session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, self._metrics)
             return False
         if gone.done():
@@ -85,6 +86,8 @@ class Exchange:
         try:
             while True:
                 done, refusal = self._done(), self._refusal()
+                if refusal is not None:
+                    self._session.note_refusal(refusal)
                 if refusal is not None and not started:
                     await refuse(send, self._dialect, refusal, self._metrics)
                     return False
@@ -114,6 +117,8 @@ class Exchange:
                     timer.restart()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data = b""
+                    for call, parts_sent in zip(self._calls, sent, strict=True):
+                        call.given = max(call.given, parts_sent)
                 await self._news()
         finally:
             timer.cancel()

@@ -28,6 +28,7 @@ def _turns(gateway: Gateway) -> list[Family]:
         ("turn_seconds", "histogram", metrics.turn_seconds, ""),
         ("undelivered_turns", "gauge", metrics.undelivered_turns, ""),
         ("abandoned_calls_total", "counter", metrics.abandoned_calls, ""),
+        ("client_closed_turns_total", "counter", metrics.client_closed_turns, ""),
         ("retries_joined_total", "counter", metrics.retries_joined, ""),
         ("prompt_tokens_total", "counter", metrics.prompt_tokens, ""),
         ("rendered_tokens_total", "counter", metrics.rendered_tokens, ""),
@@ -42,6 +43,7 @@ def _turns(gateway: Gateway) -> list[Family]:
         ("branches_total", "counter", metrics.branches, "reason"),
         ("tool_call_parses_total", "counter", metrics.parses, "status"),
         ("refusals_total", "counter", metrics.refusals, "code"),
+        ("overridden_parameters_total", "counter", metrics.overridden, "parameter"),
     ]
 
 

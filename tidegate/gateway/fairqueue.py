@@ -1,56 +1,93 @@
-"""A queue in which every flow has its turn: one that asks a hundred times does not delay who asks once."""
+"""A line in which sessions take turns: one that asks a hundred times does not delay who asks once.
+
+The place of a call is settled when it comes, and it keeps that place in whatever line it waits: the first
+calls of all sessions stand before the second ones, and within such a round whoever came earlier stands first.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+_TICKET = itemgetter(0)
+
+
+class Ticket(NamedTuple):
+    """A place in line; the lower one is served first."""
+
+    round: int
+    flow_entered: int
+    number: int
+
+
+@dataclass(slots=True)
+class _Flow:
+    entered: int
+    round: int
+    waiting: int = 0
+
+
+class Tickets:
+    """Gives out the places of several lines between which calls move."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._round = 0
+        """The highest of those that were served: a flow that comes now begins after it."""
+        self._flows: dict[str, _Flow] = {}
+
+    def draw(self, flow: str) -> Ticket:
+        number = next(self._numbers)
+        known = self._flows.setdefault(flow, _Flow(number, self._round))
+        known.round = max(known.round, self._round) + 1
+        known.waiting += 1
+        return Ticket(known.round, known.entered, number)
+
+    def served(self, flow: str, ticket: Ticket) -> None:
+        self._round = max(self._round, ticket.round)
+        self.given_up(flow)
+
+    def given_up(self, flow: str) -> None:
+        known = self._flows[flow]
+        known.waiting -= 1
+        if not known.waiting:
+            del self._flows[flow]
 
 
 class FairQueue(Generic[T]):
-    """Round robin over flows, first come first served within one.
-
-    Between two items of one flow, every other flow that waits is served once.
-    """
+    """One line, in the order of tickets."""
 
     def __init__(self) -> None:
-        self._flows: OrderedDict[str, deque[T]] = OrderedDict()
-        self._size = 0
+        self._items: list[tuple[Ticket, T]] = []
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._items)
 
-    def push(self, flow: str, item: T) -> None:
-        self._flows.setdefault(flow, deque()).append(item)
-        self._size += 1
+    @property
+    def first(self) -> Ticket:
+        """The ticket that is served next; raises IndexError where nothing waits."""
+        return self._items[0][0]
+
+    def push(self, ticket: Ticket, item: T) -> None:
+        insort(self._items, (ticket, item), key=_TICKET)
 
     def pop(self) -> T:
         """The next item; raises IndexError where there is none."""
-        if not self._flows:
-            raise IndexError("the queue is empty")
-        flow, items = self._flows.popitem(last=False)
-        item = items.popleft()
-        if items:
-            self._flows[flow] = items
-        self._size -= 1
-        return item
+        return self._items.pop(0)[1]
 
-    def discard(self, flow: str, item: T) -> bool:
+    def discard(self, ticket: Ticket) -> bool:
         """Take an item out of the line; whether it was in it."""
-        items = self._flows.get(flow, deque())
-        if item not in items:
-            return False
-        items.remove(item)
-        if not items:
-            del self._flows[flow]
-        self._size -= 1
-        return True
+        at = bisect_left(self._items, ticket, key=_TICKET)
+        found = at < len(self._items) and self._items[at][0] == ticket
+        if found:
+            del self._items[at]
+        return found
 
-    def drain(self) -> list[tuple[str, T]]:
+    def drain(self) -> list[T]:
         """Everything, in the order in which it would have been served; the queue is empty afterwards."""
-        served = []
-        while self._flows:
-            flow = next(iter(self._flows))
-            served.append((flow, self.pop()))
-        return served
+        items, self._items = self._items, []
+        return [item for _, item in items]

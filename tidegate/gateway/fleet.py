@@ -10,14 +10,16 @@ from typing import Any
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from tidegate.errors import GatewayError, TidegateError
+from tidegate.gateway.lag import PatientConnector
 from tidegate.gateway.shards import Shard
 
 log = logging.getLogger("tidegate.gateway.shards")
 
 CALL_S = 120.0
-"""How long a control call waits for a shard: a finish has its reward in it, and a shard may restart."""
+"""How long a control call waits for a shard: a finish waits for its reward, and a shard may restart."""
 _AGAIN_S = 0.05
 
 
@@ -48,8 +50,8 @@ class Fleet:
 
     async def start(self) -> None:
         """Raises StartError where a shard does not come up."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        connector = PatientConnector(5.0, keepalive_s=30.0)
+        timeout = aiohttp.ClientTimeout(total=None)
         self.http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         results = await asyncio.gather(*(shard.start() for shard in self.shards), return_exceptions=True)
         for error in results:
@@ -94,20 +96,22 @@ class Fleet:
     ) -> list[Answer]:
         """The same call to every shard; the answers are in the shards' order. Raises GatewayError, with
         the first refusal among them."""
-        answers = await asyncio.gather(
-            *(self.ask(shard.index, method, path, body, headers) for shard in self.shards)
-        )
-        for answer in answers:
-            if answer.status >= 400:
-                raise Refused(answer)
-        return answers
+        return checked(await self.ask_each(method, path, body, headers))
+
+    async def ask_each(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> list[Answer | BaseException]:
+        """The same, with what each shard answered, or why it did not."""
+        asked = [self.ask(shard.index, method, path, body, headers) for shard in self.shards]
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     async def _once(
         self, shard: Shard, method: str, path: str, body: Any, headers: Mapping[str, str] | None
     ) -> Answer:
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         sent = {**(self._admin if headers is None else headers), "Content-Type": "application/json"}
-        async with self.http.request(method, shard.url + path, data=data, headers=sent) as response:
+        url = URL(shard.url + path, encoded=True)
+        async with self.http.request(method, url, data=data, headers=sent) as response:
             return Answer(response.status, await response.read(), response.content_type)
 
     async def _prepare(self, shard: Shard) -> None:
@@ -131,6 +135,18 @@ class Refused(GatewayError):
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.body.decode(errors="replace"), status=answer.status)
         self.answer = answer
+
+
+def checked(answers: Sequence[Answer | BaseException]) -> list[Answer]:
+    """All of them, or the first that is none raised: a refusal as Refused."""
+    found = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer.status >= 400:
+            raise Refused(answer)
+        found.append(answer)
+    return found
 
 
 async def first(*work: Coroutine[Any, Any, Any]) -> None:

@@ -13,30 +13,33 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import msgpack
 import orjson
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway import bodies
-from tidegate.gateway.dataplane import MAX_BODY
 from tidegate.gateway.exposition import PREFIX
-from tidegate.gateway.fleet import Answer, Fleet, Refused
+from tidegate.gateway.fleet import Answer, Fleet, Refused, checked
 from tidegate.gateway.leasing import Leasing
 from tidegate.gateway.passage import Passage
+from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.request_body import ClientGone, read_body
 from tidegate.gateway.sessions import new_id
 from tidegate.gateway.shards import Shard, home, owner
+from tidegate.key import Key
 from tidegate.prometheus import merged, prometheus
 
 log = logging.getLogger("tidegate.gateway.shards")
 
+_OPEN = frozenset({"/health", "/ready"})
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -52,14 +55,15 @@ class Front:
         self.instance = new_id()
         self.failed: str | None = None
         self.fleet = Fleet(shards, admin_key, self._died)
+        self._key = Key(admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401))
         self._leasing = Leasing(self.fleet)
         self._on_death = on_death
         self._next = count()
 
     def create_app(self) -> ASGIApp:
-        passage = Passage(self.fleet)
+        passage, key = Passage(self.fleet), self._key
         routes = [
-            Route(path, _guarded(handler), methods=[method])
+            Route(path, _guarded(handler, None if path in _OPEN else key), methods=[method])
             for method, path, handler in (
                 ("POST", "/sessions", self._open),
                 ("GET", "/sessions/{id}", self._session),
@@ -152,31 +156,38 @@ class Front:
             raise GatewayError(bodies.explain(list(error.errors())), status=400) from None
         lease = asyncio.create_task(self._leasing.lease(asked, _right(request)))
         gone = asyncio.ensure_future(request.receive())
+        there = False
         try:
             await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
-            if lease.done():
+            there = not gone.done()
+            if there:
                 return Response(msgpack.packb({"groups": lease.result()}), media_type="application/msgpack")
             return Response(status_code=499)
         finally:
             gone.cancel()
-            if not lease.done():
+            if not there:
+                # Whoever asked has left: what was leased meanwhile is for the next one who asks.
                 lease.cancel()
-                await asyncio.gather(lease, return_exceptions=True)
+                given = (await asyncio.gather(lease, return_exceptions=True))[0]
+                if isinstance(given, list):
+                    await self._leasing.give_back(given)
 
     # -- engines ---------------------------------------------------------------------------------
 
     async def _engines(self, request: Request) -> Response:
         body = await _body(request)
-        answers = await self.fleet.ask_all(request.method, "/engines", body, _right(request))
-        engine = orjson.loads(body)
-        if request.method != "DELETE":
-            row = answers[0].json()
+        answers = await self.fleet.ask_each(request.method, "/engines", body, _right(request))
+        done = [one for one in answers if isinstance(one, Answer) and one.status < 400]
+        engine = orjson.loads(body) if done else {}
+        # A shard that did not answer is told of it when it is started again, as the others did it.
+        if done and request.method != "DELETE":
+            row = done[0].json()
             waits = False if not row["admitted"] else None
             told = {"url": row["url"], "control": row["control"], "admitted": engine.get("admitted", waits)}
             self.fleet.engines[row["url"]] = told
-        else:
+        elif done:
             self.fleet.engines.pop(engine["url"].rstrip("/"), None)
-        return _passed(answers[0])
+        return _passed(checked(answers)[0])
 
     async def _list_engines(self, request: Request) -> Response:
         """Each once: healthy and admitted where it is so on every shard, with what all shards do there."""
@@ -241,33 +252,34 @@ class Front:
 
     async def _to(self, index: int, request: Request) -> Response:
         """Pass a control call on as it is."""
-        path = quote(request.scope["path"], safe="/")
+        path = request.scope["raw_path"].decode("latin-1")
         body = await _body(request)
         return _passed(await self.fleet.ask(index, request.method, path, body or None, _right(request)))
 
 
-def _guarded(handler: Handler) -> Handler:
+def _guarded(handler: Handler, key: Key | None) -> Handler:
+    """The key is checked before anything else of the request is read."""
+
     async def endpoint(request: Request) -> Response:
         try:
+            if key is not None:
+                await key(request)
             return await handler(request)
         except Refused as error:
             return _passed(error.answer)
         except GatewayError as error:
             return _error(str(error), error.status or 400)
-        except ClientDisconnect:
+        except ClientGone:
             return Response(status_code=499)
 
     return endpoint
 
 
 async def _body(request: Request) -> bytes:
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise GatewayError(f"the body is larger than {MAX_BODY} bytes", status=413)
-        chunks.append(chunk)
-    return b"".join(chunks)
+    try:
+        return bytes(await read_body(request.receive))
+    except Refusal as refusal:
+        raise GatewayError(str(refusal), status=refusal.status) from None
 
 
 def _field(body: bytes, name: str) -> str | None:

@@ -16,6 +16,7 @@ from tidegate.gateway.engines import Engine, Placed
 from tidegate.gateway.exposition import exposition
 from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
+from tidegate.gateway.intake import Threads
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
 from tidegate.gateway.limits import Limits
@@ -25,7 +26,16 @@ from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.prompts import model_context
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.sessions import Session, Sessions, Told, hash_key, new_id, new_key
+from tidegate.gateway.sessions import (
+    Ending,
+    Session,
+    Sessions,
+    Told,
+    hash_key,
+    new_id,
+    new_key,
+    trajectory_of,
+)
 from tidegate.gateway.turns import Turns
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
@@ -41,11 +51,11 @@ class Gateway:
         self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
         self.form, self.form_why = choose(options.tool_parser, self.renderer.write)
-        self.model_name = options.name
         """What replies call the model; asked of the file system once, not with every reply."""
         self.instance = new_id()
         self.metrics = Metrics()
         self.sessions = Sessions()
+        self.threads = Threads()
         self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -79,6 +89,7 @@ class Gateway:
             self.journal,
             self.form,
             model_context(self.options.model),
+            self.options.structured_output,
         )
         await self.pool.start()
         self.pool.led = recovered.led
@@ -94,6 +105,7 @@ class Gateway:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
+        self.threads.close()
         await self.pool.close()
         await self.journal.close()
 
@@ -122,6 +134,7 @@ class Gateway:
         seed: int | None = None,
         metadata: dict[str, Any] | None = None,
         limits: Limits | None = None,
+        untrained_models: Sequence[str] = (),
         epoch: int | None = None,
     ) -> tuple[Session, str]:
         """A new session and its key, of which only a hash is kept. Raises GatewayError.
@@ -155,6 +168,7 @@ class Gateway:
             seed=seed,
             metadata=metadata or {},
             limits=(limits or Limits()).over(self.options.limits),
+            untrained_models=(*self.options.untrained_models, *untrained_models),
             number=self.sessions.number(),
             epoch=epoch,
         )
@@ -196,13 +210,17 @@ class Gateway:
         metrics: dict[str, float] | None = None,
         error: str | None = None,
         epoch: int | None = None,
-    ) -> Trajectory:
+        wait_s: float | None = None,
+    ) -> Trajectory | None:
         """End a session: refuse further calls, reward it, keep its trajectory. Repeating it changes
-        nothing. Raises GatewayError where there is no such session (any more), or the trainer is over."""
+        nothing. None: it is still being rewarded after `wait_s`. Raises GatewayError where there is no such
+        session (any more), or the trainer is over."""
         await self.groups.enter(epoch)
+        session = self.session(session_id)
+        await self.turns.close_streams(session)
         now = asyncio.get_running_loop().time()
         told = Told(outcome, error, output, reward, metrics or {})
-        return await self.endings.finish(self.session(session_id), told, now)
+        return await self.endings.finish(session, told, now, wait_s)
 
     async def forget(self, session_id: str) -> None:
         """Delete a session and what it recorded, for good. Idempotent. Raises GatewayError."""
@@ -233,10 +251,19 @@ class Gateway:
     async def seal(
         self, group_id: str, task_id: str, session_ids: list[str], epoch: int | None = None
     ) -> None:
-        """Make a group of finished sessions ready. Idempotent. Raises GatewayError."""
+        """Make a group of finished sessions ready. Idempotent. Raises GatewayError.
+
+        Where a trainer leads the gateway, groups of others are refused: no ledger would have them.
+        """
         await self.groups.enter(epoch)
         if self.groups.get(group_id) is not None:
             return
+        if epoch is None and self.pool.led:
+            raise GatewayError(
+                f"group {group_id} cannot be sealed: a trainer leads this gateway, and trains on the groups "
+                "that it issued itself. Seal it at a gateway that no trainer leads, and lease it there",
+                status=403,
+            )
         if self.groups.done(group_id) is None and not session_ids:
             raise GatewayError(f"group {group_id} is sealed with no session", status=400)
         trajectories = []
@@ -260,16 +287,18 @@ class Gateway:
         for session in await self.groups.ack(epoch, lease_id, outcome):
             self.sessions.forget(session)
 
-    async def drop(self, group_id: str, epoch: int | None = None) -> int:
-        """End a group and all of its sessions, live ones too; how many tokens they sampled. Idempotent."""
+    async def drop(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
+        """End a group and all of its sessions, live ones too; return what they recorded. Idempotent."""
         await self.groups.enter(epoch)
+        why = "its group was dropped"
         for session in self.sessions.of_group(group_id):
-            session.stop("its group was dropped")
-        sampled = 0
+            session.stop(why)
+        ending = Ending(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        recorded = []
         for session in await self.groups.drop(group_id, epoch):
-            sampled += session.tree.sampled_tokens
+            recorded.append(session.trajectory or trajectory_of(session, ending))
             self.sessions.forget(session)
-        return sampled
+        return recorded
 
     # -- engines ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from tidegate.gateway.journal_load import load
 from tidegate.gateway.journal_writer import Statement, Writer
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.tree import Node
-from tidegate.types import Trajectory
+from tidegate.types import CLIENT_CLOSED, Trajectory
 
 FILE = "journal.sqlite"
 LAZY_S = 0.05
@@ -38,6 +38,7 @@ PRAGMA journal_size_limit = 67108864;
 PRAGMA cache_size = -16384;
 """
 _ENDED = "INSERT INTO ended (kind, id, why) VALUES (?, ?, ?)"
+_UNSENT = "DELETE FROM sent WHERE id = ?"
 _FORGET_ENDED: Statement = (
     "DELETE FROM ended WHERE seq <= (SELECT max(seq) FROM ended) - ?",
     [(2 * REMEMBERED,)],
@@ -51,7 +52,9 @@ class DiskJournal(Journal):
         """Open it, or make it. Raises StartError where that cannot be, or another gateway uses it."""
         self._path = directory / FILE
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(0o600)  # it holds the answers; what SQLite puts beside it has the same mode
+            self._path.chmod(0o600)
             self._connection = _opened(self._path)
         except (OSError, sqlite3.Error) as error:
             raise StartError(_unusable(self._path, error)) from error
@@ -85,7 +88,7 @@ class DiskJournal(Journal):
 
     def recorded(self, session: Session, nodes: Sequence[Node]) -> asyncio.Future[None]:
         rows = [layout.turn_row(session.number, node) for node in nodes]
-        return self._writer.write("recorded", (layout.INSERT_TURN, rows))
+        return self._writer.write("recorded", (layout.INSERT_TURN, rows), *_closed(session, nodes))
 
     def sent(self, session: Session, index: int) -> None:
         self._sent.append(layout.turn_id(session.number, index))
@@ -198,6 +201,17 @@ def _opened(path: Path) -> sqlite3.Connection:
         connection.close()
         raise StartError(f"{path} is a journal of layout {version}, this gateway reads {layout.VERSION}")
     return connection
+
+
+def _closed(session: Session, nodes: Sequence[Node]) -> list[Statement]:
+    """Whether the turns of closed streams were delivered, which is known as they are written."""
+    statements: list[Statement] = []
+    for node in nodes:
+        if node.turn.finish_reason == CLIENT_CLOSED:
+            row = (layout.turn_id(session.number, node.turn.index),)
+            sql = "INSERT OR IGNORE INTO sent VALUES (?)" if node.turn.delivered else _UNSENT
+            statements.append((sql, [row]))
+    return statements
 
 
 def _wall(loop_time: float) -> float:

@@ -18,7 +18,7 @@ from tidegate.gateway.sessions import Ending, Session
 from tidegate.gateway.tree import Node, Request
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
 
-VERSION = 3
+VERSION = 4
 """Of this layout; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
@@ -29,7 +29,7 @@ CREATE TABLE turns (
     id INTEGER PRIMARY KEY, parent INTEGER, request TEXT, digest BLOB, idempotency_key TEXT, ordinal INTEGER,
     root BLOB, asked BLOB, key BLOB, said BLOB, reply BLOB, delta BLOB, output BLOB, logprobs BLOB,
     spans BLOB, finish_reason TEXT, temperature REAL, kv_version INTEGER, cached_tokens INTEGER, mask BLOB,
-    branch TEXT, started REAL, seconds REAL, parse TEXT
+    branch TEXT, started REAL, seconds REAL, parse TEXT, exempt TEXT, structured TEXT
 );
 CREATE TABLE sent (id INTEGER PRIMARY KEY);
 CREATE TABLE rewards (
@@ -45,7 +45,7 @@ CREATE TABLE engines (
 );
 CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
-INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 24)})"
+INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 26)})"
 TURN_BITS = 24
 WHOLE = -1
 """Stands for no turn in `rewards`: the session as a whole was rewarded."""
@@ -74,7 +74,7 @@ def turn_row(number: int, node: Node) -> tuple[Any, ...]:
         _bytes(turn.delta_ids, "<i4"), _bytes(turn.output_ids, "<i4"), _bytes(turn.logprobs, "<f4"),
         msgpack.packb(turn.version_spans), turn.finish_reason, turn.temperature, turn.kv_version,
         turn.cached_tokens, None if turn.output_mask is None else turn.output_mask.tobytes(),
-        turn.branch, turn.started, turn.seconds, turn.parse,
+        turn.branch, turn.started, turn.seconds, turn.parse, turn.exempt, turn.structured,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def read_turn(row: tuple[Any, ...]) -> Node:
     (
         row_id, parent, request, digest, idempotency_key, ordinal, root, asked, key, said, reply, delta,
         output, logprobs, spans, finish_reason, temperature, kv_version, cached_tokens, mask, branch,
-        started, seconds, parse,
+        started, seconds, parse, exempt, structured,
     ) = row  # fmt: skip
     turn = Turn(
         index=session_and_index(row_id)[1],
@@ -102,6 +102,8 @@ def read_turn(row: tuple[Any, ...]) -> Node:
         started=started,
         seconds=seconds,
         parse=parse,
+        exempt=exempt,
+        structured=structured,
     )
     asking = Request(request, digest, idempotency_key, ordinal)
     return Node(turn, asking, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
@@ -132,6 +134,7 @@ def about(session: Session) -> str:
             "seed": session.seed,
             "metadata": session.metadata,
             "limits": session.limits.to_wire(),
+            "untrained_models": session.untrained_models,
             "epoch": session.epoch,
         }
     )
@@ -143,6 +146,7 @@ def read_session(
     fields = json.loads(told)
     task = fields["task"]
     fields["task"] = None if task is None else Task.from_wire(task)
+    fields["untrained_models"] = tuple(fields["untrained_models"])
     fields["sampling"], fields["limits"] = Sampling(**fields["sampling"]), Limits(**fields["limits"])
     return Session(id=session_id, key_hash=key_hash, opened=opened, deadline=end, number=number, **fields)
 

@@ -16,7 +16,7 @@ from tidegate.gateway.groups import Entry
 from tidegate.gateway.journal import Recovered
 from tidegate.gateway.sessions import Session, trajectory_of
 from tidegate.gateway.tree import Node, Tree
-from tidegate.types import Group
+from tidegate.types import CLIENT_CLOSED, Group
 
 INTERRUPTED = "the gateway was restarted while this session ran"
 
@@ -104,7 +104,8 @@ def _doubt(nodes: list[Node]) -> None:
         if node.turn.parent is not None:
             nodes[node.turn.parent].turn.delivered = True
     for node in nodes:
-        node.in_doubt = not node.turn.delivered and bool(node.key)
+        closed = node.turn.finish_reason == CLIENT_CLOSED
+        node.in_doubt = not node.turn.delivered and bool(node.key) and not closed
 
 
 def _entries(connection: sqlite3.Connection, sessions: dict[str, Session]) -> list[Entry]:

@@ -51,7 +51,7 @@ def check_limits(session: Session, now: float) -> int | None:
     """
     limits = session.limits
     live = len(session.calls.live)
-    if limits.turns is not None and (turns := len(session.tree.nodes) + live) >= limits.turns:
+    if limits.turns is not None and (turns := session.tree.replies() + live) >= limits.turns:
         raise _spent(session, f"turns: {turns} of {limits.turns}")
     if limits.seconds is not None and (seconds := now - session.opened) >= limits.seconds:
         raise _spent(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")

@@ -33,6 +33,23 @@ class Line:
         """The key of its whole history."""
         return self.keys[-1] if self.keys else self.root
 
+    def agreement(self, other: Line) -> int:
+        """How many messages both begin with, by meaning."""
+        count = 0
+        for mine, theirs in zip(self.keys, other.keys, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count
+
+    def continue_as(self, start: int, recorded: Sequence[Message]) -> None:
+        """Take the keys of `recorded` for the messages from `start` on, which render alike."""
+        for index in range(start, len(self.messages)):
+            at = index - start
+            message = recorded[at] if at < len(recorded) else self.messages[index]
+            key = self.keys[index - 1] if index else self.root
+            self.keys[index] = chain(key, template_form(message, index))
+
     def shared(self, messages: Sequence[Message]) -> int:
         """How many messages `messages` begins with as this line does, spelled alike."""
         known = self.messages
@@ -57,12 +74,19 @@ class Lines:
     def newest(self) -> Line:
         return self._lines[0] if self._lines else self._empty
 
+    def all(self) -> list[Line]:
+        """The newest first."""
+        return list(self._lines)
+
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def keep(self, line: Line) -> None:
         self._lines.insert(0, line)
         del self._lines[MOST:]
+
+    def drop_newest(self) -> None:
+        del self._lines[:1]
 
     def read(self, messages: Sequence[Message], tools: Any, options: Any) -> Line:
         """The line of a request. Raises Refusal for messages that cannot be rendered, and is unchanged."""

@@ -7,11 +7,13 @@ reasoning: that is the same message. Anything else that differs is another histo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
+from tidegate.gateway.nesting import MOST_LEVELS, too_deep
 from tidegate.gateway.refusal import Refusal, unsupported
 from tidegate.types import Message
 
@@ -23,6 +25,8 @@ _ROLES = {
     "tool": "tool",
 }
 _THOUGHT_END = "</think>"
+_EXACT = 2**53
+"""Below it float64 holds every integer."""
 
 
 def template_form(message: Any, index: int) -> Message:
@@ -74,6 +78,12 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise unsupported(where, "only function calls with a name are supported")
     arguments = read_arguments(function.get("arguments"))
+    if too_deep(arguments):
+        raise Refusal(
+            f"{where}: the arguments of {function['name']!r} are nested more than {MOST_LEVELS} levels deep; "
+            "send flatter ones"[:300],
+            param="messages",
+        )
     return {
         "id": str(call.get("id") or ""),
         "type": "function",
@@ -93,22 +103,65 @@ def read_arguments(arguments: Any) -> Any:
 
 def meaning(form: Message) -> bytes:
     """A digest input that is equal for equal meanings; `form` is a `template_form`."""
+    return orjson.dumps(
+        (form["role"], _content(form), form.get("name"), _calls(form)), option=orjson.OPT_SORT_KEYS
+    )
+
+
+def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
+    """Whether `sent` begins with messages that have the roles of `recorded`, and each its text or its calls:
+    other messages never render alike."""
+    if len(recorded) > len(sent):
+        return False
+    pairs = zip(recorded, sent, strict=False)
+    return all(_resembles(template_form(one, 0), template_form(other, 0)) for one, other in pairs)
+
+
+def _resembles(one: Message, other: Message) -> bool:
+    if one["role"] != other["role"]:
+        return False
+    calls = _calls(one)
+    return _content(one) == _content(other) or (calls is not None and calls == _calls(other))
+
+
+def in_one_spelling(messages: Sequence[Message]) -> list[Message]:
+    """The template forms without what never makes a difference: reasoning, edges, the ids of calls."""
+    numbers: dict[str, str] = {}
+    forms = []
+    for index, message in enumerate(messages):
+        form = template_form(message, index)
+        form.pop("reasoning_content", None)
+        form["content"] = _content(form)
+        for call, (_, arguments) in zip(form.get("tool_calls", ()), _calls(form) or (), strict=True):
+            numbers[call["id"]] = call["id"] = f"call{len(numbers):05d}"
+            call["function"]["arguments"] = orjson.loads(orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS))
+        if form.get("tool_call_id") in numbers:
+            form["tool_call_id"] = numbers[form["tool_call_id"]]
+        forms.append(form)
+    return forms
+
+
+def _content(form: Message) -> str:
+    """The text without reasoning and without whitespace at its edges."""
     content: str = form["content"]
-    calls = None
-    if form["role"] == "assistant":
-        if _THOUGHT_END in content:
-            content = content.partition(_THOUGHT_END)[2]
-        if "tool_calls" in form:
-            calls = [
-                (call["function"]["name"], _plain(call["function"]["arguments"]))
-                for call in form["tool_calls"]
-            ]
-    return orjson.dumps((form["role"], content.strip(), form.get("name"), calls), option=orjson.OPT_SORT_KEYS)
+    if form["role"] == "assistant" and _THOUGHT_END in content:
+        content = content.partition(_THOUGHT_END)[2]
+    return content.strip()
+
+
+def _calls(form: Message) -> list[tuple[str, Any]] | None:
+    """Names and arguments of an assistant's calls."""
+    if form["role"] != "assistant" or "tool_calls" not in form:
+        return None
+    return [(call["function"]["name"], _plain(call["function"]["arguments"])) for call in form["tool_calls"]]
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value with whole numbers as integers: many clients cannot tell 1.0 from 1."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+    """A JSON value with numbers as JavaScript tells them apart: 1.0 is 1, and an integer above 2^53 is the
+    nearest float64."""
+    if isinstance(value, int) and abs(value) >= _EXACT:
+        return float(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     if isinstance(value, list):
         return [_plain(one) for one in value]

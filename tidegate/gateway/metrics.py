@@ -18,6 +18,8 @@ class Metrics:
     turns: int = 0
     undelivered_turns: int = 0
     abandoned_calls: int = 0
+    client_closed_turns: int = 0
+    """Streams that their clients closed after a part of the reply."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -33,4 +35,6 @@ class Metrics:
     branches: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
+    overridden: Counter[str] = field(default_factory=Counter)
+    """Requests in training by the agent's sampling parameter that had no effect."""
     parses: Counter[str] = field(default_factory=Counter)

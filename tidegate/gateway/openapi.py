@@ -11,6 +11,7 @@ from tidegate.gateway import bodies
 
 Schema = dict[str, Any]
 ADMIN, SESSION = "admin key", "session key"
+FINISHING: dict[int | str, dict[str, Any]] = {202: {"description": "It is still being rewarded: ask again"}}
 
 
 class Msgpack(Response):
@@ -105,6 +106,14 @@ def _data_plane() -> dict[str, tuple[str, Schema]]:
             {
                 "summary": "The one model that is served",
                 "responses": {"200": _answer(_object({"data": {"type": "array"}})), **_refusals(_OPENAI)},
+            },
+        ),
+        "/models/{name}": (
+            "get",
+            {
+                "summary": "The model of that name",
+                "parameters": [{"name": "name", "in": "path", "required": True, "schema": _TEXT}],
+                "responses": {"200": _answer(_object({"id": _TEXT})), **_refusals(_OPENAI)},
             },
         ),
     }

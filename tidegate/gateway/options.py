@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.pool import PoolOptions
 from tidegate.gateway.rewards import Rewarder
+from tidegate.gateway.sampling import StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +18,21 @@ class GatewayOptions:
 
     model: Path
     """A directory with a tokenizer and its chat template."""
-    model_name: str | None = None
-    """What `/v1/models` lists; None: the directory's name."""
+    public_url: str | None = None
+    """Where agents reach it; None: where it was called."""
     engine_urls: list[str] = field(default_factory=list)
     admin_key: str | None = None
     tool_parser: str = "auto"
     """The form of the model's tool calls, by its name in `tidegate.gateway.formats`; `auto`: the one that its
     chat template writes; `none`: calls stay text."""
+    structured_output: StructuredOutput = "text"
+    """How replies with a JSON schema are sampled in training sessions: as free text, or under the grammar."""
+    untrained_models: Sequence[str] = ()
+    """Model names that agents give for auxiliary calls, which are recorded and not trained on."""
     rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
     """By environment name."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: float = 60.0
+    """Of the rewards of one episode, from when they start to run."""
     session_deadline_s: float = 3600.0
     """Of a session that is opened without a deadline."""
     grace_s: float = 60.0
@@ -40,7 +46,3 @@ class GatewayOptions:
     pool: PoolOptions = field(default_factory=PoolOptions)
     mark: str = ""
     """What its ids and keys begin with, so that a front finds the shard that knows them."""
-
-    @property
-    def name(self) -> str:
-        return self.model_name or self.model.resolve().name

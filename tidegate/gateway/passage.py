@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
-from tidegate.gateway.dataplane import ClientGone, read_body
 from tidegate.gateway.fleet import Fleet
-from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.shards import Shard, owner
 
 log = logging.getLogger("tidegate.gateway.shards")
 
 _UP_S = 60.0
-_OF_ONE_HOP = frozenset(
-    {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"te", b"upgrade"}
-)
+_OF_ONE_HOP = frozenset({b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"})
+
+
+class _Upload:
+    """A request's body on its way: never held here, so that the shard can judge the key first, and bounds
+    the body in size and time."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        names = {name for name, _ in scope["headers"]}
+        self._empty = not names & {b"content-length", b"transfer-encoding"}
+        self._receive = receive
+        self._over = asyncio.Event()
+        self.broken_off = False
+        """The client left before the end of the body."""
+
+    def body(self) -> AsyncIterator[bytes] | None:
+        if self._empty:
+            self._over.set()
+            return None
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.broken_off = True
+                raise ConnectionError("the client closed the connection before its request was whole")
+            if message.get("body"):
+                yield message["body"]
+            more = message.get("more_body", False)
+        self._over.set()
+
+    async def client_gone(self) -> None:
+        """Until the client leaves, after its whole request was passed on."""
+        await self._over.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def as_it_came(shard: Shard, scope: Scope) -> URL:
+    """A request's URL at a shard: its path and query as they were written, for what they mean once they are
+    decoded and written anew may be another path."""
+    path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
+    return URL(shard.url + path + ("?" + query if query else ""), encoded=True)
 
 
 class Passage:
@@ -34,16 +75,9 @@ class Passage:
         self._fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shard = self._shard(scope)
-        try:
-            body = await read_body(receive)
-        except ClientGone:
-            return
-        except Refusal as refusal:
-            await _answer(send, refusal.status, str(refusal), [(b"x-should-retry", b"false")])
-            return
-        passing = asyncio.create_task(self._pass(shard, scope, body, send))
-        gone = asyncio.ensure_future(receive())
+        upload = _Upload(scope, receive)
+        passing = asyncio.create_task(self._pass(self._shard(scope), scope, upload, send))
+        gone = asyncio.create_task(upload.client_gone())
         try:
             await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -51,7 +85,7 @@ class Passage:
             gone.cancel()
             if not passing.done():
                 passing.cancel()
-            await asyncio.gather(passing, return_exceptions=True)
+            await asyncio.gather(passing, gone, return_exceptions=True)
         if not passing.cancelled() and (error := passing.exception()) is not None:
             raise error
 
@@ -69,20 +103,19 @@ class Passage:
                 return shards[index]
         return shards[0]
 
-    async def _pass(self, shard: Shard, scope: Scope, body: bytes, send: Send) -> None:
-        query = scope["query_string"].decode("latin-1")
-        url = shard.url + scope["path"] + ("?" + query if query else "")
+    async def _pass(self, shard: Shard, scope: Scope, upload: _Upload, send: Send) -> None:
+        url = as_it_came(shard, scope)
         started = False
         try:
             async with asyncio.timeout(_UP_S):
                 await shard.up.wait()
             async with self._fleet.http.request(
-                scope["method"], url, data=body, headers=_passed_on(scope["headers"])
+                scope["method"], url, data=upload.body(), headers=_passed_on(scope["headers"])
             ) as response:
                 headers = [
                     (name.lower(), value)
                     for name, value in response.raw_headers
-                    if name.lower() not in _OF_ONE_HOP - {b"content-length"}
+                    if name.lower() not in _OF_ONE_HOP
                 ]
                 started = True
                 await send({"type": "http.response.start", "status": response.status, "headers": headers})
@@ -90,6 +123,8 @@ class Passage:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except (aiohttp.ClientError, OSError) as error:
+            if upload.broken_off:
+                return
             if started:
                 raise  # the server closes the connection, and so tells the client
             log.warning("shard %d: %s %s: %s", shard.index, scope["method"], scope["path"], error)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from tidegate.gateway.wire import EngineWire
 log = logging.getLogger("tidegate.gateway.engines")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+LAST_EVENT_S = 10.0
+"""Time limit for an engine to end an aborted request with the event that attests its versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +160,14 @@ class EnginePool:
         `on_ids` is called with all ids so far as a stream brings them. Cancelling aborts upstream.
         Raises QueueFullError where too many wait already, RequestRefusedError where an engine refuses the
         request, and EngineError, never retryable: the deadline passed, an engine answered nonsense, or a
-        reply broke off that was delivered in part and cannot go on.
+        reply broke off that was delivered in part and cannot go on. An order that is closed gives what
+        was sampled until then.
         """
         sampled = Sampled()
         wait, last, fresh = _FIRST_WAIT_S, "there is no engine", True
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline) as timeout:
+                order.on_close = lambda: self._close(order, timeout)
                 while True:
                     engine = await self._dispatch.enter(seat, fresh=fresh)
                     fresh = False
@@ -173,10 +178,11 @@ class EnginePool:
                         if not error.retryable:
                             raise
                         last = str(error)
+                        seat.disturbances += 1
                         log.info("%s; trying again", error)
                     finally:
                         self._dispatch.leave(engine)
-                    if order.settle(sampled):
+                    if order.closed or order.settle(sampled):
                         return sampled
                     if sampled.ids and not order.resumable:
                         if order.stream:
@@ -189,7 +195,21 @@ class EnginePool:
                     wait = _FIRST_WAIT_S if len(sampled.ids) > before else min(wait * 2, _LONGEST_WAIT_S)
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
         except TimeoutError:
+            if order.closed and len(sampled.logprobs) == len(sampled.ids):
+                return sampled
             raise EngineError(f"no engine answered before the session's deadline; last: {last}") from None
+        finally:
+            order.on_close = lambda: None  # a timeout that has ended cannot be rescheduled
+
+    def _close(self, order: Order, timeout: asyncio.Timeout) -> None:
+        """Abort the call that samples the order, and give it time for its last event."""
+        wait_s = 0.0
+        if order.abort is not None:
+            order.abort()
+            wait_s = LAST_EVENT_S
+        if timeout.expired():
+            return
+        timeout.reschedule(min(timeout.when() or math.inf, asyncio.get_running_loop().time() + wait_s))
 
     async def _call(
         self, engine: Engine, order: Order, sampled: Sampled, on_ids: Callable[[list[int]], None] | None
@@ -213,6 +233,7 @@ class EnginePool:
         try:
             async with asyncio.timeout(None) as timeout:
                 engine.calls[rid] = timeout
+                order.abort = lambda: self._wire.abort(engine.control, rid)
                 stream = order.streams(sampled)
                 await self._wire.generate(engine.url, request_body(order, sampled, rid), stream, take)
             engine.failures = 0
@@ -238,5 +259,6 @@ class EnginePool:
             raise
         finally:
             engine.calls.pop(rid, None)
+            order.abort = None
             # A stream that broke off: what it delivered stays, and is continued.
             sampled.extend(piece)

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
 from tidegate.gateway.drift import drifts
+from tidegate.gateway.folding import Folded
 from tidegate.gateway.formats.base import Form, forced_start, single_call_stop
 from tidegate.gateway.messages import template_form
 from tidegate.gateway.metrics import Metrics
@@ -23,22 +25,35 @@ from tidegate.gateway.raw import place_raw, raw_ids
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.reasoning import ReasoningParser
-from tidegate.gateway.refusal import unsupported
-from tidegate.gateway.render import Renderer, Unrenderable
-from tidegate.gateway.reply import ReplyReader, stop_after
-from tidegate.gateway.sampling import SamplingRules, token_budget
+from tidegate.gateway.refusal import context_exceeded, unsupported
+from tidegate.gateway.render import LargeText, Renderer, Unrenderable
+from tidegate.gateway.reply import ReplyReader, read_through, stop_after
+from tidegate.gateway.sampling import SamplingRules, StructuredOutput, Wishes, token_budget
 from tidegate.gateway.sessions import Session
+from tidegate.gateway.token_bound import TokenBound, weight
 from tidegate.gateway.toolcalls import Parser, PlainParser
 from tidegate.gateway.tree import Node, Place
-from tidegate.types import Ids
+from tidegate.types import Ids, Message
 
 log = logging.getLogger("tidegate.gateway")
+_INLINE = 4096
+"""Characters that are encoded on the event loop: a few milliseconds."""
+
+
+class Rendered(NamedTuple):
+    """What a request adds, and where."""
+
+    place: Place | None
+    """None: it is found by the ids, which are the whole prompt."""
+    delta: Ids
+    branch: str | None = None
+    """Why it could not extend the turn that it follows."""
 
 
 class Prompts:
     """Places requests in their session's tree and renders what they add to it. Raises Refusal.
 
-    `delivered` is told of every turn that a request quotes: its client has it.
+    `quoted` is called for every turn that a request quotes: its client has the reply.
     """
 
     def __init__(
@@ -48,29 +63,69 @@ class Prompts:
         metrics: Metrics,
         form: Form,
         model_context: int | None,
-        delivered: Callable[[Session, int], None],
+        quoted: Callable[[Session, int], None],
+        structured_output: StructuredOutput = "text",
     ) -> None:
         self._renderer = renderer
         self._pool = pool
         self._metrics = metrics
         self._form = form
         self._model_context = model_context
-        self._delivered = delivered
-        self._sampling = SamplingRules(renderer.stop_ids)
+        self._quoted = quoted
+        self._sampling = SamplingRules(renderer.stop_ids, structured_output, metrics.overridden)
+        self._bound = TokenBound(renderer)
         # Where the marker is a token of the model's own, the model was made to reason with it.
         marker = renderer.encode(THOUGHT_END)
         self.thought_end = marker[0] if len(marker) == 1 else None
         # Prompts end in few ways; what a prompt ends with is asked once for each.
         self._opens_thought = lru_cache(1024)(self._ends_with_thought)
 
-    def prepare(self, session: Session, ask: Ask, left: int | None) -> Call:
+    @property
+    def context(self) -> int | None:
+        """Tokens of the model's context, where it is known."""
+        return self._pool.max_context or self._model_context
+
+    def check_fits(self, session: Session | None, ask: Ask, folded: Folded) -> None:
+        """Raises Refusal for a prompt that certainly has more tokens than the context, without encoding it;
+        `folded` has the long texts that the ask has marks for. The session, where there is one, has
+        outgrown the context with it."""
+        text = ask.prompt if isinstance(ask.prompt, str) else None
+        least = self._bound.least(ask.messages, text, lambda one: folded.weigh(one, weight))
+        if isinstance(ask.prompt, list):
+            least = len(ask.prompt)
+        if self.context is not None and least >= self.context:
+            if session is not None:
+                self._note_overflow(session, least)
+            raise context_exceeded(least, self.context, at_least=True)
+
+    def _note_overflow(self, session: Session, tokens: int) -> None:
+        if session.tree.newest() is not None:
+            session.overflowed = f"the model's context is full ({tokens} of {self.context} tokens)"
+
+    def place(self, session: Session, ask: Ask) -> Place | None:
+        """Where a request of messages belongs in its session's tree, on the event loop; None for a prompt
+        that comes as it is, which is placed by its ids."""
+        return None if ask.prompt is not None else self._place(session, self._as_read(ask))
+
+    def render(self, session: Session, ask: Ask, place: Place | None, inline: bool = False) -> Rendered:
+        """What a request adds to its session's tree. Nothing of the session is changed: a thread may do it.
+
+        Raises Refusal, and LargeText where a long text must be encoded `inline`, on the event loop.
+        """
+        most = _INLINE if inline else None
+        if place is None:
+            assert ask.prompt is not None, "a request of messages has a place"
+            return self._raw(session, ask.prompt, most)
+        return self._delta(session, self._as_read(ask), place, most)
+
+    def prepare(self, session: Session, ask: Ask, rendered: Rendered, left: int | None) -> Call:
         """A new call, which may sample the `left` tokens of the session's budget."""
-        if ask.prompt is None:
-            place, delta, branch = self._delta(session, ask, self._place(session, ask))
-        else:
-            place, delta, branch = *self._raw(session, ask.prompt), None
+        ask = self._as_read(ask)
+        place, delta, branch = self._taken(session, rendered)
+        if ask.prompt is not None:
             ask = replace(ask, messages=[{"role": "user", "content": self._renderer.decode(delta.tolist())}])
-        reader = self._reader(ask, delta)
+        reread = partial(self._reader, ask, delta)
+        reader = reread()
         if reader.begun:
             delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
         prompt = session.tree.prompt(place.parent, delta)
@@ -79,18 +134,11 @@ class Prompts:
             log.error("session %s: %s; it is recorded as a branch", session.id, branch)
             self._metrics.drifted_turns += 1
             place, delta = place._replace(parent=None, start=0), prompt
-        context = self._pool.max_context or self._model_context
-        if context is not None and len(prompt) >= context and session.tree.newest() is not None:
-            session.overflowed = f"the model's context is full ({len(prompt)} of {context} tokens)"
-        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, context, left)
-        params = self._sampling.params(
-            ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
-        )
-        if ask.tools and (end := single_call_stop(self._form, ask.tool_use)):
-            params["stop"] = [*ask.wishes.stop, end]
-        order = Order(prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split))
-        if stops := params.get("stop"):
-            order.stop_after = partial(stop_after, self._renderer.decode, stops)
+        if self.context is not None and len(prompt) >= self.context:
+            self._note_overflow(session, len(prompt))
+            session.tree.forget_request()
+        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, self.context, left)
+        order = self._order(session, ask, prompt, budget)
         self._metrics.rendered_tokens += len(delta)
         return Call(
             ask.digest,
@@ -100,35 +148,92 @@ class Prompts:
             order,
             reader,
             branch,
+            ask.exempt,
+            self._sampling.structured(ask.wishes, session.split),
             ask.idempotency_key,
             session.calls.begun,
             prompt_tokens=len(prompt),
+            reread=reread,
         )
 
-    def count(self, session: Session, ask: Ask) -> int:
-        """How many tokens the prompt of a request has. Raises Refusal."""
-        place = self._place(session, ask)
-        place, delta, _ = self._delta(session, ask, place)
+    def _order(self, session: Session, ask: Ask, prompt: Ids, budget: int) -> Order:
+        params = self._sampling.params(
+            ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
+        )
+        if ask.tools and (end := single_call_stop(self._form, ask.tool_use)):
+            params["stop"] = [*ask.wishes.stop, end]
+        order = Order(prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split))
+        if stops := params.get("stop"):
+            order.stop_after = partial(stop_after, self._renderer.decode, stops)
+        return order
+
+    def count(self, session: Session, rendered: Rendered) -> int:
+        """How many tokens a prompt has."""
+        place, delta, _ = self._taken(session, rendered)
         return len(session.tree.prompt(place.parent, delta))
+
+    def _taken(self, session: Session, rendered: Rendered) -> tuple[Place, Ids, str | None]:
+        """A rendered request counts, and with it what it says of earlier ones."""
+        place, delta = rendered.place, rendered.delta
+        if place is None:
+            place, delta = self._placed_raw(session, delta)
+        elif place.parent is None and session.tree.nodes:
+            self._metrics.rerendered_tokens += len(delta)
+        if place.parent is not None:
+            self._quoted(session, place.parent)  # who quotes a reply has it
+        return place, delta, rendered.branch
 
     def recall(self, ask: Ask, node: Node) -> Call:
         """A call whose reply is there already: the same request, whose turn is `node`, came again."""
         delta = node.turn.delta_ids
         place = Place(node.turn.parent, 0, node.asked, None, node.root)
         order = Order(delta[:0], {}, 0, ask.stream)
-        call = Call(ask.digest, place, delta, node.said, order, self._reader(ask, delta))
+        reread = partial(self._reader, ask, delta)
+        call = Call(ask.digest, place, delta, node.said, order, reread(), reread=reread)
         call.id, call.created = node.request.id, int(node.turn.started)
         call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
         return call
 
+    def _as_read(self, ask: Ask) -> Ask:
+        """The request without template options that the template does not read."""
+        return replace(ask, template_options=self._renderer.options_read(ask.template_options))
+
     def _place(self, session: Session, ask: Ask) -> Place:
-        place = session.tree.place(ask.messages, ask.tools, ask.template_options)
+        tools, options = ask.tools, ask.template_options
+
+        def alike(one: list[Message], other: list[Message]) -> bool:
+            return self._renderer.alike(one, other, tools, options)
+
+        place = session.tree.place(ask.messages, tools, options, alike)
+        if place.cut is not None:
+            return self._ended_at_quote(session, ask, place)
         nodes = session.tree.nodes
         if ask.parent is None or place.parent is None or nodes[place.parent].key != nodes[ask.parent].key:
             return place
         return place._replace(parent=ask.parent)
 
-    def _delta(self, session: Session, ask: Ask, place: Place) -> tuple[Place, Ids, str | None]:
+    def _ended_at_quote(self, session: Session, ask: Ask, place: Place) -> Place:
+        """The same place, after its parent was made to end where the request quotes it."""
+        assert place.parent is not None, "a turn is quoted"
+        node = session.tree.nodes[place.parent]
+        form = template_form(ask.messages[place.start - 1], place.start - 1)
+        reply: Message = {"role": "assistant", "content": form["content"].rstrip()}
+        if calls := form.get("tool_calls"):
+            reply["tool_calls"] = node.reply["tool_calls"][: len(calls)]
+        reader = partial(self._reader, replace(ask, wishes=Wishes()), node.turn.delta_ids)
+        ids = node.turn.output_ids.tolist()
+        return self._split(session, place, read_through(reader, ids, reply) or len(ids), reply)
+
+    @staticmethod
+    def _split(session: Session, place: Place, count: int, reply: Message) -> Place:
+        assert place.parent is not None, "a turn is quoted"
+        changed = session.tree.split(place.parent, count, reply)
+        session.unwritten |= {node.turn.index: node for node in changed}
+        if len(changed) == 1:
+            return place
+        return place._replace(why=f"closed: turn {place.parent} is continued from where it is quoted")
+
+    def _delta(self, session: Session, ask: Ask, place: Place, most: int | None) -> Rendered:
         """The ids that the request adds to its parent; a root where the template permits no other."""
         options = ask.template_options
         why = None
@@ -144,24 +249,31 @@ class Prompts:
                     ask.tools,
                     options,
                     int(output[-1]) if len(output) else None,
+                    most,
                 )
             except Unrenderable as error:
                 why = f"template: {error}"
             else:
-                self._delivered(session, place.parent)  # who quotes a reply has it
-                return place, delta, None
+                return Rendered(place, delta)
         forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
         whole = place._replace(parent=None, start=0)
-        ids = self._renderer.root(forms, ask.tools, options)
-        if session.tree.nodes:
-            self._metrics.rerendered_tokens += len(ids)
-        return whole, ids, why
+        return Rendered(whole, self._renderer.root(forms, ask.tools, options, most), why)
 
-    def _raw(self, session: Session, prompt: str | list[int]) -> tuple[Place, Ids]:
+    def _raw(self, session: Session, prompt: str | list[int], most: int | None) -> Rendered:
+        if most is not None and len(prompt) > most:
+            raise LargeText
         ids = self._renderer.encode(prompt) if isinstance(prompt, str) else prompt
-        place, delta = place_raw(session.tree, raw_ids(ids, self._renderer.codec.vocabulary))
-        if place.parent is not None:
-            self._delivered(session, place.parent)  # who quotes a reply has it
+        if self.context is not None and len(ids) >= self.context:
+            self._note_overflow(session, len(ids))
+            raise context_exceeded(len(ids), self.context)
+        return Rendered(None, raw_ids(ids, self._renderer.codec.vocabulary))
+
+    def _placed_raw(self, session: Session, prompt: Ids) -> tuple[Place, Ids]:
+        place, delta = place_raw(session.tree, prompt)
+        if place.cut is not None and place.parent is not None:
+            quoted = session.tree.nodes[place.parent].turn.output_ids[: place.cut].tolist()
+            reply: Message = {"role": "assistant", "content": self._renderer.decode(quoted)}
+            place = self._split(session, place, place.cut, reply)
         return place, delta
 
     def _ends_with_thought(self, last: tuple[int, ...]) -> bool:

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.sampling import continued_seed
-from tidegate.types import Ids, VersionSpan
+from tidegate.types import Ids, VersionSpan, spans_within
 
 WHOLE_CALL_PARAMS = frozenset({"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"})
 """Sampling parameters that look at all of a reply, of which an engine sees only what one call samples."""
+
+
+FREE_WITHIN = 1e-4
+"""So much probability a grammar may take away from a token's distribution that still counts as the policy's
+own: recorded logprobs then differ by as much."""
 
 
 class RequestRefusedError(EngineError):
@@ -45,6 +51,17 @@ class Order:
     asked: Mapping[str, str] = field(default_factory=dict)
     """Which of `params` the agent asked for, and what it calls them."""
     stop_after: Callable[[Sequence[int]], int | None] = lambda ids: None
+    closed: bool = False
+    """The client closed the stream: what was sampled until then is the reply."""
+    on_close: Callable[[], None] = lambda: None
+    """Ends the sampling; set by the pool."""
+    abort: Callable[[], None] | None = None
+    """Aborts the engine call under way; None while there is none."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.on_close()
 
     @property
     def resumable(self) -> bool:
@@ -79,15 +96,16 @@ class Sampled:
     cached_tokens: int = 0
     kv_version: int | None = None
     """The oldest version among keys and values that were kept across a publish; None: there are none."""
+    masses: list[float] = field(default_factory=list)
+    """For each token of a reply under a grammar: the policy's own probability of the ids that the grammar
+    allowed. Empty where the engine does not report it."""
     calls: int = field(default=0, compare=False)
     """Engine calls that gave tokens."""
 
     def cut(self, end: int) -> None:
         """Keep the first `end` tokens."""
-        del self.ids[end:], self.logprobs[end:]
-        self.spans = [
-            VersionSpan(version, start, min(stop, end)) for version, start, stop in self.spans if start < end
-        ]
+        del self.ids[end:], self.logprobs[end:], self.masses[end:]
+        self.spans = spans_within(self.spans, 0, end)
 
     def extend(self, piece: Sampled) -> None:
         """Add what one more engine call gave; neighbouring spans of one version become one."""
@@ -97,6 +115,7 @@ class Sampled:
             self.cached_tokens = piece.cached_tokens
         self.ids += piece.ids
         self.logprobs += piece.logprobs
+        self.masses += piece.masses
         self.finish = piece.finish
         if piece.kv_version is not None:
             known = self.kv_version
@@ -107,6 +126,18 @@ class Sampled:
                 self.spans[-1] = VersionSpan(version, last.start, end + offset)
             else:
                 self.spans.append(VersionSpan(version, start + offset, end + offset))
+
+
+def trainable_tokens(sampled: Sampled) -> npt.NDArray[np.uint8]:
+    """Which tokens of a reply under a grammar may be trained on, [output]: those where the grammar took no
+    probability from any id that the policy would have drawn.
+
+    There the recorded logprob is that of the policy's own distribution, which the trainer forms. Elsewhere
+    tokens were drawn from another one.
+    """
+    if len(sampled.masses) != len(sampled.ids):
+        return np.zeros(len(sampled.ids), np.uint8)
+    return (np.asarray(sampled.masses) >= 1 - FREE_WITHIN).astype(np.uint8)
 
 
 def request_body(order: Order, sampled: Sampled, rid: str) -> bytes:
@@ -155,6 +186,9 @@ def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
     if not isinstance(pairs, list) or (ids and not pairs):
         raise EngineError("the engine returned no logprobs; it must honour return_logprob")
     sampled = Sampled(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
+    masses = meta.get("output_token_masses")
+    if isinstance(masses, list) and all(isinstance(one, float | int) for one in masses):
+        sampled.masses = masses[: len(ids)]
     cached = meta.get("cached_tokens")
     sampled.cached_tokens = cached if type(cached) is int else 0
     if meta.get("kv_version") is not None:

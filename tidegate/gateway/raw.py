@@ -10,7 +10,7 @@ import numpy as np
 from tidegate.gateway.messages import root_key
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.tree import Place, Tree
-from tidegate.types import Ids
+from tidegate.types import CLIENT_CLOSED, Ids
 
 _ROOT = root_key(None, {"raw": True})
 
@@ -31,7 +31,7 @@ def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
     children: dict[int | None, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         children.setdefault(node.turn.parent, []).append(index)
-    parent, start = None, 0
+    parent, start, cut = None, 0, None
     found: list[tuple[int | None, int]] = [(None, 0)]
     while found:
         above, begin = found.pop()
@@ -45,7 +45,11 @@ def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
                 found.append((index, end))
                 # Of two turns that are alike the newer one is continued.
                 if (end, index) > (start, -1 if parent is None else parent):
-                    parent, start = index, end
+                    parent, start, cut = index, end, None
+            elif turn.finish_reason == CLIENT_CLOSED and not tree.nodes[index].quoted:
+                count = _shared(prompt[said:], turn.output_ids)
+                if said + count > start and 0 < count < len(prompt) - said:
+                    parent, start, cut = index, said + count, count
     asked = blake2b(prompt.tobytes(), digest_size=16, key=_ROOT).digest()
     newest = len(tree.nodes) - 1
     why = None
@@ -53,4 +57,11 @@ def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
         why = "prompt: it starts with no sequence that was recorded"
     elif parent is not None and parent != newest:
         why = f"older: turn {parent} is continued, the newest is turn {newest}"
-    return Place(parent, 0, asked, why, _ROOT), prompt[start:]
+    return Place(parent, 0, asked, why, _ROOT, cut), prompt[start:]
+
+
+def _shared(ids: Ids, others: Ids) -> int:
+    """How many ids two sequences have in common at their beginnings."""
+    size = min(len(ids), len(others))
+    different = np.flatnonzero(ids[:size] != others[:size])
+    return int(different[0]) if len(different) else size

@@ -46,6 +46,15 @@ def wrong_key() -> Refusal:
     )
 
 
+def unknown_model(name: str, served: str) -> Refusal:
+    return Refusal(
+        f"model: {name!r} is not served here; the only model is {served!r}"[:300],
+        status=404,
+        code="model_not_found",
+        param="model",
+    )
+
+
 def session_over(why: str) -> Refusal:
     return Refusal(
         f"this session is over ({why}); its turns are no longer recorded",
@@ -55,10 +64,10 @@ def session_over(why: str) -> Refusal:
     )
 
 
-def context_exceeded(prompt_tokens: int, max_context: int) -> Refusal:
+def context_exceeded(prompt_tokens: int, max_context: int, at_least: bool = False) -> Refusal:
     return Refusal(
         f"This model's maximum context length is {max_context} tokens, and the prompt alone has "
-        f"{prompt_tokens}. Shorten the messages; nothing is ever cut from them.",
+        f"{'at least ' * at_least}{prompt_tokens}. Shorten the messages; nothing is ever cut from them.",
         code="context_length_exceeded",
         param="messages",
     )

@@ -9,6 +9,7 @@ end-of-turn token, templates write more than that (`<|im_end|>\\n`), and a reply
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -20,6 +21,7 @@ import orjson
 
 from tidegate.errors import StartError
 from tidegate.gateway.formats.registry import MARKERS
+from tidegate.gateway.messages import in_one_spelling
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.refusal import Refusal
@@ -29,13 +31,19 @@ from tidegate.gateway.render_codec import Codec, load_tokenizer
 from tidegate.gateway.render_template import ChatTemplate, Suffixes, Unrenderable
 from tidegate.types import Ids, Message
 
-__all__ = ["Renderer", "Unrenderable", "load_tokenizer"]
+__all__ = ["LargeText", "Renderer", "Unrenderable", "load_tokenizer"]
 
 _CACHED_ROOTS = 256
+_MOST_CACHED_IDS = 2**18
+_STEP = 2**16
+
+
+class LargeText(Exception):
+    """A text is too long to be encoded on the event loop."""
 
 
 class Renderer:
-    """Renders with one model's tokenizer and template. Not thread-safe, and never blocks on I/O."""
+    """Renders with one model's tokenizer and template; never blocks on I/O. Threads may share it."""
 
     def __init__(self, tokenizer: Any, extra_stop_ids: Sequence[int] = ()) -> None:
         self.codec = Codec(tokenizer, shown=(*MARKERS, THOUGHT_START, THOUGHT_END))
@@ -58,6 +66,7 @@ class Renderer:
         self._stops = frozenset(self.stop_ids)
         self._book = FrameBook(suffixes)
         self._roots: OrderedDict[bytes, Ids] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def dropped_frames(self) -> int:
@@ -68,21 +77,35 @@ class Renderer:
     def load(cls, model: Path) -> Renderer:
         return cls(load_tokenizer(model), _generation_stop_ids(model))
 
-    def root(self, messages: list[Message], tools: Any, options: dict[str, Any]) -> Ids:
-        """Ids of a whole prompt; shape [prompt]. Raises Refusal where the template refuses."""
+    def root(
+        self, messages: list[Message], tools: Any, options: dict[str, Any], most: int | None = None
+    ) -> Ids:
+        """Ids of a whole prompt; shape [prompt]. Raises Refusal where the template refuses, LargeText where
+        it would have to encode more than `most` characters."""
         said = orjson.dumps(messages)
         key = blake2b(said + orjson.dumps((tools, options)), digest_size=16).digest()
-        if key in self._roots:
-            self._roots.move_to_end(key)
-            return self._roots[key]
+        with self._lock:
+            if key in self._roots:
+                self._roots.move_to_end(key)
+                return self._roots[key]
+        _check(len(said), most)
         if self.codec.looks_alike(said.decode()):
-            self.shielded += 1
-            messages = self.codec.shield_all(messages)
-        ids = np.asarray(self.encode(self.write(messages, tools, options)), dtype=np.int32)
-        self._roots[key] = ids
-        if len(self._roots) > _CACHED_ROOTS:
-            self._roots.popitem(last=False)
+            messages = self._shielded(messages)
+        text = self.write(messages, tools, options)
+        _check(len(text), most)
+        ids = _array(self.encode(text))
+        if len(ids) <= _MOST_CACHED_IDS:
+            with self._lock:
+                self._roots[key] = ids
+                if len(self._roots) > _CACHED_ROOTS:
+                    self._roots.popitem(last=False)
         return ids
+
+    def _shielded(self, messages: list[Message]) -> list[Message]:
+        with self._lock:
+            self.shielded += 1
+        shielded: list[Message] = self.codec.shield_all(messages)
+        return shielded
 
     def write(self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True) -> str:
         """The text of a history; with `prompt` up to where the model is to speak. Raises Refusal."""
@@ -93,6 +116,18 @@ class Renderer:
         except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
             raise Refusal(f"messages: the model's chat template refuses them: {error}") from None
 
+    def alike(self, one: list[Message], other: list[Message], tools: Any, options: dict[str, Any]) -> bool:
+        """Whether the template writes two histories as the same text."""
+        try:
+            texts = [self.write(in_one_spelling(messages), tools, options) for messages in (one, other)]
+        except Refusal:
+            return False
+        return texts[0] == texts[1]
+
+    def options_read(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of the options that the template reads: no other one changes a prompt."""
+        return {name: value for name, value in options.items() if name in self.template.variables}
+
     def follow_up(
         self,
         context: Callable[[], list[Message]],
@@ -101,23 +136,26 @@ class Renderer:
         tools: Any,
         options: dict[str, Any],
         last_id: int | None,
+        most: int | None = None,
     ) -> Ids:
         """Ids that `new` adds after the recorded reply, the mended boundary included; shape [delta].
 
         `context` gives the messages before the reply (asked only where the template looks back), `reply`
         its template form, `last_id` the last id that the model sampled for it.
-        Raises Unrenderable where the template has no text of its own for what follows a reply.
+        Raises Unrenderable where the template has no text of its own for what follows a reply, LargeText
+        where it would have to encode more than `most` characters.
         """
-        if self.codec.looks_alike(orjson.dumps(new).decode()):
-            self.shielded += 1
-            new = self.codec.shield_all(new)
+        said = orjson.dumps(new)
+        _check(len(said), most)
+        if self.codec.looks_alike(said.decode()):
+            new = self._shielded(new)
         if self._short_ids:
             before = context
             context = lambda: with_short_ids(before())  # noqa: E731 - the same thing, mapped
             [reply], new = with_short_ids([reply]), with_short_ids(new)
         text = self._book.after(context, reply, new, tools, options)
         # Encoded together with the end of turn, so that the first new token sees what stands before it.
-        return np.asarray(self._mended(self.encode(text), last_id), dtype=np.int32)
+        return _array(self._mended(self.encode(text), last_id))
 
     def _mended(self, ids: list[int], last_id: int | None) -> list[int]:
         """`ids` without the end of turn that the model sampled itself.
@@ -128,6 +166,19 @@ class Renderer:
         if not ids or last_id not in self._stops:
             return ids
         return ids[1:] if ids[0] == last_id or ids[:1] == self.closing_ids else ids
+
+
+def _check(characters: int, most: int | None) -> None:
+    if most is not None and characters > most:
+        raise LargeText
+
+
+def _array(ids: list[int]) -> Ids:
+    """In steps, between which other threads run."""
+    if len(ids) <= _STEP:
+        return np.asarray(ids, dtype=np.int32)
+    steps = range(0, len(ids), _STEP)
+    return np.concatenate([np.asarray(ids[start : start + _STEP], dtype=np.int32) for start in steps])
 
 
 def _generation_stop_ids(model: Path) -> list[int]:

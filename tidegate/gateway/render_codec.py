@@ -18,6 +18,10 @@ from tidegate.errors import StartError
 
 BREAK = "\ufdd0\ufdd1"  # Unicode's noncharacters: never part of a text that is interchanged
 _ESCAPED_BREAK = "\\ufdd0\\ufdd1"
+_WINDOW = 16 * 1024
+"""Characters that are searched in one step: other threads run between two of them."""
+_ALONE = 4096
+"""Characters of a text that is encoded while other threads run."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -45,7 +49,7 @@ class Codec:
     """One tokenizer. `shown` are special tokens that clients read as text."""
 
     def __init__(self, tokenizer: Any, shown: Collection[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.added: dict[str, int] = tokenizer.get_added_vocab()
         self.vocabulary = len(tokenizer)
@@ -55,6 +59,7 @@ class Codec:
         hidden = {self.added[one] for one in special if one in self.added} | set(tokenizer.all_special_ids)
         self._hidden = frozenset(hidden - visible)
         self._control = _pattern(special)
+        self._longest_control = max(map(len, special), default=0)
         self.shields = self._control is not None and self._breaks_well(special)
         """Whether look-alikes can be told from control tokens; where not, they become control tokens."""
         if not self.shields:
@@ -68,9 +73,14 @@ class Codec:
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            ids: list[int]
+            if len(text) > _ALONE:  # this call lets other threads run, and the one below is faster
+                [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+                ids = encoding.ids
+            else:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
             return ids
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text as the client reads it: without special tokens, but with those that are shown."""
@@ -81,24 +91,40 @@ class Codec:
         if self._backend is not None:
             text: str = self._backend.decode(list(ids), skip_special_tokens=False)
             return text
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        return str(self.tokenizer.decode([token]))
 
     def shield(self, text: str) -> str:
         """`text` with what looks like a control token broken; the text itself mostly."""
-        control = self._control
-        if control is None or control.search(text) is None:
+        if not self.looks_alike(text):
             return text
         text = text.replace(BREAK, "")
-        while control.search(text) is not None:  # again: a broken one may have overlapped another
-            text = control.sub(lambda found: found[0][:1] + BREAK + found[0][1:], text)
+        while (
+            found := self._control_at(text, 0)
+        ) is not None:  # again: a broken one may have overlapped another
+            parts, at = [], 0
+            while found is not None:
+                parts += [text[at : found.start() + 1], BREAK]
+                at = found.start() + 1
+                found = self._control_at(text, found.end())
+            text = "".join((*parts, text[at:]))
         return text
 
     def looks_alike(self, text: str) -> bool:
         """Whether there is anything to shield in `text`."""
-        return self._control is not None and self._control.search(text) is not None
+        return self._control_at(text, 0) is not None
+
+    def _control_at(self, text: str, at: int) -> re.Match[str] | None:
+        """The first control token from `at` on."""
+        if self._control is None:
+            return None
+        for start in range(at, len(text), _WINDOW):
+            found = self._control.search(text, start, start + _WINDOW + self._longest_control)
+            if found is not None and found.start() < start + _WINDOW:
+                return found
+        return None
 
     def shield_all(self, value: Any) -> Any:
         """A JSON value with every string in it shielded."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import jinja2
+from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tidegate.gateway.render_codec import unescaped
@@ -26,6 +28,14 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._special = dict(tokenizer.special_tokens_map)
         self._compiled: dict[bool, jinja2.Template] = {}
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        source = self._tokenizer.get_chat_template
+        sources = {source(None, None), source(None, [{}])}
+        parsed = [_compile_jinja_template(one).environment.parse(one) for one in sources]
+        return frozenset().union(*map(find_undeclared_variables, parsed))
 
     def render(
         self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True

@@ -9,6 +9,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tidegate.gateway.messages import meaning, template_form
 from tidegate.gateway.names import unique_name
 from tidegate.gateway.toolcalls import Parser, Part, Reasoning, ToolCall
 from tidegate.types import Message
@@ -117,6 +118,8 @@ class ReplyReader:
         self._parser = parser
         self.parts: list[Part] = []
         self.call_ids: list[str] = []
+        self.ends: list[int] = []
+        """For each part how many ids had come when it was given."""
         self.seen = 0
         self.begun = begun
         self._add(parser.feed(begun))
@@ -133,6 +136,7 @@ class ReplyReader:
 
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
+        self.ends += [self.seen] * len(parts)
         self.call_ids += [f"call_{unique_name()[:24]}" for part in parts if isinstance(part, ToolCall)]
 
     @property
@@ -143,6 +147,11 @@ class ReplyReader:
     @property
     def status(self) -> str | None:
         return self._parser.status
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first `count` parts."""
+        del self.parts[count:], self.ends[count:]
+        del self.call_ids[sum(isinstance(part, ToolCall) for part in self.parts) :]
 
     def message(self) -> Message:
         """The reply as an OpenAI message."""
@@ -159,6 +168,39 @@ class ReplyReader:
                 for key, call in zip(self.call_ids, calls, strict=True)
             ]
         return message
+
+
+def read_through(
+    reader: Callable[[], ReplyReader], ids: Sequence[int], message: Message, first: int = 0
+) -> int | None:
+    """How many of a reply's ids a client has read that has `message` of it, `first` at least.
+
+    None where the reply does not begin so. `reader` makes a reader of such replies.
+    """
+
+    def reach(count: int) -> bool:
+        fresh = reader()
+        fresh.push(ids[:count])
+        fresh.finish()
+        return begins_with(fresh.message(), message)
+
+    if not reach(len(ids)):
+        return None
+    return first + bisect.bisect_left(range(first, len(ids)), True, key=reach)
+
+
+def begins_with(reply: Message, message: Message) -> bool:
+    """Whether an assistant's `message` is the beginning of its `reply`."""
+    whole, begun = template_form(reply, 0), template_form(message, 0)
+    for name in ("content", "reasoning_content"):
+        if not whole.get(name, "").lstrip().startswith(begun.get(name, "").lstrip()):
+            return False
+    calls = begun.get("tool_calls", [])
+    return _calls(whole.get("tool_calls", [])[: len(calls)]) == _calls(calls)
+
+
+def _calls(calls: list[Any]) -> bytes:
+    return meaning({"role": "assistant", "content": "", "tool_calls": calls})
 
 
 def call_wire(key: str, name: str, arguments: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Rewards of finished sessions, where an agent cannot reach them.
 
-A rewarder is the environment's own, synchronous, possibly slow code. It runs in a thread of its own
-under a deadline. A thread that hangs cannot be ended in Python: it is abandoned and counted, its place
-is given to others, and past `MAX_STUCK` of them nothing more is scored until some end (sessions then
-end as `reward_error`, which says so). A rewarder that holds the interpreter's lock stops everything;
-such code belongs in a process of its own.
+A rewarder is the environment's own, synchronous, possibly slow code. It runs in a thread of its own, a few
+at a time, under a deadline that starts when it starts: the others wait, each no longer than those before it
+take. A thread that hangs cannot be ended in Python: it is abandoned and counted, its place is given to
+others, and past `MAX_STUCK` of them nothing more is scored until some end (sessions then end as
+`reward_error`, with this reason). A rewarder that holds the interpreter's lock stops everything; such code
+belongs in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tidegate.errors import RewardError
+from tidegate.tracebacks import where
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
 MAX_STUCK = 64
@@ -55,12 +57,11 @@ class Scorer:
         task: Task | None,
         posted: Mapping[str, float],
         claimed: Any,
-        left_s: float,
     ) -> None:
         """Set a trajectory's reward; a reward that fails makes its outcome `reward_error`.
 
-        `posted` are the parts reported while it ran, `claimed` what the agent returned, `left_s` the
-        seconds left to the session. An outcome that is not trainable stays, and has no reward.
+        `posted` are the parts reported while it ran, `claimed` what the agent returned. An outcome that is
+        not trainable stays, and has no reward.
         """
         try:
             if claimed is not None:
@@ -69,15 +70,15 @@ class Scorer:
                 trajectory.agent_reward = sum(posted.values())
             if trajectory.outcome.trainable:
                 trajectory.reward_parts = dict(posted)
-                await self._reward(trajectory, task, left_s)
+                await self._reward(trajectory, task)
         except RewardError as error:
             if trajectory.outcome.trainable:
                 trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
 
-    async def _reward(self, trajectory: Trajectory, task: Task | None, left_s: float) -> None:
+    async def _reward(self, trajectory: Trajectory, task: Task | None) -> None:
         rewarder = self.of(trajectory.env)
         if rewarder is not None and task is not None:
-            scored = await self.score(rewarder, task, trajectory, left_s)
+            scored = await self.score(rewarder, task, trajectory)
             trajectory.reward = float(scored.reward)
             trajectory.reward_parts |= {name: float(value) for name, value in scored.parts.items()}
             trajectory.metrics |= {name: float(value) for name, value in scored.metrics.items()}
@@ -92,39 +93,30 @@ class Scorer:
         else:
             raise RewardError("there is no reward: the environment has none, and the agent gave none")
 
-    async def score(self, rewarder: Rewarder, task: Task, trajectory: Trajectory, left_s: float) -> Scored:
-        """The checked reward of one episode, within the session's remaining seconds.
+    async def score(self, rewarder: Rewarder, task: Task, trajectory: Trajectory) -> Scored:
+        """The checked reward of one episode.
 
         Raises RewardError: it raised, was late, or gave no finite number.
         """
-        if self.stuck >= MAX_STUCK:
-            raise RewardError(f"{self.stuck} rewards hang; none is started until some of them end")
-        timeout = min(self._timeout_s, left_s)
 
         def run() -> Scored:
             return rewarder.score(task, trajectory, trajectory.output, trajectory.messages)
 
-        try:
-            async with asyncio.timeout(timeout), self._slots:
-                scored = await self._in_thread(run)
-        except TimeoutError:
-            raise RewardError(f"the reward was not there after {timeout:.3g} s") from None
-        return check(scored)
+        async with self._slots:
+            if self.stuck >= MAX_STUCK:
+                raise RewardError(f"{self.stuck} rewards hang; none is started until some of them end")
+            return check(await self._in_thread(run))
 
     async def _in_thread(self, run: Callable[[], object]) -> object:
+        """What `run` returns. Its thread counts as stuck from the moment nobody waits for it any more."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[object] = loop.create_future()
-        late = False
+        done: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
         def settle(result: object, error: BaseException | None) -> None:
-            if late:
+            if done.cancelled():
                 self.stuck -= 1
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(RewardError(f"the reward raised {type(error).__name__}: {error}"))
             else:
-                done.set_result(result)
+                done.set_result((result, error))
 
         def work() -> None:
             result, raised = None, None
@@ -137,11 +129,21 @@ class Scorer:
 
         threading.Thread(target=work, daemon=True, name="reward").start()
         try:
-            return await done
-        except asyncio.CancelledError:
-            late = True
-            self.stuck += 1
-            raise
+            await asyncio.wait((done,), timeout=self._timeout_s)
+        finally:
+            if not done.done():
+                done.cancel()
+                self.stuck += 1
+        if done.cancelled():
+            raise RewardError(
+                f"the reward was not there after {self._timeout_s:.3g} s (env.reward_timeout_s)"
+            )
+        result, error = done.result()
+        if error is not None:
+            if isinstance(error, RewardError):  # it says where
+                raise error
+            raise RewardError(f"the reward raised {type(error).__name__}: {error}{where(error)}")
+        return result
 
 
 def reward_turns(trajectory: Trajectory, rewards: Mapping[int, float]) -> None:

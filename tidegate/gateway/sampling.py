@@ -8,15 +8,19 @@ the agent's.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from tidegate.gateway.refusal import context_exceeded, unsupported
+from tidegate.gateway.refusal import context_exceeded
 from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
+
+
+StructuredOutput = Literal["text", "grammar"]
 
 
 class Schema(NamedTuple):
@@ -46,8 +50,16 @@ class Wishes:
 class SamplingRules:
     """Decides each call's sampling parameters, and says once in the log what it overrode."""
 
-    def __init__(self, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stop_ids: Sequence[int],
+        structured_output: StructuredOutput = "text",
+        overridden: Counter[str] | None = None,
+    ) -> None:
         self._stop_ids = list(stop_ids)
+        self._structured_output = structured_output
+        self._overridden = Counter[str]() if overridden is None else overridden
+        """Requests by the parameter of the agent's that had no effect."""
         self._said: set[tuple[str, ...]] = set()
 
     def params(
@@ -55,13 +67,7 @@ class SamplingRules:
     ) -> dict[str, Any]:
         """The engine's sampling parameters, `max_new_tokens` apart. Raises Refusal by name."""
         if split == "train":
-            if wishes.schema is not None:
-                raise unsupported(
-                    wishes.schema.param,
-                    "a reply that a grammar binds is not supported in training sessions: its tokens are not "
-                    "drawn from the policy",
-                )
-            self._say(wishes, sampling, env)
+            self._say(wishes, sampling, env, seed)
             temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
         else:
             temperature = sampling.temperature if wishes.temperature is None else wishes.temperature
@@ -75,7 +81,7 @@ class SamplingRules:
         }
         if split != "train":
             params |= wishes.penalties
-        if wishes.schema is not None:
+        if wishes.schema is not None and self.structured(wishes, split) == "grammar":
             params["json_schema"] = wishes.schema.text
         if wishes.stop:
             params["stop"] = list(wishes.stop)
@@ -83,18 +89,23 @@ class SamplingRules:
             params["sampling_seed"] = one
         return params
 
-    @staticmethod
-    def asked(wishes: Wishes, split: Split) -> dict[str, str]:
+    def structured(self, wishes: Wishes, split: Split) -> StructuredOutput | None:
+        """How a reply that must have a schema is sampled; None where the agent asked for none."""
+        if wishes.schema is None:
+            return None
+        return self._structured_output if split == "train" else "grammar"
+
+    def asked(self, wishes: Wishes, split: Split) -> dict[str, str]:
         """The engine's sampling parameters that are the agent's own wish, with the agent's names for them."""
         asked = {"stop": wishes.stop_param} if wishes.stop else {}
         if split != "train":
             given = {name for name in ("temperature", "top_p", "top_k") if getattr(wishes, name) is not None}
             asked |= {name: name for name in (*sorted(given), *wishes.penalties)}
-            if wishes.schema is not None:
-                asked["json_schema"] = wishes.schema.param
+        if wishes.schema is not None and self.structured(wishes, split) == "grammar":
+            asked["json_schema"] = wishes.schema.param
         return asked
 
-    def _say(self, wishes: Wishes, sampling: Sampling, env: str) -> None:
+    def _say(self, wishes: Wishes, sampling: Sampling, env: str, seed: int | None) -> None:
         asked = {
             name: value
             for name, value in (
@@ -105,12 +116,15 @@ class SamplingRules:
             )
             if value is not None and value != getattr(sampling, name, None)
         }
+        if wishes.seed is not None and seed is not None:
+            asked["seed"] = wishes.seed
+        self._overridden.update(asked.keys())
         kind = (env, *sorted(asked))
         if asked and kind not in self._said:
             self._said.add(kind)
             log.warning(
-                "training sessions of %s: the agent's %s give way to the session's (temperature %g, "
-                "top_p %g, top_k %d, no penalties), under which logprobs are recorded; said once",
+                "training sessions of %s: the agent's %s have no effect; logprobs are recorded under the "
+                "session's temperature %g, top_p %g, top_k %d, its own seeds and no penalties; said once",
                 env or "no environment",
                 ", ".join(f"{name} = {value!r}" for name, value in asked.items()),
                 sampling.temperature,

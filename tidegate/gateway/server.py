@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.app import create_app
@@ -25,16 +27,20 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
     _check_key(listen, options.admin_key)
     gateway = Gateway(options)
     _collect_less()
+    # A thread that encodes a long text gives the event loop its turn after so many seconds; by default 5 ms.
+    sys.setswitchinterval(0.0005)
     run_app(create_app(gateway), bind(listen), listen)
 
 
 def serve_front(
-    shards: int, arguments: Callable[[int], Sequence[str]], listen: Listen, admin_key: str | None
+    shards: int, arguments: Callable[[int], Sequence[str]], listen: Listen, secrets: Mapping[str, Any]
 ) -> None:
-    """Serve a front and own its shards, `tidegate gateway` processes that get `arguments(index)`.
+    """Serve a front and own its shards, `tidegate gateway` processes that get `arguments(index)` and
+    `secrets`, the admin key among them.
 
     Raises StartError where a shard does not start, or dies again and again.
     """
+    admin_key = secrets.get("admin_key")
     _check_key(listen, admin_key)
     sock = bind(listen)
     failed: list[str] = []
@@ -47,7 +53,7 @@ def serve_front(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
         fleet = [
-            Shard(index, arguments(index), Path(directory), admin_key, listen.host) for index in range(shards)
+            Shard(index, arguments(index), Path(directory), secrets, listen.host) for index in range(shards)
         ]
         run_app(Front(fleet, admin_key, end).create_app(), sock, listen)
     if failed:

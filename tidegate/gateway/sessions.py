@@ -12,7 +12,7 @@ from typing import Any
 from tidegate.gateway.calls import Calls
 from tidegate.gateway.engines import Seat
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.refusal import session_over, wrong_key
+from tidegate.gateway.refusal import Refusal, session_over, wrong_key
 from tidegate.gateway.tree import Node, Tree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -64,6 +64,8 @@ class Session:
     seed: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    untrained_models: tuple[str, ...] = ()
+    """Model names that the agent gives for auxiliary calls, which are recorded and not trained on."""
     number: int = 0
     """By which the journal knows it."""
     epoch: int | None = None
@@ -83,12 +85,17 @@ class Session:
     """That its history had outgrown the model's context when it last asked; the next reply takes it back."""
     interrupted: str | None = None
     """That the gateway was restarted since its last reply, which an agent may take for an error."""
+    refused: int = 0
+    """Calls that were answered with an error."""
+    last_refusal: str = ""
     closed: str | None = None
     """Why it takes no more calls."""
     unwritten: dict[int, Node] = field(default_factory=dict)
     """Turns that the journal could not take, by index; the next write takes them along."""
     writing: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Turns on their way into the journal."""
+    preparing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    """Held while a large request of it is prepared, in a thread: others of it wait."""
     ending: Ending | None = None
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
@@ -102,6 +109,17 @@ class Session:
         if self.trajectory is not None:
             return "finished"
         return "open" if self.closed is None else "closing"
+
+    @property
+    def disturbed(self) -> str | None:
+        """That engines were missing when it called them, which costs time; None: they never were."""
+        number = self.seat.disturbances
+        return f"its calls found no engine, or lost it, {number} times" if number else None
+
+    def note_refusal(self, refusal: Refusal) -> None:
+        """An error goes out instead of a reply."""
+        self.refused += 1
+        self.last_refusal = str(refusal)
 
     def check_open(self, now: float) -> None:
         """Raises Refusal where it is over."""
@@ -127,7 +145,7 @@ class Session:
         """The oldest version attested so far among its delivered turns; None while there is none."""
         if self.trajectory is not None:
             return self.trajectory.oldest_version()
-        known = [node.turn.oldest_version() for node in self.tree.nodes if node.turn.delivered]
+        known = [node.turn.oldest_version() for node in self.tree.nodes if node.turn.trainable]
         return min((one for one in known if one is not None), default=None)
 
 
@@ -209,13 +227,16 @@ def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcom
     """The outcome, and why if it went wrong."""
     spent = session.spent or session.overflowed
     if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
-        infra = session.gave_up or session.interrupted
-        if told is Outcome.AGENT_ERROR and infra is not None:
+        lost = session.disturbed if told is Outcome.TIMEOUT else session.gave_up
+        infra = lost or session.interrupted
+        if told in (Outcome.AGENT_ERROR, Outcome.TIMEOUT) and infra is not None:
             return Outcome.INFRA_ERROR, infra
         if told is Outcome.AGENT_ERROR and spent is not None:
             return Outcome.TRUNCATED, spent
         return told, None
     if now >= session.deadline:
+        if session.disturbed is not None:
+            return Outcome.INFRA_ERROR, session.disturbed
         return Outcome.TIMEOUT, "the session's deadline passed before it was finished"
     if session.gave_up is not None:
         return Outcome.INFRA_ERROR, session.gave_up
@@ -223,9 +244,19 @@ def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcom
         return Outcome.TRUNCATED, spent
     newest = session.tree.newest()
     if newest is None:
+        if session.refused:
+            calls = "only call was" if session.refused == 1 else f"{session.refused} calls were"
+            return Outcome.AGENT_ERROR, (
+                f"no call of the agent was answered: its {calls} refused, the last one with: "
+                f"{session.last_refusal}"
+            )
         return Outcome.AGENT_ERROR, (
             "the agent never called the gateway (or never took a reply): "
             "it must use the session's base_url and api_key"
+        )
+    if newest.turn.exempt is not None:
+        return Outcome.AGENT_ERROR, (
+            f"every call of the agent is exempt from training, the last one by its {newest.turn.exempt}"
         )
     return (Outcome.TRUNCATED if newest.turn.finish_reason == "length" else Outcome.COMPLETED), None
 

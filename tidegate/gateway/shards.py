@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from tidegate.errors import StartError
-from tidegate.gateway.client import ADMIN_KEY
 from tidegate.gateway.journal_disk import FILE
 from tidegate.services import Service
 
@@ -49,13 +49,12 @@ class Shard:
         index: int,
         arguments: Sequence[str],
         directory: Path,
-        admin_key: str | None,
+        secrets: Mapping[str, Any],
         host: str = "127.0.0.1",
     ) -> None:
         self.index = index
         self.restarts = 0
         self.up = asyncio.Event()
-        secrets = {} if admin_key is None else {ADMIN_KEY: admin_key}
         self._service = Service(
             "gateway",
             lambda: arguments,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidegate.gateway.lines import Line, Lines
-from tidegate.gateway.messages import chain, template_form
-from tidegate.types import Ids, Message, Turn
+from tidegate.gateway.branches import branch_reason
+from tidegate.gateway.lines import MOST, Line, Lines
+from tidegate.gateway.messages import chain, resemble, template_form
+from tidegate.gateway.reply import begins_with
+from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn, spans_within
+
+Alike = Callable[[list[Message], list[Message]], bool]
+"""Whether the template writes two histories as the same text."""
 
 
 class Request(NamedTuple):
@@ -36,6 +41,9 @@ class Place(NamedTuple):
     """Why it does not extend the newest turn."""
     root: bytes = b""
     """Key of the tools and template options it came with."""
+    cut: int | None = None
+    """How many of the parent's output ids it quotes, where the client closed that reply and read no more;
+    −1 where that is not known yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +64,8 @@ class Node:
     """Messages of its history, the reply included."""
     in_doubt: bool = False
     """Nobody knows whether its reply went out: the gateway was killed just then."""
+    quoted: bool = False
+    """A later request had the reply in its history, so the client has it."""
 
 
 class Tree:
@@ -65,56 +75,92 @@ class Tree:
         self.nodes: list[Node] = []
         self._by_key: dict[bytes, int] = {}  # key of a history that ends with a reply → the turn
         self._by_asked: dict[bytes, int] = {}  # key of a history that was asked about → the newest turn
+        self._closed: dict[bytes, list[int]] = {}  # the same → turns whose streams were closed
         self._lines = Lines()
         self.sampled_tokens = 0
         # The newest turn's whole sequence, so that its follow-up need not gather it.
         self._tip: tuple[int, Ids] | None = None
 
-    def place(self, messages: Sequence[Message], tools: Any, options: Any) -> Place:
-        """Find the longest recorded history that `messages` extends, by meaning.
+    def place(
+        self, messages: Sequence[Message], tools: Any, options: Any, alike: Alike = lambda one, other: False
+    ) -> Place:
+        """Find the longest recorded history that `messages` extends: by meaning, or because `alike` says
+        that the template writes both histories as the same text.
 
         Raises Refusal for messages that cannot be rendered.
         """
         if self.nodes and not self._lines:
-            self._lines.keep(self._last_line())
-        before = self._lines.newest
+            self._restore_lines()
+        earlier = self._lines.all()
         line = self._lines.read(messages, tools, options)
+        parent, start = self._extended(line)
+        while self._renders_alike(line, parent, start, alike):
+            parent, start = self._extended(line)
+        cut = None if parent is None or self.nodes[parent].key == line.keys[start - 1] else -1
+        return Place(parent, start, line.asked, self._why(line, earlier, parent, start), line.root, cut)
+
+    def _extended(self, line: Line) -> tuple[int | None, int]:
+        """The turn whose history a request extends, and its first message that is new."""
         for at in range(len(line.keys) - 1, -1, -1):
+            if line.messages[at]["role"] != "assistant":
+                continue
             index = self._by_key.get(line.keys[at])
-            if index is not None and messages[at]["role"] == "assistant":
-                return Place(index, at + 1, line.asked, self._why(index, line, before), line.root)
-        return Place(None, 0, line.asked, self._why(None, line, before), line.root)
+            if index is None:
+                index = self._closed_turn(line.keys[at - 1] if at else line.root, line.messages[at])
+            if index is not None:
+                return index, at + 1
+        return None, 0
 
-    def _last_line(self) -> Line:
-        """The request of the newest turn, in a tree that was restored."""
-        node = next((one for one in reversed(self.nodes) if one.key), None)
-        if node is None:
-            return self._lines.newest
-        line = Line(node.root, messages=self.history(node.turn.index)[:-1])
-        for index, message in enumerate(line.messages):
-            line.keys.append(chain(line.asked, template_form(message, index)))
-        return line
+    def _renders_alike(self, line: Line, parent: int | None, start: int, alike: Alike) -> bool:
+        """Whether the messages from `start` on begin with a recorded request and its reply, in another form
+        of the same text; if so the line takes the recorded keys."""
+        sent = line.messages[start:]
+        if all(message["role"] != "assistant" for message in sent):
+            return False
+        before = [] if parent is None else self.history(parent)
+        for node in reversed(self.nodes):
+            recorded = [*node.said, node.reply]
+            rest = sent[len(recorded) :]
+            if node.turn.parent != parent or node.root != line.root or not resemble(recorded, sent):
+                continue
+            if alike([*before, *recorded, *rest], [*before, *sent]):
+                line.continue_as(start, recorded)
+                return line.keys[start + len(recorded) - 1] == node.key
+        return False
 
-    def _why(self, parent: int | None, line: Line, before: Line) -> str | None:
-        """Why a request does not extend the newest turn, and which of its messages is the first new one."""
+    def forget_request(self) -> None:
+        """The last request that was placed does not fit the model's context: its messages are not kept."""
+        self._lines.drop_newest()
+
+    def _closed_turn(self, asked: bytes, message: Message) -> int | None:
+        """The turn that was closed by a client that read the beginning of it as `message`."""
+        if not message.get("content") and not message.get("tool_calls"):
+            return None
+        for index in reversed(self._closed.get(asked, ())):
+            node = self.nodes[index]
+            if not node.quoted and begins_with(node.reply, message):
+                return index
+        return None
+
+    def _restore_lines(self) -> None:
+        """The newest requests of a tree that was restored."""
+        continued = {node.turn.parent for node in self.nodes}
+        ends = [node for node in self.nodes if node.key and node.turn.index not in continued]
+        for node in ends[-MOST:]:
+            line = Line(node.root, messages=self.history(node.turn.index)[:-1])
+            for index, message in enumerate(line.messages):
+                line.keys.append(chain(line.asked, template_form(message, index)))
+            self._lines.keep(line)
+
+    def _why(self, line: Line, earlier: list[Line], parent: int | None, start: int) -> str | None:
+        """Why a request does not extend the newest turn."""
         newest = len(self.nodes) - 1
         if newest < 0 or parent == newest:
             return None
         same = self._by_asked.get(line.asked)
         if same is not None:
             return f"resampled: the messages of turn {same} again"
-        if before.root != line.root:
-            return f"tools: they or the template's options differ from those of turn {newest}"
-        for index, (old, new) in enumerate(zip(before.keys, line.keys, strict=False)):
-            if old != new:
-                role = line.messages[index].get("role")
-                return f"edited: message {index} ({role}) differs from the last request's"
-        if len(line.keys) <= len(before.keys):
-            return f"rewound: {len(line.keys)} messages, the last request had {len(before.keys)}"
-        if parent is not None:
-            return f"older: turn {parent} is continued, the newest is turn {newest}"
-        index = len(before.keys)
-        return f"edited: message {index} ({line.messages[index].get('role')}) is not the recorded reply"
+        return branch_reason(line, earlier, parent, start, newest)
 
     def prompt(self, parent: int | None, delta: Ids) -> Ids:
         """The whole prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""
@@ -157,6 +203,35 @@ class Tree:
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         return node
 
+    def cut(self, index: int, count: int, reply: Message) -> None:
+        """Keep the first `count` tokens of a turn whose client read them as `reply`, and no more."""
+        node = self.nodes[index]
+        turn = node.turn
+        self.sampled_tokens -= len(turn.output_ids) - count
+        keep_tokens(turn, 0, count)
+        turn.finish_reason = CLIENT_CLOSED
+        if self._by_key.get(node.key) == index:
+            del self._by_key[node.key]
+        node.reply = reply
+        node.key = chain(node.asked, template_form(reply, node.length - 1))
+        self._index(node)
+        if self._tip is not None and self._tip[0] == index:
+            self._tip = None
+
+    def split(self, index: int, count: int, reply: Message) -> list[Node]:
+        """End a turn where a request quotes it; what was delivered after that becomes a turn that follows it.
+        Returns the turns that changed."""
+        turn = self.nodes[index].turn
+        rest = replace(turn, index=len(self.nodes), parent=index, delta_ids=turn.delta_ids[:0], reward=0.0)
+        self.cut(index, count, reply)
+        keep_tokens(rest, count, len(rest.output_ids))
+        if not len(rest.output_ids):
+            return [self.nodes[index]]
+        rest.branch = f"unquoted: it was delivered after turn {index}, and the next request does not quote it"
+        said: Message = {"role": "assistant", "content": ""}
+        self._keep(Node(rest, Request(), b"", b"", b"", [], said, self.nodes[index].length + 1))
+        return [self.nodes[index], self.nodes[-1]]
+
     def delivered(self, index: int) -> None:
         """The client has the reply. Of two turns that read alike it continues the one it saw last."""
         node = self.nodes[index]
@@ -170,16 +245,25 @@ class Tree:
         for node in nodes:
             parent = node.turn.parent
             node.length = (0 if parent is None else nodes[parent].length) + len(node.said) + 1
+            if parent is not None:
+                nodes[parent].quoted = True
             tree._keep(node)
         return tree
 
     def _keep(self, node: Node) -> None:
-        index = len(self.nodes)
         self.nodes.append(node)
         self.sampled_tokens += len(node.turn.output_ids)
-        if not node.key:  # stands for a turn that was lost
+        self._index(node)
+
+    def _index(self, node: Node) -> None:
+        index = node.turn.index
+        if not node.key:  # a turn that was lost, or one that no request can quote
             return
         self._by_asked[node.asked] = index
+        if node.turn.finish_reason == CLIENT_CLOSED:
+            closed = self._closed.setdefault(node.asked, [])
+            if index not in closed:
+                closed.append(index)
         known = self._by_key.get(node.key)
         if known is None or node.turn.delivered or not self.nodes[known].turn.delivered:
             self._by_key[node.key] = index
@@ -202,9 +286,22 @@ class Tree:
             at = node.turn.parent
         return [message for piece in reversed(pieces) for message in piece]
 
+    def replies(self) -> int:
+        """How many replies were recorded; the rest of one that was split is none of its own."""
+        return sum(bool(node.key) for node in self.nodes)
+
     def turns(self) -> list[Turn]:
         return [node.turn for node in self.nodes]
 
     def newest(self) -> Node | None:
-        """The newest turn that was delivered."""
-        return next((node for node in reversed(self.nodes) if node.turn.delivered), None)
+        """The newest turn that was delivered, an exempt one only where there is no other."""
+        delivered = [node for node in reversed(self.nodes) if node.turn.delivered]
+        return next((node for node in delivered if node.turn.trainable), next(iter(delivered), None))
+
+
+def keep_tokens(turn: Turn, first: int, end: int) -> None:
+    """Keep a turn's sampled tokens `first..end` alone."""
+    turn.output_ids, turn.logprobs = turn.output_ids[first:end], turn.logprobs[first:end]
+    turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
+    if turn.output_mask is not None:
+        turn.output_mask = turn.output_mask[first:end]

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.accesslog import log_turn
-from tidegate.gateway.ask import Ask
+from tidegate.gateway.ask import Ask, RawBody
 from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
 from tidegate.gateway.formats.base import Form
 from tidegate.gateway.journal import Journal
 from tidegate.gateway.limits import check_limits
 from tidegate.gateway.metrics import Metrics
-from tidegate.gateway.pool import EnginePool
-from tidegate.gateway.prompts import Prompts
+from tidegate.gateway.pool import LAST_EVENT_S, EnginePool
+from tidegate.gateway.prompts import Prompts, Rendered
 from tidegate.gateway.protocol import RequestRefusedError, Sampled
 from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full, refused_by_engine
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.render import LargeText, Renderer
+from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.tree import Node
+from tidegate.types import CLIENT_CLOSED
 
 log = logging.getLogger("tidegate.gateway")
 ABANDONED = "the call was abandoned"
@@ -39,22 +41,29 @@ class Turns:
         journal: Journal,
         form: Form,
         model_context: int | None,
+        structured_output: StructuredOutput = "text",
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._journal = journal
         self.prompts = Prompts(
-            renderer, pool, metrics, form, model_context, lambda *turn: self._delivered(*turn)
+            renderer, pool, metrics, form, model_context, lambda *turn: self._quoted(*turn), structured_output
         )
 
-    def call(self, session: Session, ask: Ask) -> Call:
-        """The call that answers a request: a new one, or the one that it repeats. Raises Refusal.
+    def call(
+        self, session: Session, ask: Ask, rendered: Rendered | None = None, *, inline: bool = True
+    ) -> Call:
+        """The call that answers a request: a new one, or the one that it repeats. Raises Refusal, and
+        LargeText where its prompt must be rendered in a thread; `rendered` is what came of that.
 
         It is done when its turn is recorded for good: only then may the reply go out.
         """
         now = asyncio.get_running_loop().time()
         session.check_open(now)
         repeated = session.calls.retried(ask.digest, ask.idempotency_key, ask.retry)
+        if isinstance(repeated, Node) and repeated.turn.finish_reason == CLIENT_CLOSED:
+            self._supersede(session, repeated)
+            repeated = None
         if repeated is not None:
             self._metrics.retries_joined += 1
         if isinstance(repeated, Call):
@@ -63,15 +72,19 @@ class Turns:
             call = self.prompts.recall(ask, repeated)
             self._begin(session, call, self._repeat(session, call, repeated))
         else:
-            call = self.prompts.prepare(session, ask, check_limits(session, now))
+            left = check_limits(session, now)
+            if rendered is None:
+                if not inline:
+                    raise LargeText
+                rendered = self.prompts.render(session, ask, self.prompts.place(session, ask), inline=True)
+            call = self.prompts.prepare(session, ask, rendered, left)
             session.calls.add(call)
             self._begin(session, call, self._generate(session, call))
         return call
 
-    def count(self, session: Session, ask: Ask) -> int:
-        """How many tokens the prompt of a request has. Raises Refusal."""
+    def check_open(self, session: Session) -> None:
+        """Raises Refusal where the session takes no more requests."""
         session.check_open(asyncio.get_running_loop().time())
-        return self.prompts.count(session, ask)
 
     def _begin(self, session: Session, call: Call, work: Coroutine[Any, Any, None]) -> None:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
@@ -86,10 +99,16 @@ class Turns:
 
     async def _generate(self, session: Session, call: Call) -> None:
         on_ids = call.on_ids if call.order.stream else None
+        before = session.seat.disturbances
         try:
             sampled = await self._pool.sample(call.order, session.seat, session.deadline, on_ids)
+        except asyncio.CancelledError:
+            if session.seat.disturbances > before:  # an agent that did not wait longer is not to blame
+                session.gave_up = session.disturbed
+            raise
         except QueueFullError as error:
             session.gave_up = str(error)
+            session.seat.disturbances += 1
             call.refusal = queue_full(str(error))
             return
         except EngineError as error:
@@ -100,9 +119,15 @@ class Turns:
                 session.gave_up = str(error)
             call.refusal = blamed or engine_failure(str(error))
             return
-        call.on_ids(sampled.ids)
-        call.reader.finish()
+        if call.order.closed:
+            sampled.cut(call.delivered_ids(sampled.ids))
+            sampled.finish = CLIENT_CLOSED
+        else:
+            call.on_ids(sampled.ids)
+            call.reader.finish()
         node = self._append(session, call, sampled)
+        if call.order.closed:
+            self._delivered(session, node.turn.index)
         session.unwritten[node.turn.index] = node
         await self._commit(session, call, node)
 
@@ -118,6 +143,8 @@ class Turns:
                 call.refusal = not_recorded(str(error))
                 return
         call.node = node
+        if call.order.closed:
+            self._cut(session, call)
 
     def _write(self, session: Session) -> None:
         nodes = [session.unwritten[index] for index in sorted(session.unwritten)]
@@ -129,7 +156,8 @@ class Turns:
     def _written(self, session: Session, nodes: list[Node], writing: asyncio.Future[None]) -> None:
         failed = writing.cancelled() or writing.exception() is not None
         for node in nodes:
-            del session.writing[node.turn.index]
+            if session.writing.get(node.turn.index) is writing:
+                del session.writing[node.turn.index]
             if failed:
                 session.unwritten[node.turn.index] = node
                 session.calls.remember(node)
@@ -149,6 +177,7 @@ class Turns:
             metrics.branches[turn.branch.partition(":")[0]] += 1
         if turn.parse is not None:
             metrics.parses[turn.parse] += 1
+        metrics.client_closed_turns += turn.finish_reason == CLIENT_CLOSED
         metrics.turn_seconds.add(turn.seconds)
         log_turn(session, turn, call.prompt_tokens)
         return node
@@ -164,9 +193,14 @@ class Turns:
         session.calls.settle(call)
         call.wake()
 
-    def abandon(self, session: Session, call: Call) -> None:
-        """A listener left without the reply; with the last one the generation is aborted."""
-        if not call.bells and not call.done and call.task is not None:
+    def abandon(self, session: Session, call: Call, *, closed: bool = False) -> None:
+        """A listener left before the end of the reply; with the last one the generation is aborted. Where
+        its client closed the stream, what was delivered until then is its turn."""
+        if call.bells or call.refusal is not None or call.task is None:
+            return
+        if call.given and closed:
+            self._close(session, call)
+        elif not call.done:
             self._metrics.abandoned_calls += 1
             session.calls.abandoned(call)
             # At once: who comes back before the task has heard of it must not wait for a reply.
@@ -180,10 +214,63 @@ class Turns:
         self._delivered(session, call.node.turn.index)
         session.gave_up = session.interrupted = session.overflowed = None
 
+    def _close(self, session: Session, call: Call) -> None:
+        session.calls.closed(call)
+        session.gave_up = session.interrupted = session.overflowed = None
+        call.order.close()
+        if call.node is not None:
+            self._cut(session, call)
+
+    def _cut(self, session: Session, call: Call) -> None:
+        """Keep of a recorded turn what was delivered of it."""
+        assert call.node is not None, "only a recorded turn is cut"
+        session.calls.delivered(call)
+        node = call.node
+        if node.turn.delivered:
+            return
+        self._metrics.client_closed_turns += 1
+        count = call.delivered_ids(node.turn.output_ids.tolist())
+        session.tree.cut(node.turn.index, count, call.reader.message())
+        self._delivered(session, node.turn.index)
+        session.unwritten[node.turn.index] = node
+        self._write(session)
+
+    def _supersede(self, session: Session, node: Node) -> None:
+        """Count the retry of a closed stream instead of what was delivered of it."""
+        session.calls.superseded(node)
+        if not node.quoted and node.turn.delivered:
+            node.turn.delivered = False
+            self._metrics.undelivered_turns += 1
+            session.unwritten[node.turn.index] = node
+
+    async def settled(self, session: Session, body: RawBody = b"", asks: Sequence[Ask] = ()) -> None:
+        """Wait until closed streams are recorded, and those that a request refers to or quotes while they are
+        still streamed: its client has closed them, and the gateway is about to notice."""
+        quoted = [
+            call
+            for call in session.calls.live
+            if call.order.closed
+            or (call.given and (call.id.encode() in body or any(map(call.quoted_by, asks))))
+        ]
+        tasks = {call.task for call in quoted if call.task is not None}
+        if tasks:
+            await asyncio.wait(tasks, timeout=LAST_EVENT_S)
+
+    async def close_streams(self, session: Session) -> None:
+        """Record what was delivered of the streams that are open as their session ends."""
+        for call in list(session.calls.live):
+            if call.given and not call.order.closed:
+                self._close(session, call)
+        await self.settled(session)
+
     def sent(self, session: Session, call: Call) -> None:
         """The whole reply went out."""
         assert call.node is not None, "only a reply that is there is sent"
         self._journal.sent(session, call.node.turn.index)
+
+    def _quoted(self, session: Session, index: int) -> None:
+        session.tree.nodes[index].quoted = True
+        self._delivered(session, index)
 
     def _delivered(self, session: Session, index: int) -> None:
         if not session.tree.nodes[index].turn.delivered:

@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
+from tidegate.gateway.lag import PatientConnector, attentive_timeout
 from tidegate.gateway.protocol import RequestRefusedError, Sampled, read_reply
 
 REFUSALS = frozenset({400, 422})
@@ -26,8 +27,8 @@ class EngineWire:
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
         # Servers close idle connections after 5 s or more; a client that does so first never races them.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        connector = PatientConnector(connect_s, keepalive_s=3.0)
+        timeout = aiohttp.ClientTimeout(total=None)
         headers = {"Content-Type": "application/json"}
         self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers)
         self._connect_s = connect_s
@@ -78,9 +79,8 @@ class EngineWire:
         return await self._probe(url + "/health") is not None
 
     async def _probe(self, address: str) -> Any:
-        timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
         try:
-            async with self._http.get(address, timeout=timeout) as response:
+            async with attentive_timeout(self._probe_timeout_s), self._http.get(address) as response:
                 data = await response.read()
         except TimeoutError:
             raise Silence from None

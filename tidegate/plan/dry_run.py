@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -51,8 +50,7 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"engine    {shlex.join(_engine(settings))}{several}"
     gateway = [*gateway_arguments(settings, settings.gateway.host), "--port", str(settings.gateway.port)]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
-    agent = ["--use", settings.agent.use, "--options", json.dumps(settings.agent.options)]
-    yield f"agents    python -m tidegate.agents.worker {shlex.join(agent)}"
+    yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer
     others = f" and {trainer.ranks - 1} followers of it" if trainer.ranks > 1 else ""
     yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from tidegate.sections import Section
-from tidegate.trainer.admission import Rules
+from tidegate.trainer.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -148,7 +148,7 @@ class Scenario(Section):
             publish_interval=rules.publish_interval,
             max_attempts=rules.max_attempts,
             max_stale_retries=rules.max_stale_retries,
-            max_running=max(1, self.agent.max_concurrency // rules.group_size),
+            max_running=self.agent.max_concurrency,
         )
 
     def with_(self, **sections: dict[str, object]) -> Scenario:

@@ -16,9 +16,10 @@ from tidegate.simulation.clock import Clock
 from tidegate.simulation.engines import Engine, Pool, Request
 from tidegate.simulation.outcome import Figures, Tally
 from tidegate.simulation.scenario import Scenario, Turn
-from tidegate.trainer.admission import Admission, Verdict
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.entries import Entry
 from tidegate.trainer.groups import Cut, Phase
+from tidegate.trainer.rules import Verdict
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5
@@ -143,11 +144,12 @@ class World:
         elif verdict is Verdict.FAILED:
             self._forget(attempt.group, "failed")
             self._start_groups()
-        elif verdict is Verdict.READY:
-            self._ready.append(attempt.group)
-            if self._waiting:
-                self._gather()
-            self._start_groups()  # it runs no more, which counts where concurrency is the limit
+        else:
+            if verdict is Verdict.READY:
+                self._ready.append(attempt.group)
+                if self._waiting:
+                    self._gather()
+            self._start_groups()  # its place is free
 
     def _again(self, attempt: Attempt) -> None:
         if attempt.group in self._attempts:
@@ -210,7 +212,7 @@ class World:
             if self._core.groups[group].phase in (Phase.RUNNING, Phase.READY)
         }
         for group in self._core.doomed(version, sampled):
-            self._core.end_stale(group)
+            self._core.end_stale(group, version, sampled[group])
             self._forget(group, "stale")
         self._start_groups()
         self._pool.pause()

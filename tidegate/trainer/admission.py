@@ -20,58 +20,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.entries import Entry, State, entry
 from tidegate.trainer.groups import Cut, GroupState, Phase, Progress, Slot, Ticket
+from tidegate.trainer.outage import Outage
+from tidegate.trainer.rules import Rules, Verdict
 from tidegate.types import Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The settings that admission obeys; the names are those of `TrainerSettings`."""
-
-    groups_per_batch: int
-    group_size: int
-    min_group_size: int
-    max_staleness: int | None
-    publish_interval: int = 1
-    publishes: bool = True
-    """False: no version but the first ever goes live, so nothing that was stepped on waits for one."""
-    max_attempts: int = 3
-    max_stale_retries: int = 2
-    max_running: int = 1 << 30
-    """Groups whose agents run at the same time."""
-    steps: int | None = None
-    """Optimiser steps of the run; None where groups are filtered, as nobody knows then how many it takes."""
-
-    def proved(self) -> dict[str, int | None]:
-        """Those that an audit holds the book against."""
-        names = ("groups_per_batch", "group_size", "min_group_size", "max_staleness", "max_attempts")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def capacity(self) -> int:
-        """Groups that may be outstanding; without a bound, as many as staleness 4 would allow."""
-        ahead = 4 if self.max_staleness is None else self.max_staleness
-        return (ahead + 1) * self.groups_per_batch * self.publish_interval
-
-
-class Verdict(StrEnum):
-    """What the end of an attempt means."""
-
-    RETRY = "retry"
-    """The slot gets another attempt."""
-    WAIT = "wait"
-    """The slot is settled; other slots of the group still run."""
-    READY = "ready"
-    """Every slot is settled and the group can be sealed."""
-    FAILED = "failed"
-    """Too few slots can succeed: the group ended, its running attempts are to be cancelled."""
-    LATE = "late"
-    """The group has ended already; nothing changes."""
 
 
 class Admission:
@@ -93,6 +48,7 @@ class Admission:
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         """Since the last step."""
+        self.outage = Outage(book)
         self._book = book
         self._cursor = 0
         self._recycled: deque[Ticket] = deque()
@@ -107,14 +63,20 @@ class Admission:
     def outstanding(self) -> int:
         return len(self.groups)
 
+    def running(self) -> int:
+        """Episodes that run, or that are about to be attempted again."""
+        return self._running
+
     def blocked_by(self) -> str | None:
         """Why no group may start now, in words; None if one may."""
+        if (out := self.outage.why) is not None and (self.outage.down or self._running):
+            return f"an outage pauses the run: {out}"
         if self._announced > self.version:
             return f"version {self._announced} is being published"
         if self.outstanding() >= self.rules.capacity:
             return f"{self.outstanding()} groups are outstanding, the staleness bound's capacity"
-        if self._running >= self.rules.max_running:
-            return f"{self._running} groups are running, the concurrency limit"
+        if self.running() and self.running() + self.rules.group_size > self.rules.max_running:
+            return f"{self.running()} episodes are running; the concurrency limit leaves no place for a group"
         if (needed := self._needed()) is not None and needed <= 0:
             return "the steps that are left have all the groups they need"
         return None
@@ -147,7 +109,7 @@ class Admission:
             f"g{self.epoch}-{self._number:06d}", task, ticket, [Slot() for _ in range(self.rules.group_size)]
         )
         self.groups[group.id] = group
-        self._running += 1
+        self._running += len(group.slots)
         self.group_counts[State.LIVE] += 1
         self._book(
             entry(
@@ -160,11 +122,14 @@ class Admission:
     def start_attempt(self, group_id: str, slot: int) -> str:
         """Issue a slot attempt and return its id."""
         place = self.groups[group_id].slots[slot]
-        if place.running is not None or place.settled(self.rules.max_attempts):
+        if place.running is not None or place.settled(self.rules):
             raise LedgerError(f"group {group_id} slot {slot} is running or settled; it cannot start again")
+        if not self.outage.may_attempt():
+            raise LedgerError(f"group {group_id} slot {slot} started in an outage: {self.outage.why}")
         place.issued += 1
         place.running = f"{group_id}.{slot}.{place.issued}"
         self._of_attempt[place.running] = (group_id, slot)
+        self.outage.started(place.running)
         self.attempt_counts[State.LIVE] += 1
         self._book(
             entry("attempt", "issued", id=place.running, group=group_id, slot=slot, number=place.issued)
@@ -181,31 +146,42 @@ class Admission:
         group = self.groups[where[0]]
         slot = group.slots[where[1]]
         slot.running = None
+        if outcome is Outcome.CANCELLED:
+            self._end_attempt(attempt, State.CANCELLED, outcome, why)
+            return Verdict.RETRY
         if outcome.trainable:
             slot.done = attempt
             slot.outcome = outcome
-        elif outcome is Outcome.CANCELLED:
-            self._end_attempt(attempt, State.CANCELLED, outcome, why)
-            return Verdict.RETRY
+            self.outage.ended(attempt, outcome, why)
         else:
-            slot.failures += 1
-            self._end_attempt(attempt, State.FAILED, outcome, why)
-            if slot.failures < self.rules.max_attempts:
+            self._fail(slot, attempt, outcome, why)
+            if not slot.settled(self.rules):
                 return Verdict.RETRY
-            self._quarantine(group, outcome, why)
+            if slot.failures >= self.rules.max_attempts:
+                self._quarantine(group, outcome, why)
+        self._running -= 1
         return self._settle(group)
 
+    def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
+        """A failure is charged to the slot's budget for its kind; one in an outage to none."""
+        if self.outage.spares(attempt, outcome):
+            self._end_attempt(attempt, State.FAILED, outcome, why, spared=True)
+        else:
+            slot.mishaps += outcome is Outcome.INFRA_ERROR
+            slot.failures += outcome is not Outcome.INFRA_ERROR
+            self._end_attempt(attempt, State.FAILED, outcome, why)
+        self.outage.ended(attempt, outcome, why)
+
     def _settle(self, group: GroupState) -> Verdict:
-        limit = self.rules.max_attempts
-        lost = sum(slot.done is None and slot.settled(limit) for slot in group.slots)
+        rules = self.rules
+        lost = sum(slot.done is None and slot.settled(rules) for slot in group.slots)
         if len(group.slots) - lost < self.rules.min_group_size:
             self.failed_in_a_row += 1
             self._end_group(group, State.FAILED)
             return Verdict.FAILED
-        if not all(slot.settled(limit) for slot in group.slots):
+        if not all(slot.settled(rules) for slot in group.slots):
             return Verdict.WAIT
         group.phase = Phase.READY
-        self._running -= 1
         self.failed_in_a_row = 0
         return Verdict.READY
 
@@ -229,7 +205,8 @@ class Admission:
 
     def gives_up(self, attempt: str, outcome: Outcome) -> bool:
         """Whether an attempt that ends so is the one for which its task is quarantined."""
-        if outcome.trainable or outcome is Outcome.CANCELLED or attempt not in self._of_attempt:
+        blameless = outcome.trainable or outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)
+        if blameless or attempt not in self._of_attempt or self.outage.spares(attempt, outcome):
             return False
         group_id, slot = self._of_attempt[attempt]
         group = self.groups[group_id]
@@ -330,10 +307,19 @@ class Admission:
             and self.groups[group_id].phase in waiting
         ]
 
-    def end_stale(self, group_id: str) -> None:
-        """The group is too stale: it ends, and its task is issued again while the budget lasts."""
+    def end_stale(self, group_id: str, version: int | None = None, oldest: int | None = None) -> None:
+        """The group is too stale: it ends, and its task is issued again while the budget lasts.
+
+        `version` is the one that makes it so where it is about to be published, with the `oldest` version
+        sampled so far; of a leased group both are known.
+        """
         group = self.groups[group_id]
-        self._end_group(group, State.STALE)
+        version = self.version if version is None else version
+        oldest = group.oldest if oldest is None else oldest
+        age = None if oldest is None else version - oldest
+        self._end_group(
+            group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
+        )
         if group.ticket.stale_retries < self.rules.max_stale_retries:
             self._recycled.append(Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1))
 
@@ -367,7 +353,7 @@ class Admission:
         """The tasks to go on with: the cursor, and what is outstanding or waits to be recycled."""
         unpublished = Phase.UNPUBLISHED
         open_tickets = [group.ticket for group in self.groups.values() if group.phase is not unpublished]
-        return Progress(self._cursor, [*self._recycled, *open_tickets], sorted(self.quarantined))
+        return Progress(self._cursor, [*self._recycled, *open_tickets])
 
     def restore(self, progress: Progress) -> None:
         """Go on where a checkpoint left off. Tickets lose `replaces`: it named groups of a past epoch."""
@@ -375,7 +361,6 @@ class Admission:
         self._recycled = deque(
             Ticket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
-        self.quarantined = set(progress.quarantined)
 
     def go_on(self, group: GroupState) -> None:
         """Take up a group of a past epoch, which is ready, or leased where the trainer has its tokens.
@@ -394,11 +379,11 @@ class Admission:
 
     # ------------------------------------------------------------------ the book
 
-    def _end_group(self, group: GroupState, state: State) -> None:
-        self._enter_end(group, state)
+    def _end_group(self, group: GroupState, state: State, **details: object) -> None:
+        self._enter_end(group, state, **details)
         del self.groups[group.id]
         if group.phase is Phase.RUNNING:
-            self._running -= 1
+            self._running -= sum(not slot.settled(self.rules) for slot in group.slots)
         elif group.phase is Phase.LEASED:
             self._ready_order.remove(group.id)
 
@@ -413,8 +398,16 @@ class Admission:
         self.group_counts[state] += 1
         self._book(entry("group", "ended", id=group.id, state=state.value, **details))
 
-    def _end_attempt(self, attempt: str, state: State, outcome: Outcome, why: str | None) -> None:
+    def _end_attempt(
+        self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object
+    ) -> None:
+        if state is State.CANCELLED:
+            self.outage.forget(attempt)
         del self._of_attempt[attempt]
         self.attempt_counts[State.LIVE] -= 1
         self.attempt_counts[state] += 1
-        self._book(entry("attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why))
+        self._book(
+            entry(
+                "attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why, **details
+            )
+        )  # fmt: skip

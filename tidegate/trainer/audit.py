@@ -56,6 +56,8 @@ class _Rules:
     min_group_size: int
     max_staleness: int | None
     max_attempts: int
+    max_infra_attempts: int | None = None
+    """None: the ledger is from before there was such a budget."""
 
     @classmethod
     def of(cls, settings: Settings) -> _Rules:
@@ -97,6 +99,8 @@ class _Book:
         self.abandoned: set[int] = set()
         self.expected_seq = 0
         self.finished = False
+        self.paused = False
+        """An outage pauses the run."""
 
     def wrong(self, text: str) -> None:
         self.audit.findings.append(text)
@@ -118,7 +122,7 @@ class _Book:
     def _run(self, one: Entry) -> None:
         event = one["event"]
         if event == "started":
-            self.finished = False
+            self.finished = self.paused = False
             if "rules" in one:
                 self.rules = _Rules(**one["rules"])
             self._resume(one)
@@ -130,6 +134,15 @@ class _Book:
             self.audit.versions += 1
         elif event == "ended":
             self.finished = True
+        elif event in ("paused", "resumed"):
+            self.paused = event == "paused"
+        elif event == "quarantined":
+            self._check_blame(one)
+
+    def _check_blame(self, one: Entry) -> None:
+        """Tasks are given up for failures of their own alone."""
+        if self.rules.max_infra_attempts is not None and one.get("outcome") == "infra_error":
+            self.wrong(f"task {one['task']} was quarantined for an infra_error, of which it is not the cause")
 
     def _resume(self, one: Entry) -> None:
         """What was stepped on behind the checkpoint that a run resumes from is to be put back; versions
@@ -182,8 +195,12 @@ class _Book:
         if one["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
             self.wrong(f"{one['kind']} {one['id']} ended as {one['state']!r}, which is no final state")
         item.ended, item.seq = one, one["seq"]
+        if one.get("spared") and not self.paused:
+            self.wrong(f"attempt {one['id']} was spared although no outage was on")
         if one["kind"] == "group" and one["state"] == State.STEPPED:
             self._check_bound(one)
+        elif one["kind"] == "group" and one["state"] == State.STALE:
+            self._check_stale(one)
 
     def _check_bound(self, one: Entry) -> None:
         oldest, staleness, bound = one["oldest"], one["staleness"], self.rules.max_staleness
@@ -196,6 +213,18 @@ class _Book:
             self.wrong(f"group {one['id']} was trained on tokens of version {oldest}, which is abandoned")
         if staleness is not None:
             self.audit.oldest_staleness = max(staleness, self.audit.oldest_staleness or 0)
+
+    def _check_stale(self, one: Entry) -> None:
+        """A group whose oldest version is known was over the bound, or has tokens of an abandoned version."""
+        oldest, staleness, bound = one.get("oldest"), one.get("staleness"), self.rules.max_staleness
+        if oldest is None:
+            return
+        newest = one.get("newest")
+        sampled = range(oldest, (oldest if newest is None else newest) + 1)
+        if one["version"] - oldest != staleness:
+            self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
+        elif (bound is None or staleness <= bound) and self.abandoned.isdisjoint(sampled):
+            self.wrong(f"group {one['id']} ended stale at staleness {staleness}, within the bound {bound}")
 
     # -------------------------------------------------------------- conclusions
 
@@ -242,24 +271,21 @@ class _Book:
                 self.wrong(f"step {step} took {size} groups, not {self.batch_size[step]}")
 
     def _check_attempts_a_slot(self) -> None:
-        failures: Counter[tuple[str, int]] = Counter()
+        failures: Counter[tuple[str, int, bool]] = Counter()
         for attempt in self.attempts.values():
             ended = attempt.ended
-            if (
-                ended is not None
-                and ended["state"] == State.FAILED
-                and ended.get("outcome")
-                not in (
-                    "completed",
-                    "truncated",
-                )
-            ):
-                failures[attempt.issued["group"], attempt.issued["slot"]] += 1
-        for (group, slot), number in failures.items():
+            if ended is None or ended["state"] != State.FAILED or ended.get("spared"):
+                continue
+            if (outcome := ended.get("outcome")) not in ("completed", "truncated"):
+                infra = outcome == "infra_error"
+                failures[attempt.issued["group"], attempt.issued["slot"], infra] += 1
+        for (group, slot, infra), number in failures.items():
             known = self.groups.get(group)
-            limit = (self.rules if known is None else known.rules).max_attempts
+            rules = self.rules if known is None else known.rules
+            name = "max_attempts" if not infra or rules.max_infra_attempts is None else "max_infra_attempts"
+            limit = getattr(rules, name)
             if number > limit:
-                self.wrong(f"group {group} slot {slot} failed {number} times; max_attempts is {limit}")
+                self.wrong(f"group {group} slot {slot} failed {number} times; {name} is {limit}")
 
 
 def _committed(run_dir: Path, book: _Book) -> int:

@@ -57,7 +57,7 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
 
     Each path from a root to a last turn that can be trained is one sequence. Every delivered token that
     was sampled freely is trained in exactly one of them: what several paths share is trained in the
-    first and context in the others. Undelivered turns are never trained, but may be context.
+    first and context in the others. Undelivered and exempt turns are never trained, but may be context.
 
     Raises TrainingError where a turn's arrays differ in length, or a reply follows nothing.
     """
@@ -88,7 +88,7 @@ def minibatches(rows: Sequence[Row], number: int) -> list[list[Row]]:
 
 
 def _trainable(turn: Turn) -> bool:
-    return turn.delivered and bool(
+    return turn.trainable and bool(
         len(turn.output_ids) if turn.output_mask is None else turn.output_mask.any()
     )
 

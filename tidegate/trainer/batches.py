@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission import Admission
@@ -19,6 +20,8 @@ from tidegate.trainer.tokens import Tokens
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
+UNKNOWN = "unknown"
+"""How the gateway is told of a group that is not in the ledger, or not any more."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class Batches:
     freed: Callable[[], None]
     keeps: Callable[[Group], bool]
     tokens: Tokens = field(default_factory=Tokens)
+    answer: Callable[[int], Any] = lambda _: None
+    """Gold answer of the training task at an index, as trajectory files hold it."""
     last_progress: float = field(default_factory=time.monotonic)
     _held: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
@@ -109,13 +114,14 @@ class Batches:
         return Batch(cut, groups, dropped, now - started, ready)
 
     async def _take(self, group: Group) -> tuple[Group, State] | None:
-        """Hold a leased group, or filter it at once."""
+        """Hold a leased group, or filter it at once. One that admission does not know counts nowhere."""
         self.last_progress = time.monotonic()
-        if (
-            group.id not in self.admission.groups
-        ):  # ended while it was ready: too stale for the version that went live, and dropped
-            await self.gateway.ack(self.admission.epoch, group.lease_id, State.STALE)
-            return group, State.STALE
+        if group.id not in self.admission.groups:  # never issued, or ended while its lease was answered
+            await self.gateway.ack(self.admission.epoch, group.lease_id, UNKNOWN)
+            return None
+        answer = self.answer(self.admission.groups[group.id].ticket.index)
+        for trajectory in group.trajectories:
+            trajectory.answer = answer
         self.hold(group)
         self.admission.lease(group.id, group.oldest_version(), group.newest_version())
         if not self.keeps(group):
@@ -134,7 +140,7 @@ class Batches:
 
     async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
         if group.lease_id:
-            await self.gateway.ack(self.admission.epoch, group.lease_id, state, step)
+            await self.gateway.ack(self.admission.epoch, group.lease_id, state)
 
     async def stepped(self, batch: Batch, step: int) -> None:
         """Enter the step in the ledger, then let the gateway forget the groups."""

@@ -1,10 +1,10 @@
 """Checkpoints: everything a run needs to go on, made valid by one marker that is written last.
 
 `checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, an adapter)
-and the marker `COMMITTED`, a flat JSON object: `step` and whatever else the run must remember (the ledger's
-position, the version, the data cursor). All files are on disk before the marker is, and the marker
-appears by a rename, so that it is there in full or not at all. A directory without one is what a killed
-process left: it is ignored, and removed by the next `prune`.
+and the marker `COMMITTED`, a JSON object: `step`, whatever else the run must remember (the ledger's position,
+the version, the data cursor), `files` (the checksum of each file) and `checksum` (of the marker itself). All
+files are on disk before the marker is, and the marker appears by a rename, so that it is there in full or not
+at all. A directory without one was left by a killed process: it is ignored, and removed by the next `prune`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidegate import failpoints
+from tidegate import checksum, failpoints
 from tidegate.errors import CheckpointError
 
 MARKER = "COMMITTED"
@@ -43,6 +44,18 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+    files: dict[str, int] | None = None
+    """Checksums by name; None: the marker has none, since it was written by an earlier version."""
+
+    def verify(self) -> None:
+        """Raises CheckpointError where a file is missing, or is not as it was when it was committed."""
+        for name, expected in (self.files or {}).items():
+            try:
+                found = checksum.of_file(self.path / name)
+            except OSError as error:
+                raise _damaged(self.path / name, error.strerror or str(error)) from error
+            if found != expected:
+                raise _damaged(self.path / name, f"its checksum is {found}, not {expected}")
 
 
 def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) -> Path:
@@ -55,8 +68,8 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
     removed and older checkpoints stay.
     """
     path = _directory(run_dir) / f"step_{step}"
-    marker = json.dumps({**state, "step": step}, allow_nan=False)
     whole = (path / MARKER).exists()
+    files = read(path).files if whole else None
     try:
         if not whole:
             with failpoints.around("checkpoint.weights"):
@@ -65,7 +78,10 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
                 policy.save_state(path / TRAINER_STATE)
             sync_tree(path)
             sync(path.parent)
-        _commit(path / MARKER, marker)
+        if files is None:
+            files = {one.name: checksum.of_file(one) for one in sorted(path.iterdir()) if one.name[0] != "."}
+            files.pop(MARKER, None)
+        _commit(path / MARKER, _marker({**state, "step": step}, files))
     except OSError as error:
         if not whole:
             shutil.rmtree(path, ignore_errors=True)
@@ -158,11 +174,28 @@ def read(path: Path) -> Checkpoint:
     marker = path / MARKER
     try:
         state = json.loads(marker.read_text(encoding="utf-8"))
-        return Checkpoint(path, int(state["step"]), state)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{marker} cannot be read ({error}); remove {path} to resume from the checkpoint before it"
-        ) from error
+        expected, files = state.pop("checksum", None), state.pop("files", None)
+        step = int(state["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(marker, f"it cannot be read: {error}") from error
+    if expected is not None and expected != _checksum(state, files):
+        raise _damaged(marker, f"its checksum is not {expected}")
+    return Checkpoint(path, step, state, files)
+
+
+def _marker(state: dict[str, Any], files: dict[str, int]) -> str:
+    whole = {**state, "files": files, "checksum": _checksum(state, files)}
+    return json.dumps(whole, allow_nan=False)
+
+
+def _checksum(state: dict[str, Any], files: dict[str, int] | None) -> int:
+    return zlib.crc32(json.dumps([state, files], sort_keys=True).encode())
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is damaged ({why}); remove {file.parent} to resume from the checkpoint before it"
+    )
 
 
 def _advice(path: Path, error: OSError) -> str:

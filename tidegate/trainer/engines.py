@@ -30,6 +30,8 @@ class Engines:
     def __init__(self, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._note = note
+        self.on_look: Callable[[bool], None] = lambda serving: None
+        """Told with every look whether any engine serves."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Their control addresses, by URL."""
         self._trial: set[str] = set()
@@ -125,6 +127,7 @@ class Engines:
     async def _look(self, group: asyncio.TaskGroup) -> None:
         async with self._listing:
             rows = {row["url"]: row for row in await self._gateway.list_engines()}
+            self.on_look(any(row["healthy"] and row["admitted"] for row in rows.values()))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
                 self._trial.discard(url)

@@ -32,10 +32,13 @@ class Entry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
     * group issued: `task`, `index` (its place in the training split), `version`, `replaces`
-    * group ended: `state`, and for `stepped` also `step`, `version`, `oldest`, `staleness`
+    * group ended: `state`, for `stepped` also `step`, `version`, `oldest`, `staleness`, and for `stale`
+      `version` (against which it was too stale), `oldest`, `newest`, `staleness`
     * attempt issued: `group`, `slot`, `number` (1 for a slot's first)
-    * attempt ended: `state`, `outcome`, `why`
+    * attempt ended: `state`, `outcome`, `why`, and `spared` where a failure in an outage is charged to nobody
     * group put_back: a resume undid its step; it and the attempts that ended `stepped` with it are live again
+    * run quarantined / lifted: `task`, and why
+    * run paused / resumed: `why`; an outage begins and ends, no group starts meanwhile
     * run started / publishing / ended: `epoch`, `step`, `version`, `why`; of a started run also `position`
       where it resumes (the ledger's position in the marker it goes on from), and the `rules` that hold from
       there on: a run may be resumed with other ones
@@ -44,7 +47,9 @@ class Entry(TypedDict, total=False):
     seq: int
     time: float
     kind: Kind
-    event: Literal["issued", "ended", "put_back", "started", "publishing", "quarantined"]
+    event: Literal[
+        "issued", "ended", "put_back", "started", "publishing", "quarantined", "lifted", "paused", "resumed"
+    ]
     id: str
     state: str
     task: str
@@ -53,12 +58,14 @@ class Entry(TypedDict, total=False):
     replaces: str | None
     step: int
     oldest: int | None
+    newest: int | None
     staleness: int | None
     group: str
     slot: int
     number: int
     outcome: str | None
     why: str | None
+    spared: bool
     epoch: int
     position: int | None
     rules: dict[str, Any]

@@ -8,20 +8,26 @@ are no part of a mean.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tidegate.config import Settings
-from tidegate.errors import GatewayError
+from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
+from tidegate.trainer.pause import INFRA_BACKOFF_MAX_S, LOOK_S, backoff_s
 from tidegate.trainer.rollout import Episodes, attempt_seed
-from tidegate.types import Sampling, Task, Trajectory
+from tidegate.trainer.trajectories import bounded_answer
+from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 GREEDY = 0.0
+GREEDY_SET = "greedy"
+"""What no held-out set may be called."""
 Episode = tuple[str, str, Trajectory]
 """Evaluation set, mode (`sampled` or `greedy`), trajectory."""
 
@@ -45,8 +51,19 @@ class Evaluator:
     sets: dict[str, list[Task]]
     observer: Observer
     keep: Callable[[int, list[Episode]], None]
+    engines_down: Callable[[], bool] = lambda: False
+    """Time in which no engine serves does not count against the deadline."""
     last_progress: float = 0.0
     _done: int = 0
+    _jitter: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a set's score would have the name of another one."""
+        if GREEDY_SET in self.sets:
+            raise ConfigError(
+                f"the environment has a held-out set {GREEDY_SET!r}, whose score would be named "
+                "eval/reward_greedy, as the main set's at temperature 0: give it another name in eval_sets()"
+            )
 
     async def full(self, step: int) -> Evaluation:
         """Every held-out set sampled, the main one greedily too."""
@@ -70,7 +87,7 @@ class Evaluator:
         async def one(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
                 found = await self._episode(
-                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons
+                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, again=step > 0
                 )
             self._done += 1
             self.last_progress = time.monotonic()
@@ -79,7 +96,7 @@ class Evaluator:
 
         running = [asyncio.create_task(one(*each)) for each in wanted]
         try:
-            await asyncio.wait(running, timeout=self.settings.eval.deadline_s)
+            await self._wait(running)
         finally:
             unfinished = sum(not task.done() for task in running)
             for task in running:
@@ -95,25 +112,44 @@ class Evaluator:
         metrics = _metrics(plan, episodes, len(wanted)) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
-    async def _episode(self, name: str, mode: str, task: Task, reasons: Counter[str]) -> Trajectory | None:
-        sampling = self.settings.sampling
-        temperature = GREEDY if mode == "greedy" else sampling.temperature
-        gateway = self.episodes.gateway
-        try:
-            summary = await self.episodes.run(
-                name,
-                task,
-                Sampling(temperature, max_tokens=sampling.max_tokens),
-                "eval",
-                seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # alike at every step
-            )
-            trajectory = await gateway.trajectory(summary.session_id)
-            await gateway.delete_session(summary.session_id)
-        except GatewayError as error:
-            reasons[str(error)] += 1
-            return None
+    async def _wait(self, running: list[asyncio.Task[Episode | None]]) -> None:
+        pending, left = set(running), self.settings.eval.deadline_s
+        while pending and left > 0:
+            down, began = self.engines_down(), time.monotonic()
+            _, pending = await asyncio.wait(pending, timeout=min(left, LOOK_S))
+            left -= 0.0 if down else time.monotonic() - began
+
+    async def _episode(
+        self, name: str, mode: str, task: Task, reasons: Counter[str], again: bool
+    ) -> Trajectory | None:
+        """With `again` one that infrastructure ended is repeated, as long as the evaluation lasts."""
+        for tries in itertools.count(1):
+            try:
+                trajectory = await self._try(name, mode, task)
+            except GatewayError as error:
+                reasons[str(error)] += 1
+                return None
+            if trajectory.outcome is not Outcome.INFRA_ERROR or not again:
+                break
+            self.last_progress = time.monotonic()
+            await asyncio.sleep(backoff_s(tries, self._jitter, INFRA_BACKOFF_MAX_S))
         if trajectory.reward is None:
             reasons[f"{trajectory.outcome}: {trajectory.error}"] += 1
+        return trajectory
+
+    async def _try(self, name: str, mode: str, task: Task) -> Trajectory:
+        sampling, gateway = self.settings.sampling, self.episodes.gateway
+        temperature = GREEDY if mode == "greedy" else sampling.temperature
+        summary = await self.episodes.run(
+            name,
+            task,
+            Sampling(temperature, max_tokens=sampling.max_tokens),
+            "eval",
+            seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # alike at every step
+        )
+        trajectory = await gateway.trajectory(summary.session_id)
+        trajectory.answer = bounded_answer(task.answer)
+        await gateway.delete_session(summary.session_id)
         return trajectory
 
 

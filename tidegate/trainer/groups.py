@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tidegate.errors import LedgerError
+from tidegate.trainer.rules import Rules
 from tidegate.types import Outcome
 
 
@@ -32,14 +33,19 @@ class Slot:
     """One of a group's places."""
 
     failures: int = 0
+    """Endings that are charged to the task."""
+    mishaps: int = 0
+    """`infra_error` endings outside of outages."""
     issued: int = 0
     running: str | None = None
     done: str | None = None
     outcome: Outcome | None = None
     """Of the attempt that stands."""
 
-    def settled(self, max_attempts: int) -> bool:
-        return self.done is not None or self.failures >= max_attempts
+    def settled(self, rules: Rules) -> bool:
+        """Whether it succeeded, or one of its budgets is spent."""
+        spent = self.failures >= rules.max_attempts or self.mishaps >= rules.max_infra_attempts
+        return self.done is not None or spent
 
 
 @dataclass(slots=True)
@@ -86,4 +92,3 @@ class Progress:
 
     cursor: int = 0
     tickets: list[Ticket] = field(default_factory=list)
-    quarantined: list[str] = field(default_factory=list)

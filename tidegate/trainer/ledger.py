@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         kept, self.position = whole_lines(path)
+        self.checksum = zlib.crc32(path.read_bytes()[:kept]) if kept else 0
+        """CRC-32 of all entries so far."""
         self._file = open(path, "ab")  # noqa: SIM115 - owned until close()
         # A line that was torn by a crash was never acted upon: what it announced did not happen.
         self._file.truncate(kept)
@@ -37,11 +40,15 @@ class Ledger:
         line: Entry = {"seq": self.position, "time": round(time.time(), 3), **one}
         try:
             with failpoints.around(f"ledger.{one['kind']}.{one.get('state', one['event'])}"):
-                self._file.write(orjson.dumps(line) + b"\n")
+                data = orjson.dumps(line) + b"\n"
+                self._file.write(data)
                 self._file.flush()
+                if one["kind"] == "run":  # a version that was published is never given again
+                    self.sync()
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot enter {one.get('id')}: {error.strerror}") from error
         self.position += 1
+        self.checksum = zlib.crc32(data, self.checksum)
 
     def sync(self) -> None:
         """Force everything entered so far to the disk."""

@@ -72,11 +72,16 @@ def sequence_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
     return _by_row(token_ratio(logprobs_n, batch), batch)
 
 
-def mean_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
-    """The mean of log π_θ/μ over the row's trained tokens: GSPO's (π_θ(y)/μ(y))^(1/|y|) (Zheng et al.,
-    Group Sequence Policy Optimization, 2025)."""
-    log_ratio_n = token_ratio(logprobs_n, batch)
-    return _by_row(log_ratio_n, batch) / _by_row(torch.ones_like(log_ratio_n), batch)
+def gspo_token_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
+    """log of GSPO-token's ratio, sg[s] · π_θ ÷ sg[π_θ] with s = (π_θ(y)/μ(y))^(1/|y|) over the row's
+    trained tokens (Zheng et al., Group Sequence Policy Optimization, 2025, §4.3).
+
+    Its value is the sequence's ratio for every token, and its gradient the token's own, so that each token
+    is weighted by its own advantage. Where all tokens of a row have one advantage, the gradient is GSPO's.
+    """
+    log_ratio_n = token_ratio(logprobs_n, batch).detach()
+    mean_n = _by_row(log_ratio_n, batch) / _by_row(torch.ones_like(log_ratio_n), batch)
+    return mean_n + logprobs_n - logprobs_n.detach()
 
 
 def _by_row(value_n: Tensor, batch: Microbatch) -> Tensor:
@@ -208,7 +213,7 @@ LOSSES: dict[str, Callable[[TrainerSettings], Loss]] = {
     "grpo": lambda s: Loss(token_ratio, ppo_clip(*_clip(s, 0.2, 0.2)), sequence_mean),
     "dr_grpo": lambda s: Loss(token_ratio, ppo_clip(*_clip(s, 0.2, 0.2)), sequence_sum(s.sequence_length)),
     "dapo": lambda s: Loss(token_ratio, ppo_clip(*_clip(s, 0.2, 0.28)), token_mean),
-    "gspo": lambda s: Loss(mean_ratio, ppo_clip(*_clip(s, 3e-4, 4e-4)), sequence_mean),
+    "gspo": lambda s: Loss(gspo_token_ratio, ppo_clip(*_clip(s, 3e-4, 4e-4)), sequence_mean),
     "decoupled_ppo": lambda s: Loss(
         proximal_ratio, corrected(truncated(s.importance_cap), ppo_clip(*_clip(s, 0.2, 0.2))), token_mean
     ),

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
+from tidegate.devices import find_device
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.adapter import Adapter, layer_of
 from tidegate.trainer.batch import Row, minibatches
@@ -121,7 +122,7 @@ class Policy:
 
     @staticmethod
     def _loaded_on(settings: TrainerSettings) -> torch.device:
-        return torch.device(settings.device)
+        return find_device("trainer.device", settings.device)
 
     def update(self, rows: Sequence[Row], version: int) -> dict[str, float]:
         """Train on the rows of a batch; `version` is that of the weights it starts from.

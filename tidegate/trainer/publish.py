@@ -159,6 +159,8 @@ class Publisher:
     """Sends the weights to the engines; None: they read the files. Those it fails with read them then."""
     place: Callable[[str, Path], Awaitable[Path]] = _seen
     """Where the engine at a URL finds what lies in a directory here. Raises StartError, OSError."""
+    waits: Callable[[], bool] = lambda: False
+    """Whether engines are waited for beyond that: an outage is on, which has a limit of its own."""
     out: set[str] = field(default_factory=set)
     _expected: set[str] = field(default_factory=set)
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -272,6 +274,8 @@ class Publisher:
             failed = {url: error for url, error in failed.items() if url in present}
             over_with = {url for url, one in failed.items() if not one.retryable or url in self.out} | brought
             trying = [url for url in present if url not in over_with]
+            if self.waits():
+                deadline = time.monotonic() + self.patience_s
             over = attempt > ATTEMPTS_BESIDE_OTHERS if brought else time.monotonic() >= deadline
             if not trying or (over and attempt > 1):
                 break

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidegate.envs.base import TAKEN
 from tidegate.observer import Observer
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
+from tidegate.trainer.entries import State
 from tidegate.trainer.groups import Cut
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -28,12 +30,20 @@ class Recorder:
     version: Callable[[], int]
     _made_after: dict[int, int] = field(default_factory=dict)
     """Version → the optimiser steps after which its weights were published."""
+    _before: dict[str, float] = field(init=False)
+    """The snapshot of the line before."""
+
+    def __post_init__(self) -> None:
+        self._before = self.snapshot()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line. Step 0 is the evaluation before the first step."""
         version = self.version()
         self._made_after.setdefault(version, step)
-        line = {"step": step, "version": version, "time": time.time(), **metrics, **self.snapshot()}
+        now = self.snapshot()
+        head = {"step": step, "version": version, "time": time.time()}
+        line = {**head, **metrics, **now, **_lost(now, self._before)}
+        self._before = now
         self.log.append(line)
         self.observer.step(line)
 
@@ -56,7 +66,7 @@ class Recorder:
             **_spread(
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
             ),
-            "reward/zero_variance_ratio": _zero_variance_ratio(batch),
+            **_alike(batch),
             **told_metrics(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
@@ -71,10 +81,26 @@ class Recorder:
         return [taken - one for one in made if one is not None]
 
 
-def _zero_variance_ratio(batch: Batch) -> float:
-    """The share of the finished groups whose rewards are all alike, whether they were filtered or not."""
+def _lost(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """How many groups came to nothing since the line before, by cause."""
+    return {
+        f"selection/{state}_groups": now[name] - before.get(name, 0.0)
+        for state in (State.STALE, State.FILTERED, State.FAILED)
+        if (name := f"groups/{state}") in now
+    }
+
+
+def _alike(batch: Batch) -> dict[str, float]:
+    """The shares of the finished groups whose rewards are all alike, whether they were filtered or not: all
+    of them, and those that are all solved (a reward above 0) or all failed."""
     groups = [*batch.groups, *(group for group, _ in batch.dropped)]
-    return float(np.mean([is_zero_variance(group.rewards()) for group in groups]))
+    alike = [rewards[0] for group in groups if is_zero_variance(rewards := group.rewards())]
+    solved = sum(reward > 0 for reward in alike)
+    return {
+        "reward/zero_variance_ratio": len(alike) / len(groups),
+        "reward/all_solved_ratio": solved / len(groups),
+        "reward/all_failed_ratio": (len(alike) - solved) / len(groups),
+    }
 
 
 def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[str, float]:
@@ -83,13 +109,18 @@ def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[
 
 
 def told_metrics(episodes: list[Trajectory]) -> dict[str, float]:
-    """`reward/<env>` where there are several environments, and `episode/<name>`: what agents and rewards
-    told of their episodes, each the mean over those that told it."""
+    """`reward/<env>` where there are several environments, `reward/<part>`, and `episode/<name>`: what agents
+    and rewards told of their episodes, each the mean over those that told it."""
     values: dict[str, list[float]] = {}
-    several = len({one.env for one in episodes}) > 1
+    envs = {one.env for one in episodes}
+    several = len(envs) > 1
+    taken = {*TAKEN, *(envs if several else ())}
     for one in episodes:
         if several and one.reward is not None:
             values.setdefault(f"reward/{one.env}", []).append(one.reward)
+        for name, value in one.reward_parts.items():
+            if name not in taken:  # parts that an agent posts have any name
+                values.setdefault(f"reward/{name}", []).append(value)
         for name, value in one.metrics.items():
             values.setdefault(f"episode/{name}", []).append(value)
     return {name: float(np.mean(found)) for name, found in sorted(values.items())}
@@ -97,10 +128,10 @@ def told_metrics(episodes: list[Trajectory]) -> dict[str, float]:
 
 def _versions(trained: list[Trajectory]) -> dict[str, float]:
     """`mixed_ratio`: trajectories, `mixed_turn_ratio`: turns, with tokens of more than one version."""
-    turns = [turn for one in trained for turn in one.delivered_turns()]
+    turns = [turn for one in trained for turn in one.trainable_turns()]
     mixed_turns = [len({span.version for span in turn.version_spans}) > 1 for turn in turns]
     mixed = [
-        len({span.version for turn in one.delivered_turns() for span in turn.version_spans}) > 1
+        len({span.version for turn in one.trainable_turns() for span in turn.version_spans}) > 1
         for one in trained
     ]
     versions = np.concatenate([turn.token_versions() for turn in turns])
@@ -112,7 +143,7 @@ def _versions(trained: list[Trajectory]) -> dict[str, float]:
 
 
 def _lengths(trained: list[Trajectory]) -> dict[str, float]:
-    turns = [sum(1 for _ in one.delivered_turns()) for one in trained]
+    turns = [sum(1 for _ in one.trainable_turns()) for one in trained]
     cached = sum(turn.cached_tokens for one in trained for turn in one.turns)
     prompts = sum(len(one.prompt_ids(turn)) for one in trained for turn in one.turns)
     return {
@@ -128,7 +159,7 @@ def _lengths(trained: list[Trajectory]) -> dict[str, float]:
 def _tool_calls(trained: list[Trajectory]) -> dict[str, float]:
     """Calls on the newest branch of each episode; `malformed_ratio` is of the turns that wrote any."""
     calls = [sum(len(said.get("tool_calls") or ()) for said in one.messages) for one in trained]
-    written = [turn.parse for one in trained for turn in one.delivered_turns() if turn.parse is not None]
+    written = [turn.parse for one in trained for turn in one.trainable_turns() if turn.parse is not None]
     return {
         **_spread("tool_calls", calls, ("mean", "max")),
         "tool_calls/malformed_ratio": written.count("malformed") / max(1, len(written)),

@@ -47,6 +47,7 @@ class Past:
     abandoned: set[int] = field(default_factory=set)
     """Versions of lineages that were left behind."""
     quarantined: set[str] = field(default_factory=set)
+    """Tasks that are to blame themselves; older ledgers have others, given up in an outage."""
     _versions: list[tuple[int, int]] = field(default_factory=list)
     """(`seq` of the entry, version) of everything published."""
     _members: dict[str, list[str]] = field(default_factory=dict)
@@ -77,8 +78,10 @@ class Past:
         self.epoch = max(self.epoch, one.get("epoch") or 0)
         if one["event"] == "started":
             self.abandon(one.get("position") or 0)
-        if one["event"] == "quarantined":
+        if one["event"] == "quarantined" and one.get("outcome") != Outcome.INFRA_ERROR:
             self.quarantined.add(one["task"])
+        if one["event"] == "lifted":
+            self.quarantined.discard(one["task"])
         if one["event"] in ("started", "publishing"):
             self._versions.append((one["seq"], one["version"]))
 

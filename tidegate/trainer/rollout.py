@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
 from tidegate.gateway.client import GatewayClient, Summary
-from tidegate.trainer.admission import Admission, Verdict
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.crew import Runner
 from tidegate.trainer.dead_letters import Attempted
 from tidegate.trainer.entries import State
-from tidegate.trainer.groups import GroupState, Phase, Ticket
+from tidegate.trainer.groups import GroupState, Phase, Slot, Ticket
+from tidegate.trainer.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
+from tidegate.trainer.rules import Verdict
 from tidegate.trainer.tokens import Tokens
-from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
+from tidegate.trainer.trajectories import bounded_answer
+from tidegate.types import MODEL_NAME, Outcome, Sampling, Split, Task, Trajectory
 
-BACKOFF_S = 0.25
-BACKOFF_MAX_S = 8.0
 MAX_SKIPPED = 10_000
 """So many quarantined tasks in a row mean that there is no other one."""
 
@@ -43,7 +44,6 @@ class Episodes:
     gateway: GatewayClient
     worker: Runner
     deadline_s: float
-    model: str = "policy"
     epoch: int | None = None
     """Of the trainer that runs them: they end `cancelled` when a newer one comes."""
 
@@ -73,7 +73,7 @@ class Episodes:
             task.view(),
             base_url=access.base_url,
             api_key=access.api_key,
-            model=self.model,
+            model=MODEL_NAME,
             seed=seed,
             deadline_s=self.deadline_s,
         )
@@ -97,9 +97,11 @@ class Rollout:
     admission: Admission
     episodes: Episodes
     tasks: Tasks
-    record_failure: Callable[[Trajectory, str], None]
+    record: Callable[[Trajectory, State], None]
+    """Keeps an episode that failed, or that went stale before its group was leased."""
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
     """Told of a task, and of a group's slot and its attempts, before the task is quarantined."""
+    pause: Pause
     tokens: Tokens = field(default_factory=Tokens)
     sessions: dict[str, str] = field(default_factory=dict)
     """Session id of every attempt that is live."""
@@ -161,6 +163,10 @@ class Rollout:
                 "see train_task in tidegate/envs/base.py"
             ) from error
 
+    def answer(self, index: int) -> Any:
+        """The gold answer of a training task, as trajectory files hold it."""
+        return bounded_answer(self._task(index).answer)
+
     def _ended(self, running: asyncio.Task[None]) -> None:
         self._running.pop(running.get_name(), None)
         if not running.cancelled() and (error := running.exception()) is not None:
@@ -174,7 +180,7 @@ class Rollout:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
                 if verdict in (Verdict.FAILED, Verdict.LATE):
-                    await self._drop(group.id, State.FAILED)
+                    await self._drop(group.id, State.FAILED, group.ticket.index)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
             await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
@@ -192,17 +198,26 @@ class Rollout:
         """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
         tried: list[Attempted] = []
         while True:
+            await self.pause.turn()
             attempt = self.admission.start_attempt(group.id, slot)
             outcome, why = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
             if self.admission.gives_up(attempt, outcome):
                 self.dead_letter(task, group.id, slot, tried)
+            probe = attempt == self.admission.outage.probe
             verdict = self.admission.end_attempt(attempt, outcome, why)
+            self.pause.look(probe_failed=probe)
+            self.wake()  # its place may be free, or an outage over
             if verdict is not Verdict.RETRY:
                 return verdict
             self.sessions.pop(attempt, None)
-            await asyncio.sleep(backoff_s(group.slots[slot].failures, self._jitter))
+            await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
+
+    def _backoff_s(self, slot: Slot, outcome: Outcome) -> float:
+        if outcome is Outcome.INFRA_ERROR:
+            return backoff_s(slot.mishaps, self._jitter, INFRA_BACKOFF_MAX_S)
+        return backoff_s(slot.failures, self._jitter)
 
     async def _attempt(
         self, attempt: str, group: GroupState, task: Task, slot: int
@@ -223,35 +238,47 @@ class Rollout:
             self.last_failure = f"{summary.outcome}: {summary.error}"
             cancelled = summary.outcome is Outcome.CANCELLED
             self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1)
-            await self._keep_failure(attempt, summary)
+            await self._keep_failure(summary, task)
         return summary.outcome, summary.error
 
-    async def _keep_failure(self, attempt: str, summary: Summary) -> None:
+    async def _keep_failure(self, summary: Summary, task: Task) -> None:
         """A failed episode is kept for people to read, then forgotten by the gateway."""
         gateway = self.episodes.gateway
         try:
-            self.record_failure(await gateway.trajectory(summary.session_id), attempt)
+            trajectory = await gateway.trajectory(summary.session_id)
+            trajectory.answer = bounded_answer(task.answer)
+            self.record(trajectory, State.FAILED)
             await gateway.delete_session(summary.session_id)
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
 
-    async def _drop(self, group_id: str, state: State) -> None:
-        """Have the gateway forget a group that ended in `state`, and abort what it still generates."""
+    async def _drop(self, group_id: str, state: State, index: int | None = None) -> None:
+        """Have the gateway forget a group that ended in `state`, and abort what it still generates.
+
+        Its episodes are recorded where the `index` of its task is given.
+        """
         try:
-            sampled = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
-            self.tokens.waste(sampled, state, self.admission.rules.group_size)
+            dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
         except GatewayError as error:
             # The gateway frees the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"
+            return
+        self.tokens.waste(sum(one.sampled_tokens() for one in dropped), state, len(dropped))
+        if index is not None:
+            for one in dropped:
+                one.answer = self.answer(index)
+                self.record(one, state)
 
-    async def end_stale(self, group_ids: list[str]) -> None:
-        """End groups that can no longer be admitted, and abort what they still generate."""
-        for group_id in group_ids:
+    async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
+        """End groups that `version` makes inadmissible, by their oldest sampled version, and abort what they
+        still generate."""
+        indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
+        for group_id, sampled in oldest.items():
             running = self._running.get(group_id)
-            self.admission.end_stale(group_id)
+            self.admission.end_stale(group_id, version, sampled)
             if running is not None:
                 running.cancel()
-        await asyncio.gather(*(self._drop(group_id, State.STALE) for group_id in group_ids))
+        await asyncio.gather(*(self._drop(name, State.STALE, index) for name, index in indices.items()))
         self.wake()
 
     async def stop(self) -> None:
@@ -269,18 +296,14 @@ class Rollout:
 
 
 async def cancel_doomed(
-    version: int, admission: Admission, gateway: GatewayClient, end: Callable[[list[str]], Awaitable[None]]
+    version: int,
+    admission: Admission,
+    gateway: GatewayClient,
+    end: Callable[[int, Mapping[str, int | None]], Awaitable[None]],
 ) -> None:
     """Before `version` is published: end what it would make inadmissible."""
     oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
-    await end(admission.doomed(version, oldest))
-
-
-def backoff_s(failures: int, rng: random.Random) -> float:
-    """Seconds until a slot that failed so often is attempted again: twice as long each time, up to a bound,
-    and drawn from the upper half, so that slots which failed together do not come back together."""
-    longest = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** max(1, failures))
-    return rng.uniform(longest / 2, longest)
+    await end(version, {group_id: oldest[group_id] for group_id in admission.doomed(version, oldest)})
 
 
 def attempt_seed(run_seed: int, attempt: str) -> int:

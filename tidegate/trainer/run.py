@@ -13,6 +13,7 @@ from typing import Any
 
 from tidegate import failpoints, sections
 from tidegate.config import Settings, load_settings
+from tidegate.devices import find_device
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, HopelessError, StorageError, TidegateError
 from tidegate.observer import Observer
@@ -31,6 +32,7 @@ from tidegate.trainer.local import Local
 from tidegate.trainer.loop import Loop, unless, whole
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.parts import Parts
+from tidegate.trainer.pause import Pause
 from tidegate.trainer.policy import Learner
 from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import Publisher
@@ -60,8 +62,9 @@ class Result:
 
 
 class Run:
-    """A run, put together. `train()` is called once. `credit` replaces the settings' advantages, and `parts`
-    says where its processes are, on this machine by default."""
+    """A run, put together. `train()` is called once. `start` is where it goes on, from the base model by
+    default; `credit` replaces the settings' advantages, and `parts` says where its processes are, on this
+    machine by default. Raises StartError or ConfigError before anything is written."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Run:
         environment: Environment,
         observer: Observer,
         *,
-        resume: bool = False,
+        start: Start | None = None,
         credit: Credit | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -79,7 +82,8 @@ class Run:
         self.credit = credit or GroupCredit(settings.trainer)
         self.parts = parts or Local()
         self.dir = settings.run_dir.absolute()
-        self.start = Start.of(settings, resume)
+        find_device("trainer.device", settings.trainer.device)
+        self.start = start or Start.of(settings, resume=False)
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.stop = asyncio.Event()
@@ -118,7 +122,7 @@ class Run:
 
     async def _train(self) -> None:
         await self._first_look()
-        if not self.stop.is_set():
+        if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
             self._guard.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
@@ -133,6 +137,7 @@ class Run:
     def _prepare(self) -> None:
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
+        self.dir.chmod(0o700)
         kept = self.dir / "config.toml"
         self._changed = self._differences(kept)
         part = self.dir / ".config.toml.partial"
@@ -171,9 +176,11 @@ class Run:
             self.gateway, processes.worker, settings.agent.deadline_s, epoch=self.admission.epoch
         )
         self.tokens = Tokens()
+        self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
+        engines.on_look = self._engines_seen
         self.rollout = Rollout(
-            settings, self.admission, episodes, self.environment, files.failure,
-            DeadLetters(self.dir).write, self.tokens,
+            settings, self.admission, episodes, self.environment, files.lost,
+            DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
         self.batches = Batches(
             self.gateway,
@@ -181,6 +188,7 @@ class Run:
             self.rollout.wake,
             GroupCredit(settings.trainer).keeps,
             self.tokens,
+            self.rollout.answer,
         )
         for group in opened.held:
             self.batches.hold(group)
@@ -190,6 +198,7 @@ class Run:
             {name: list(tasks) for name, tasks in self.environment.eval_sets().items()},
             self.observer,
             files.evaluation,
+            lambda: self.pause.engines_down,
         )
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         self.publisher = self._publisher(engines, stack)
@@ -205,6 +214,7 @@ class Run:
         self._guard.watch(engines.watch(), "engines")
         self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
+        self._guard.watch(every(STATE_S, self.pause.check), "outage")
 
     def _publisher(self, engines: Engines, stack: contextlib.AsyncExitStack) -> Publisher:
         settings = self.settings
@@ -215,7 +225,7 @@ class Run:
         return Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
             engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
-            self.parts.place,
+            self.parts.place, lambda: self.pause.on and not self.stop.is_set(),
         )  # fmt: skip
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
@@ -251,12 +261,12 @@ class Run:
         progress = self.admission.progress()
         state: dict[str, Any] = {
             "ledger": self.ledger.position,
+            "ledger_checksum": self.ledger.checksum,
             "epoch": self.admission.epoch,
             "version": self.admission.version,
             "highest_version": self.admission.version,
             "cursor": progress.cursor,
             "tickets": [asdict(ticket) for ticket in progress.tickets],
-            "quarantined": progress.quarantined,
         }
         self.ledger.sync()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
@@ -313,7 +323,13 @@ class Run:
     async def _cancel_doomed(self, version: int) -> None:
         await cancel_doomed(version, self.admission, self.gateway, self.rollout.end_stale)
 
+    def _engines_seen(self, serving: bool) -> None:
+        self.pause.engines(serving)
+        self.rollout.wake()
+
     def _last_progress(self) -> float:
+        if self.pause.on:
+            return time.monotonic()  # it waits, within a limit of its own
         return max(
             self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
         )
@@ -346,6 +362,7 @@ class Run:
             "episodes": float(rollout.finished_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens),
             "version": float(admission.version),
+            **self.pause.metrics(),
             **self.tokens.metrics(),
         }
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 from tidegate.config import EngineSettings, Settings
-from tidegate.gateway.client import ADMIN_KEY
 from tidegate.services import Service
 from tidegate.tethered import READY_S
 from tidegate.trainer.parts import Live
@@ -62,7 +60,8 @@ def gateway_server(
     arguments = gateway_arguments(settings, host)
     if journal is not None:
         arguments += ["--journal", str(journal)]
-    return Service("gateway", lambda: arguments, directory, port=port, secrets={ADMIN_KEY: key}, host=host)
+    secrets = {"admin_key": key, "env_options": settings.env.options}
+    return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
 def engine_arguments(settings: Settings, live: Live) -> list[str]:
@@ -78,11 +77,17 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
 
 
 def gateway_arguments(settings: Settings, host: str) -> list[str]:
-    """The command line of a gateway without engines; they are added when they are ready."""
+    """The command line of a gateway without engines, which are added when they are ready, and without what
+    only its owner tells it: the admin key, the environment's options."""
+    public = settings.gateway.public_url
     return [
         "--model", str(settings.model.path), "--host", host, "--tool-parser", settings.gateway.tool_parser,
         "--shards", str(settings.gateway.shards),
-        "--env", settings.env.use, "--env-options", json.dumps(settings.env.options),
+        "--structured-output", settings.gateway.structured_output,
+        *(part for name in settings.gateway.untrained_models for part in ("--untrained-model", name)),
+        "--env", settings.env.use,
+        "--reward-timeout", str(settings.env.reward_timeout_s),
+        *(["--public-url", public] if public is not None else []),
     ]  # fmt: skip
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, FinishedError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.admission import Admission, Rules
+from tidegate.trainer.admission import Admission
 from tidegate.trainer.entries import Entry, entry
 from tidegate.trainer.groups import GroupState, Phase, Progress, Slot, Ticket
+from tidegate.trainer.integrity import check_files
+from tidegate.trainer.preflight import check_model
 from tidegate.trainer.resume import Past, bury, put_back, read_past
+from tidegate.trainer.rules import Rules
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group
 
@@ -46,12 +49,15 @@ class Start:
     version: int = 0
     past: Past = field(default_factory=Past)
     checkpoint: checkpoints.Checkpoint | None = None
+    lift_quarantine: bool = False
+    """Tasks that were given up are issued again."""
 
     @classmethod
     def of(cls, settings: Settings, resume: bool) -> Start:
-        """Raises ConfigError where the directory is taken, or holds nothing to resume."""
+        """Raises ConfigError where the directory is taken, or holds nothing to resume, or a run of another
+        model; FinishedError where it has taken all its steps."""
         run_dir = settings.run_dir.absolute()
-        used = (run_dir / "ledger.jsonl").exists()
+        used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
         if not resume:
             if used:
                 raise ConfigError(
@@ -61,14 +67,22 @@ class Start:
             return cls(settings.model.path.absolute())
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
-        past = read_past(run_dir / "ledger.jsonl")
         found = checkpoints.latest(run_dir)
+        check_model(settings.run_dir, settings.model.path, found.path if found is not None else None)
+        check_files(run_dir, found)
+        past = read_past(run_dir / "ledger.jsonl")
         version = past.highest_version + 1
         if found is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
             start = cls(found.path, found.step, version, past, found)
         past.abandon(start.position)
+        if start.step >= settings.trainer.steps and not start.unended():
+            raise FinishedError(
+                f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "
+                f"{settings.trainer.steps}: nothing is left to do. To train on: --resume --trainer.steps "
+                f"{2 * start.step}"
+            )
         return start
 
     @property
@@ -102,6 +116,10 @@ class Start:
                 rules=rules.proved(),
             )
         )  # fmt: skip
+        for task in sorted(past.quarantined) if self.lift_quarantine else ():
+            lifted = entry("run", "lifted", task=task)
+            book(lifted)
+            past.read(lifted)
         undone = past.taken_back()
         for name in undone:
             put_back(past, name, book)
@@ -115,7 +133,7 @@ class Start:
         admission.abandoned = past.abandoned
         if self.checkpoint is not None:
             admission.restore(_progress(self.checkpoint.state))
-        admission.quarantined |= past.quarantined
+        admission.quarantined = set(past.quarantined)
         for name in [*undone, *(name for name in found if name not in undone and name not in cancelled)]:
             admission.go_on(found[name] or self._state(name, Phase.LEASED))
         stale = admission.sweep()
@@ -142,7 +160,7 @@ class Start:
 def _progress(state: Mapping[str, Any]) -> Progress:
     """The tasks to go on with, as a checkpoint's marker has them."""
     tickets = [Ticket(**ticket) for ticket in state["tickets"]]
-    return Progress(state["cursor"], tickets, state["quarantined"])
+    return Progress(state["cursor"], tickets)
 
 
 async def take_over(
@@ -150,7 +168,8 @@ async def take_over(
 ) -> Opened:
     """Begin as the trainer of a new epoch, with what the one before it left in files and at the gateway.
 
-    The gateway keeps the groups that go on from there, and ends all others.
+    The gateway keeps the groups that go on from there, ends the run's others, and leaves those of others
+    alone.
     """
     epoch = start.past.epoch + 1
     await gateway.enter(epoch)
@@ -160,7 +179,8 @@ async def take_over(
     opened = start.open_book(book, rules, kept, {one.id for one in there if one.state != "live"})
     groups = opened.admission.groups
     for one in there:
-        if one.id not in groups or groups[one.id].phase is not Phase.READY:
+        goes_on = one.id in groups and groups[one.id].phase is Phase.READY
+        if one.id in start.past.groups and not goes_on:
             await gateway.drop_group(one.id, epoch)
     return opened
 
@@ -183,6 +203,6 @@ def rules_of(settings: Settings) -> Rules:
         publishes=trainer.publish_interval != "never",
         max_attempts=trainer.max_attempts,
         max_stale_retries=trainer.max_stale_retries,
-        max_running=max(1, settings.agent.max_concurrency // trainer.group_size),
+        max_running=settings.agent.max_concurrency,
         steps=None if trainer.may_filter else trainer.steps,
     )

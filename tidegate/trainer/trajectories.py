@@ -24,16 +24,21 @@ from tidegate.trainer.entries import State
 from tidegate.trainer.lines import drop_torn_line
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
+LONGEST_ANSWER = 2_000
+"""Characters of a gold answer's JSON (of a text: its own) that a line holds."""
+
 
 class TrajectoryFiles:
-    """Writes `step_N.jsonl` (a batch, and what was dropped for it), `eval_N.jsonl` and `failed.jsonl`."""
+    """Writes `step_N.jsonl` (a batch, and what was dropped for it), `eval_N.jsonl`, and what was never
+    leased: `failed.jsonl` and `stale.jsonl`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / "trajectories"
         self._aside = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._failed = self.directory / "failed.jsonl"
-        drop_torn_line(self._failed)
+        self._lost = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
+        for path in self._lost.values():
+            drop_torn_line(path)
 
     def batch(self, batch: Batch, step: int) -> None:
         trained = [
@@ -76,15 +81,33 @@ class TrajectoryFiles:
             for name, found in members.items()
         }
 
-    def failure(self, trajectory: Trajectory, attempt: str) -> None:
-        with failpoints.around("trajectories.failed"), open(self._failed, "ab") as file:
-            file.write(_line({"state": State.FAILED.value, "attempt": attempt, **readable(trajectory)}))
+    def lost(self, trajectory: Trajectory, state: State) -> None:
+        """Append an episode that failed, or that went stale before its group was leased."""
+        attempt = trajectory.metadata.get("attempt")
+        with failpoints.around(f"trajectories.{state}"), open(self._lost[state], "ab") as file:
+            file.write(_line({"state": state.value, "attempt": attempt, **readable(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         part = self.directory / f"{name}.part"
         with failpoints.around(f"trajectories.{name.partition('_')[0]}"):
             part.write_bytes(b"".join(map(_line, lines)))
             part.replace(self.directory / name)
+
+
+def bounded_answer(answer: Any) -> Any:
+    """A gold answer as a line holds it: the value, or the start of its text and how much was cut.
+
+    Values without a JSON form (sets, 2**70, keys that are not text) become text.
+    """
+    try:
+        written = orjson.dumps(answer, default=str)
+    except orjson.JSONEncodeError:
+        answer = repr(answer)
+        written = orjson.dumps(answer)
+    text = answer if isinstance(answer, str) else written.decode()
+    if len(text) <= LONGEST_ANSWER:
+        return orjson.loads(written)
+    return f"{text[:LONGEST_ANSWER]} … ({len(text) - LONGEST_ANSWER:,} more characters)"
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:
@@ -148,6 +171,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "branch": turn.branch,
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
         "parse": turn.parse,
+        "exempt": turn.exempt,
+        "structured": turn.structured,
         "reward": turn.reward,
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),

@@ -160,7 +160,7 @@ class _Process:
         with log_path.open("ab") as log:
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tidegate.agents.worker",
-                "--use", use, "--options", json.dumps(options),
+                "--use", use,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 limit=MAX_LINE,
                 env={name: value for name, value in os.environ.items() if name != ADMIN_KEY},
@@ -168,6 +168,7 @@ class _Process:
                 start_new_session=True,
             )  # fmt: skip
         process = cls(child)
+        process._send(dict(options))  # not as an argument, which everyone can read
         try:
             await process._greeting(use, log_path)
         except BaseException:

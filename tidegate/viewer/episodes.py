@@ -20,6 +20,8 @@ Record = Mapping[str, Any]
 """One trajectory as a line of `trajectories/*.jsonl` holds it."""
 
 LONGEST_MESSAGE = 4_000
+LONGEST_OUTPUT = 20_000
+"""Characters of an agent's output that a page shows; the trajectory file has the rest."""
 MOST_MESSAGES = 40
 
 
@@ -45,6 +47,16 @@ class Episode:
     parts: str
     lines: tuple[Line, ...]
     error: str = ""
+    output: str | None = None
+    """What the agent returned; None: nothing."""
+    answer: str = ""
+    """The task's gold answer; empty where the record has none."""
+
+    @property
+    def returned_last_reply(self) -> bool:
+        """Whether the output is the text of the last reply, which is shown already."""
+        last = self.lines[-1] if self.lines else None
+        return last is not None and last.role == "assistant" and last.text == (self.output or "").strip()
 
     @property
     def verdict(self) -> str:
@@ -66,6 +78,11 @@ class Pair:
     problem: tuple[Line, ...]
     before: Episode
     after: Episode | None
+
+    @property
+    def answer(self) -> str:
+        """The gold answer, as far as a record has one."""
+        return self.before.answer or (self.after.answer if self.after else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +183,21 @@ def episode(record: Record) -> Episode:
         parts=", ".join(f"{printable(name)} {number(value)}" for name, value in named),
         lines=tuple(_line(one, sampled.get(index, "")) for index, one in enumerate(messages)),
         error=printable(record.get("error") or ""),
+        output=None if (output := record.get("output")) is None else _shown_output(printable(output)),
+        answer=_answer(record.get("answer")),
     )
+
+
+def _shown_output(text: str) -> str:
+    more = len(text) - LONGEST_OUTPUT
+    return f"{text[:LONGEST_OUTPUT]} … ({more:,} more characters)" if more > 0 else text
+
+
+def _answer(value: object) -> str:
+    """A gold answer as text; what is no text as JSON."""
+    if value is None:
+        return ""
+    return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _line(message: Mapping[str, Any], sampled: str) -> Line:
@@ -243,6 +274,8 @@ ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "ma
 def as_text(pair: Pair) -> Group:
     """The pair for a terminal: the problem, then both episodes. Very long ones are shortened, saying so."""
     parts: list[RenderableType] = [Text(f"Problem {pair.task_id}", "bold underline"), _grid(pair.problem)]
+    if pair.answer:
+        parts.append(_grid([Line("gold", pair.answer)]))
     for title, one in (("before", pair.before), ("after", pair.after)):
         if one is None:
             continue
@@ -250,6 +283,8 @@ def as_text(pair: Pair) -> Group:
         head = Text.assemble((f"{title}  ", "bold"), (one.verdict, "green" if good else "yellow"))
         head.append(f"  ({one.parts})" if one.parts else "", "dim")
         parts += [head, _grid(one.lines)]
+        if one.output is not None and not one.returned_last_reply:
+            parts.append(_grid([Line("returned", one.output)]))
     return Group(*parts)
 
 

@@ -165,7 +165,7 @@ def _reward(board: Board, spark: int) -> Text:
         (f"{number(values[-1])}", "bold"),
         ("  ", ""),
         (f"{sparkline(values, spark, *_unit_range(values)):<{spark}}", ACCENT),
-        (f"  smoothed {number(smooth[-1])} {arrow} {change:+.2f}", "dim"),
+        (f"  smoothed {number(smooth[-1])} {arrow} {change:+.3f}", "dim"),
     )
 
 
@@ -204,7 +204,7 @@ def _staleness(board: Board, spark: int) -> Text:
     values = board.trend("staleness/mean")
     top = float(board.bound) if board.bound else max([1.0, *values])
     line = Text.assemble(
-        (f"{number(mean)}", "bold"),
+        (f"{number(mean, 2)}", "bold"),
         ("  ", ""),
         (f"{sparkline(values, spark, 0.0, top):<{spark}}", ACCENT),
         (f"  max {number(most, 0)}, bound {bound}", "dim"),
@@ -262,6 +262,8 @@ def _groups(board: Board, names: Sequence[str]) -> Text:
         line.append("  " if line.plain else "")
         line.append(f"{int(value):,}", f"bold {STATE_STYLES.get(name, '')}" if value else "dim")
         line.append(f" {name}", "dim")
+    if names is GROUP_STAGES and counts.get("outage/now"):
+        line.append("  paused by an outage", "bold red")
     quarantined = known(counts.get("groups/quarantined_tasks")) if names is GROUP_ENDINGS else None
     if quarantined:
         line.append(f"  {int(quarantined):,} tasks quarantined", "red")

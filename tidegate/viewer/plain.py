@@ -40,6 +40,8 @@ class PlainView:
     def started(self, info: Mapping[str, object]) -> None:
         self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
         self._say(f"tidegate {info.get('name', '')}: {opening(info)}")
+        bound = "none" if self.bound is None else str(self.bound)
+        self._say(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
         if info.get("resumed_from") is not None:
             self._say(f"resumed from step {info['resumed_from']}")
 
@@ -64,7 +66,8 @@ class PlainView:
             return
         stages = ", ".join(f"{number(snapshot.get(f'groups/{one}', 0), 0)} {one}" for one in GROUP_STAGES)
         rate = number(self._sampled.per_second(), 0)
-        self._say(f"waiting: groups {stages}; {rate} tokens/s")
+        what = "paused by an outage" if snapshot.get("outage/now") else "waiting"
+        self._say(f"{what}: groups {stages}; {rate} tokens/s")
 
     def step(self, metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics:
@@ -118,6 +121,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: floa
     cells = [
         f"step {cell('step', 0, wide)}/{total_steps}",
         f"reward {cell('reward/mean', 3, 6)}",
+        f"loss {cell('loss', 3, 7)}",
         f"staleness {cell('staleness/mean', 1, 4)} max {cell('staleness/max', 0, 2)}",
         f"{number(tokens_per_s, 0):>7} tokens/s",
         f"{cell('time/step', 1, 5)} s",

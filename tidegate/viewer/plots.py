@@ -8,7 +8,7 @@ from pathlib import Path
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
 from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
 from tidegate.viewer.files import RunFiles
-from tidegate.viewer.text import smoothed
+from tidegate.viewer.text import number, printable, smoothed
 
 WIDE = (960, 300)
 SMALL = (350, 150)
@@ -125,7 +125,21 @@ def health_charts(run: RunFiles) -> list[Chart]:
         raw = run.series(key)
         series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
         found.append(lines(title, series, note=note, size=SMALL, legend=False))
+    found += [_told(run, key) for key in _told_keys(run)]
     return [chart for chart in found if chart is not None]
+
+
+def _told_keys(run: RunFiles) -> list[str]:
+    """What rewards and agents told of their episodes, and each part of the reward."""
+    keys = {key for row in run.rows for key in row if key.startswith(("reward/", "episode/"))}
+    return sorted(keys - {"reward/mean", "reward/std"} - {key for key in keys if key.endswith("_ratio")})
+
+
+def _told(run: RunFiles, key: str) -> Chart | None:
+    raw = run.series(key)
+    series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
+    note = "mean over the batch"
+    return lines(printable(key), series, note=note, y_range=_unit(series), size=SMALL, legend=False)
 
 
 def write_reward_png(run: RunFiles, path: Path) -> bool:
@@ -194,5 +208,5 @@ def _title(run: RunFiles) -> str:
     name = str(run.settings.get("run", {}).get("name", run.dir.name))
     held = run.series("eval/reward")
     # A dollar sign would be read as the start of a formula.
-    text = f"{name}: held-out reward {held[0][1]:.2f} → {held[-1][1]:.2f}" if len(held) > 1 else name
+    text = f"{name}: held-out reward {number(held[0][1])} → {number(held[-1][1])}" if len(held) > 1 else name
     return text.replace("$", r"\$")

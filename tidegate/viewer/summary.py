@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidegate.program import program
 from tidegate.viewer.episodes import as_text, choose
-from tidegate.viewer.files import evaluations
+from tidegate.viewer.files import evaluations, read_settings
 from tidegate.viewer.out import Out
 from tidegate.viewer.text import known, number, printable
 
@@ -50,6 +52,8 @@ def farewell(out: Out, result: Mapping[str, object], run_dir: Path | None) -> No
     out.show(Group(*parts))
     out.show(Text("How to go on", f"bold {ACCENT}"))
     for purpose, command in ways_on(result, run_dir):
+        if command.startswith("tidegate "):
+            command = program() + command.removeprefix("tidegate")
         out.show(Text.assemble((f"  {purpose}:\n", "dim"), f"    {printable(command)}"), wrap=False)
 
 
@@ -101,10 +105,26 @@ def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[st
         ways.append(("serve the checkpoint", f"tidegate engine --model {model}"))
     if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
         ways.append(("serve the best policy so far", f"tidegate engine --model {shlex.quote(str(best))}"))
-    if run_dir is not None:
-        config = shlex.quote(str(run_dir / "config.toml"))
-        mine = f"tidegate train {config} --agent.use my_agent.py:my_agent --run.name mine"
-        ways.append(("train your own agent", mine))
-        if (run_dir / "ledger.jsonl").exists():
-            ways.append(("check the books", f"tidegate audit {shlex.quote(str(run_dir))}"))
-    return ways
+    if run_dir is None:
+        return ways
+    here = shlex.quote(str(run_dir))
+    if (run_dir / "metrics.jsonl").exists():
+        ways.append(("look at it in the browser", f"tidegate view {here}"))
+    if (run_dir / "ledger.jsonl").exists():
+        ways.append(("check the books", f"tidegate audit {here}"))
+    return [*ways, _another(run_dir)]
+
+
+def _another(run_dir: Path) -> tuple[str, str]:
+    """A run with an agent of one's own; where this one had it, with other settings."""
+    agent = read_settings(run_dir, []).get("agent", {}).get("use", "")
+    if ":" not in agent:
+        return "train an agent of your own", f"tidegate init {_free(Path('my-agent')).name}"
+    config, name = shlex.quote(str(run_dir / "config.toml")), shlex.quote(_free(run_dir).name)
+    return "train again, with other settings", f"tidegate train {config} --run.name {name}"
+
+
+def _free(path: Path) -> Path:
+    """A name like this one that nothing has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import pairwise
 
+_ANY_SIZE = Context(prec=400)
 BLOCKS = "▁▂▃▄▅▆▇█"
 # C0 and C1 controls but newline and tab, the bidirectional overrides, and lone surrogates: a model may
 # write any of them, and none may move a cursor, reverse a line or break an encoder.
@@ -25,10 +27,17 @@ def known(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def number(value: object, digits: int = 2, missing: str = "–") -> str:
-    """A number with so many decimals and separated thousands."""
+def number(value: object, digits: int = 3, missing: str = "–") -> str:
+    """A number with so many decimals and separated thousands; rewards have three.
+
+    Rounds what is written, half away from zero, as browsers do: the binary value of 0.0005 would give 0.000
+    here and 0.001 in the dashboard.
+    """
     found = known(value)
-    return missing if found is None else f"{found:,.{digits}f}"
+    if found is None:
+        return missing
+    rounded = Decimal(repr(found)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP, _ANY_SIZE)
+    return f"{rounded:,f}"
 
 
 def duration(seconds: float) -> str:

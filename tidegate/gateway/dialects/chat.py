@@ -38,6 +38,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "verbosity": fields.VERBOSITIES,
 }
 
 
@@ -246,7 +247,15 @@ class ChatEvents:
         return event({**self._head, "choices": [row]})
 
 
-def models(names: Sequence[str]) -> bytes:
+def models(name: str) -> bytes:
     """The answer to `GET /models`."""
-    rows = [{"id": name, "object": "model", "created": 0, "owned_by": "tidegate"} for name in names]
-    return orjson.dumps({"object": "list", "data": rows})
+    return orjson.dumps({"object": "list", "data": [_model(name)]})
+
+
+def model(name: str) -> bytes:
+    """The answer to `GET /models/{name}`."""
+    return orjson.dumps(_model(name))
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tidegate"}

@@ -19,6 +19,9 @@ _KINDS = {
     dict: "an object",
     list: "a list",
 }
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+"""Accepted without effect: no template asks for a verbosity."""
 PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
 """Penalties of OpenAI's dialects and of their extensions, with their neutral values."""
 
@@ -67,7 +70,8 @@ def refuse_others(
         if value is None or value in only.get(name, ()):
             continue
         if name in only:
-            raise unsupported(where + name, f"{value!r} is not supported, only {only[name][0]!r}"[:300])
+            able = " or ".join(map(repr, only[name]))
+            raise unsupported(where + name, f"{value!r} is not supported, only {able}"[:300])
         raise unsupported(where + name, "this parameter is not supported")
 
 
@@ -102,10 +106,12 @@ def schema(form: Mapping[str, Any], holder: Mapping[str, Any], param: str) -> Sc
 
 
 def effort_options(effort: Any, param: str) -> dict[str, Any]:
-    """Template options for a reasoning effort: a template may switch reasoning off, and nothing bounds it."""
-    if effort not in (None, "none"):
-        raise unsupported(param, f"{effort!r} is not supported, only 'none'"[:300])
-    return {} if effort is None else {"enable_thinking": False}
+    """Template options for a reasoning effort. Nothing but the template acts on one."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise unsupported(param, f"{effort!r} is not one of {', '.join(EFFORTS)}"[:300])
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) -> ToolUse:

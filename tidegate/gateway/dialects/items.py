@@ -39,6 +39,10 @@ class _Items:
         self._referred = referred
         self._reply: Message | None = None
         """The assistant's message that further items of it belong to."""
+        self._recorded: Message | None = None
+        """The recorded reply that items of that message refer to."""
+        self._taken: set[str] = set()
+        """Pieces of the recorded reply that the message has already."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match item.get("type", "message"):
@@ -72,17 +76,43 @@ class _Items:
         return self._reply
 
     def _other(self, role: Any, content: str, **more: str) -> None:
-        self._reply = None
+        self._reply = self._recorded = None
         self.messages.append({"role": role, "content": content, **more})
 
     def _reference(self, key: Any, where: str) -> None:
-        """An item that was given before: all of a reply's items stand for that reply, once."""
-        reply = self._referred(key) if isinstance(key, str) else None
-        if reply is None:
+        """Adds one item of a recorded reply; a client may write out the others."""
+        recorded = self._referred(key) if isinstance(key, str) else None
+        piece = None if recorded is None else _piece(recorded, key)
+        if recorded is None or piece is None:
             raise Refusal(f"{where}: there is no item {key!r} in this session"[:300], param="input")
-        if not self.messages or self.messages[-1] is not reply:
-            self._reply = None
-            self.messages.append(reply)
+        if self._recorded is not recorded:
+            if self._recorded is not None:
+                self._reply = None
+            self._recorded, self._taken = recorded, set()
+        name, value = piece
+        part = key if name == "tool_calls" else name
+        if part not in self._taken:
+            self._taken.add(part)
+            reply = self._assistant()
+            reply[name] = reply[name] + value if name in reply else value
+
+
+def _piece(recorded: Message, key: str) -> tuple[str, Any] | None:
+    """The field of a recorded reply that an item's id stands for, and what the item has of it."""
+    match key.partition("_")[0]:
+        case "msg":
+            return "content", recorded.get("content") or ""
+        case "rs":
+            return "reasoning_content", recorded.get("reasoning_content") or ""
+        case "fc":
+            calls = [one for one in recorded.get("tool_calls") or [] if key.endswith(_call_suffix(one["id"]))]
+            return ("tool_calls", calls) if calls else None
+    return None
+
+
+def _call_suffix(call_id: str) -> str:
+    """The part of a call item's id that tells the calls of one reply apart."""
+    return "_" + call_id.removeprefix("call_")
 
 
 def in_namespace(namespace: str, name: str) -> str:
@@ -130,7 +160,7 @@ def item_of(
     if isinstance(part, ToolCall):
         arguments = "" if begun else part.arguments
         told = {"call_id": call_id, **named(part.name, namespaces), "arguments": arguments}
-        return {"id": f"fc_{key}", "type": "function_call", "status": status, **told}
+        return {"id": f"fc_{key}{_call_suffix(call_id)}", "type": "function_call", "status": status, **told}
     content = [] if begun else [content_of(part)]
     if isinstance(part, Reasoning):
         return {"id": f"rs_{key}", "type": "reasoning", "status": status, "summary": [], "content": content}

@@ -53,7 +53,7 @@ class MessagesRequest:
     def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
         [call] = calls
         keys = iter(call.reader.call_ids)
-        content = [_block(part, keys) for part in merged(call.reader.parts)]
+        content = [_block(part, keys, _signature(call)) for part in merged(call.reader.parts)]
         usage = _usage(Usage.of(calls, model))
         return orjson.dumps({**_head(call, model), "content": content, **_end(call), "usage": usage})
 
@@ -107,19 +107,20 @@ def _wishes(payload: dict[str, Any]) -> Wishes:
 
 def _schema(payload: dict[str, Any]) -> Schema | None:
     config = get(payload, "output_config", dict) or {}
-    # An effort that is left out is a high one.
-    fields.refuse_others(config, {"format"}, {"effort": ("high",)}, "output_config.")
+    fields.refuse_others(config, {"format", "effort"}, {}, "output_config.")
     form = get(config, "format", dict, "output_config.") or {"type": "text"}
     return fields.schema(form, form, "output_config.format")
 
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
-    """Thinking is the model's own: a template may switch it off, and nothing bounds its length."""
+    """Template options for thinking and effort. Nothing bounds the length of thinking."""
     thinking = get(payload, "thinking", dict) or {}
     kind = thinking.get("type", "enabled")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise unsupported("thinking", f"{kind!r} is not supported"[:300])
-    return {"enable_thinking": False} if kind == "disabled" else {}
+    config = get(payload, "output_config", dict) or {}
+    options = fields.effort_options(config.get("effort"), "output_config.effort")
+    return options | ({"enable_thinking": False} if kind == "disabled" else {})
 
 
 def _tools(payload: dict[str, Any]) -> list[Any] | None:
@@ -263,12 +264,17 @@ def _head(call: Call, model: ServedModel) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model.name}
 
 
-def _block(part: Part, keys: Iterator[str]) -> dict[str, Any]:
+def _block(part: Part, keys: Iterator[str], signature: str) -> dict[str, Any]:
     if isinstance(part, ToolCall):
         return {**_opened(part, next(keys)), "input": orjson.loads(part.arguments)}
     if isinstance(part, Reasoning):
-        return {**_opened(part), "thinking": part.text}
+        return {**_opened(part), "thinking": part.text, "signature": signature}
     return {**_opened(part), "text": part}
+
+
+def _signature(call: Call) -> str:
+    """The signature of thinking. Nothing checks it, but clients rewrite unsigned thinking as text."""
+    return call.id
 
 
 def _opened(part: Part, key: str = "") -> dict[str, Any]:
@@ -356,8 +362,11 @@ class MessageEvents:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open is Reasoning:
+            signed = self._delta("signature_delta", "signature", _signature(self._call))
         self._open = None
-        return _event("content_block_stop", index=self._index)
+        return signed + _event("content_block_stop", index=self._index)
 
 
 def _event(kind: str, **what: Any) -> bytes:
@@ -377,12 +386,16 @@ def error(refusal: Refusal) -> bytes:
     return orjson.dumps({"type": "error", "error": told})
 
 
-def models(names: Sequence[str]) -> bytes:
+def models(name: str) -> bytes:
     """The answer to `GET /models`."""
+    return orjson.dumps({"data": [_model(name)], "has_more": False, "first_id": name, "last_id": name})
+
+
+def model(name: str) -> bytes:
+    """The answer to `GET /models/{name}`."""
+    return orjson.dumps(_model(name))
+
+
+def _model(name: str) -> dict[str, Any]:
     epoch = "1970-01-01T00:00:00Z"
-    rows = [
-        {"type": "model", "id": name, "display_name": name, "created_at": epoch, "lifecycle": "active"}
-        for name in names
-    ]
-    ends = {"first_id": names[0], "last_id": names[-1]}
-    return orjson.dumps({"data": rows, "has_more": False, **ends})
+    return {"type": "model", "id": name, "display_name": name, "created_at": epoch, "lifecycle": "active"}

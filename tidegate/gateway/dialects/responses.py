@@ -178,14 +178,15 @@ def _wishes(payload: dict[str, Any]) -> Wishes:
 
 def _schema(payload: dict[str, Any]) -> Schema | None:
     text = get(payload, "text", dict) or {}
-    fields.refuse_others(text, {"format"}, {"verbosity": ("medium",)}, "text.")
+    fields.refuse_others(text, {"format"}, {"verbosity": fields.VERBOSITIES}, "text.")
     form = get(text, "format", dict, "text.") or {"type": "text"}
     return fields.schema(form, form, "text.format")
 
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
     reasoning = get(payload, "reasoning", dict) or {}
-    only = {"summary": ("auto",), "generate_summary": ("auto",)}
+    # Reasoning is given whole, so a summary of any length is there.
+    only = dict.fromkeys(("summary", "generate_summary"), ("auto", "concise", "detailed"))
     fields.refuse_others(reasoning, {"effort"}, only, "reasoning.")
     return fields.effort_options(reasoning.get("effort"), "reasoning.effort")
 

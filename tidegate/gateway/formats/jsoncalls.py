@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from tidegate.gateway.nesting import too_deep
 from tidegate.gateway.toolcalls import ToolCall
 
 
@@ -25,8 +26,8 @@ def call_of(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None
 
 
 def called(name: Any, arguments: Any) -> ToolCall | None:
-    """None where the name is no name, or the arguments are no object that JSON can hold."""
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    """None where the name is no name, or the arguments are no object that JSON can hold, or too deep."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
         return None
     try:
         return ToolCall(name, orjson.dumps(arguments).decode())

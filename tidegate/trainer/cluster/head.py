@@ -14,6 +14,7 @@ import ray
 
 from tidegate.errors import StartError
 from tidegate.observer import Observer
+from tidegate.secrecy import shield_process
 from tidegate.trainer.cluster.parts import ClusterParts
 from tidegate.trainer.cluster.passing import Luggage, Mark, Node, meet_at
 from tidegate.trainer.cluster.relay import Relay, Told
@@ -47,6 +48,7 @@ class Head:
     """Runs a job whose processes are other actors', which end with this one."""
 
     def __init__(self, errand: Errand, seats: Seats) -> None:
+        shield_process()
         os.environ.update(errand.environment)
         self._errand = errand
         self._seats = seats

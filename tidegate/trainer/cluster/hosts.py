@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import ray
 
+from tidegate.secrecy import shield_process
 from tidegate.services import Service
 from tidegate.trainer.cluster.parcels import Parcel, Shelf
 from tidegate.trainer.cluster.passing import Luggage, Node, meet_at
@@ -27,6 +28,7 @@ class Host:
     """An actor with a directory for what it keeps: the run's where it sees that, else one of this node."""
 
     def __init__(self, luggage: Luggage) -> None:
+        shield_process()
         luggage.unpack()
         self.node = Node(ray.util.get_node_ip_address())
         meet_at(self.node.address)

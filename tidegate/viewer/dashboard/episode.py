@@ -68,9 +68,11 @@ class Tree:
 
 
 def may_train(turn: Record) -> bool:
-    """Whether a turn was delivered and holds a token that was sampled freely."""
+    """Whether a turn was delivered, is not exempt, and holds a token that was sampled freely."""
+    if not turn.get("delivered", True) or turn.get("exempt"):
+        return False
     mask = turn.get("output_mask")
-    return bool(turn.get("delivered", True)) and any(mask if isinstance(mask, list) else ids(turn, "sampled"))
+    return any(mask if isinstance(mask, list) else ids(turn, "sampled"))
 
 
 def ids(turn: Record, part: Part) -> list[int]:
@@ -81,12 +83,14 @@ def ids(turn: Record, part: Part) -> list[int]:
 def reasons(turn: Record, state: str) -> list[tuple[str, int]]:
     """For every sampled token whether it was trained, or why not, as (word, count) run by run.
 
-    The words: `trained`, `grammar` (forced), `undelivered`, what became of the group (`filtered`, `stale`,
-    `failed`, `cancelled`, `abandoned`, `live`), or `eval`.
+    The words: `trained`, `grammar` (changed by one), `undelivered`, `exempt`, what became of the group
+    (`filtered`, `stale`, `failed`, `cancelled`, `abandoned`, `live`), or `eval`.
     """
     count = len(ids(turn, "sampled"))
     if not turn.get("delivered", True):
         return [("undelivered", count)] if count else []
+    if turn.get("exempt"):
+        return [("exempt", count)] if count else []
     word = "trained" if state in ("trained", "stepped") else state
     mask = turn.get("output_mask")
     free = mask if isinstance(mask, list) and len(mask) == count else [1] * count
@@ -150,6 +154,8 @@ def turn_words(tree: Tree, index: int, state: str, belongs: Iterable[int]) -> di
         "finish": printable(turn.get("finish_reason") or "?"),
         "delivered": bool(turn.get("delivered", True)),
         "parse": printable(turn["parse"]) if turn.get("parse") else None,
+        "exempt": printable(turn["exempt"]) if turn.get("exempt") else None,
+        "structured": printable(turn["structured"]) if turn.get("structured") else None,
         "temperature": known(turn.get("temperature")),
         "kv_version": turn.get("kv_version") if isinstance(turn.get("kv_version"), int) else None,
         "cached": known(turn.get("cached_tokens")) or 0,
@@ -189,7 +195,9 @@ def shown(one: Summary, record: Record, state: str, texts: Texts, budget: int) -
         **one.to_wire(),
         "state": state,
         "session": printable(record.get("session_id") or ""),
-        "output": None if record.get("output") is None else printable(record["output"]),
+        "output": said.output,
+        "returned_last_reply": said.returned_last_reply,
+        "answer": said.answer,
         "error": printable(record.get("error") or ""),
         "reward_parts": _numbers(parts),
         "agent_reward": known(record.get("agent_reward")),

@@ -68,6 +68,9 @@ class GroupBook:
             group = self.groups[name]
             group.step, group.staleness = _integer(entry.get("step")), _integer(entry.get("staleness"))
             group.oldest = _integer(entry.get("oldest"))
+        elif kind == "group" and event == "put_back" and name in self.groups:
+            group = self.groups[name]
+            group.step = group.staleness = group.oldest = None
         elif kind == "attempt" and event == "issued":
             self._slots[name] = (str(entry.get("group")), _integer(entry.get("slot")))
         elif kind == "attempt" and event == "ended":
@@ -76,6 +79,7 @@ class GroupBook:
     def _run(self, event: object, entry: Mapping[str, Any]) -> None:
         if event == "started":
             self.ended = None
+            self.version = _integer(entry.get("version"))
         elif event == "ended":
             self.ended = printable(entry.get("why") or "")
         elif event == "publishing":
@@ -83,6 +87,9 @@ class GroupBook:
         elif event == "quarantined":
             words = (printable(entry.get(key) or "") for key in ("task", "group", "outcome", "why"))
             self.quarantined.append(Quarantined(*words))
+        elif event == "lifted":
+            lifted = printable(entry.get("task") or "")
+            self.quarantined = [one for one in self.quarantined if one.task != lifted]
 
     def _issue(self, name: str, entry: Mapping[str, Any]) -> None:
         replaces = str(entry.get("replaces") or "")

@@ -11,6 +11,7 @@ from typing import Any
 from tidegate.viewer.books import STATES
 from tidegate.viewer.chart import Chart
 from tidegate.viewer.dashboard import episode
+from tidegate.viewer.dashboard.eval_results import eval_results
 from tidegate.viewer.dashboard.records import Kind, RecordFile, Summary
 from tidegate.viewer.dashboard.refusal import NotThere
 from tidegate.viewer.dashboard.run import FollowedRun
@@ -219,7 +220,8 @@ def more_tokens(
 
 
 def evaluations(run: FollowedRun) -> Wire:
-    """The evaluations with their scores, and the held-out sets and modes of the first one's file."""
+    """The run's own evaluations with their scores, the held-out sets and modes of the first one's file, and
+    what `tidegate eval` found."""
     run.look()
     with run.lock:
         last = run.files.last("step")
@@ -240,6 +242,7 @@ def evaluations(run: FollowedRun) -> Wire:
             for number in sorted({*rows, *written})
         ],
         "kinds": [{"set": one, "mode": mode} for one, mode in kinds],
+        "results": eval_results(run.dir),
     }
 
 

@@ -37,7 +37,8 @@ export async function ask(path, query = {}, { signal = reading.signal } = {}) {
   return found;
 }
 
-export function number(value, digits = 2) {
+// As text.py writes numbers; rewards have three decimals.
+export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace("-", "−");
 }
@@ -51,7 +52,7 @@ export function brief(value) {
   return text.replaceAll("-", "−");
 }
 
-export const signed = (value, digits = 2) =>
+export const signed = (value, digits = 3) =>
   value === null || value === undefined ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${number(Math.abs(value), digits)}`;
 
 export const percent = (value, digits = 0) => (value === null || value === undefined ? "–" : `${number(100 * value, digits)}%`);

@@ -29,8 +29,10 @@ function turnWords(turn) {
   return [
     turn.branch ? tag(`branch: ${turn.branch}`, "sand") : null,
     turn.delivered ? null : tag("not delivered", "bad"),
+    turn.exempt ? tag(`not trained on: ${turn.exempt}`, "sand") : null,
+    turn.structured ? tag(turn.structured === "grammar" ? "JSON under a grammar" : "JSON asked for, sampled as free text", "sand") : null,
     versions.length > 1 ? tag(`straddles a publish: ${versions.join(" → ")}`, "accent") : null,
-    turn.finish === "length" ? tag("cut at the token limit", "sand") : turn.finish === "stop" ? null : tag(turn.finish, "sand"),
+    turn.finish === "length" ? tag("cut at the token limit", "sand") : turn.finish === "client_closed" ? tag("stream closed by the client", "sand") : turn.finish === "stop" ? null : tag(turn.finish, "sand"),
     turn.parse === "malformed" ? tag("malformed tool call", "bad") : null,
     turn.kv_version !== null ? tag(`KV of version ${turn.kv_version}`, "sand") : null,
   ];
@@ -49,7 +51,7 @@ function turnBlock(one, turn, address, sequence) {
       versionsOf(turn).length === 1 ? `version ${versionsOf(turn)[0]}` : null,
       turn.temperature === null || turn.temperature === 1 ? null : `temperature ${brief(turn.temperature)}`,
       turn.cached ? `${whole(turn.cached)} cached` : null,
-      turn.seconds === null ? null : `${number(turn.seconds)} s`,
+      turn.seconds === null ? null : `${number(turn.seconds, 2)} s`,
     ].filter(Boolean).join(" · ")),
     turnWords(turn),
   );
@@ -75,6 +77,19 @@ function errorBanner(one) {
   return one.error ? h("div", { class: "card banner bad" }, h("p", { class: "said" }, one.error)) : null;
 }
 
+function labelled(label, text, origin = "") {
+  return h("div", { class: "message other" }, h("span", { class: "role" }, label),
+    h("div", { class: text.length > 3000 ? "long" : "" }, h("p", { class: "said" }, text), origin ? h("span", { class: "origin" }, origin) : null));
+}
+
+const goldAnswer = (one) => (one.answer ? labelled("gold answer", one.answer) : null);
+
+function resultOf(one) {
+  const output = one.output === null ? null : labelled("returned", one.output, one.returned_last_reply ? "its last reply" : "");
+  const gold = goldAnswer(one);
+  return output || gold ? h("div", { class: "card problem result" }, output, gold) : null;
+}
+
 function numbers(title, values) {
   const pairs = Object.entries(values);
   return pairs.length ? [title, pairs.map(([name, value]) => `${name} ${brief(value)}`).join(", ")] : null;
@@ -88,13 +103,13 @@ function versionsTold(one) {
 function factsOf(one) {
   return facts([
     ["reward", number(one.reward, 3), "the environment's, as trained on"],
+    numbers("reward parts", one.reward_parts) ?? ["", null],
     one.advantage === null ? ["advantage", null] : ["advantage", signed(one.advantage, 3), "the reward against the group's mean"],
     ["outcome", one.outcome],
     ["turns", whole(one.turns.length)],
     ["tokens sampled", whole(one.tokens)],
     ["versions", versionsTold(one)],
     one.seconds === null ? ["took", null] : ["took", `${number(one.seconds, 1)} s`],
-    numbers("reward parts", one.reward_parts) ?? ["", null],
     one.agent_reward === null ? ["", null] : ["the agent's own reward", number(one.agent_reward, 3)],
     numbers("the agent's metrics", one.metrics) ?? ["", null],
     ["attempt", one.attempt],
@@ -144,7 +159,7 @@ export async function episodePage(main, trail, address, up, links) {
       stateTag(one.state), tag(one.reward === null ? one.outcome : `reward ${brief(one.reward)}`, rewardTone(one.reward)),
       h("a", { class: "button", href: other, "data-go": "messages", title: "key m" }, messages ? "as tokens" : "as messages"),
       neighbours(links?.before, links?.after, "member")),
-    factsOf(one), ...[errorBanner(one), one.no_tokenizer ? h("p", { class: "soft" }, one.no_tokenizer) : null].filter(Boolean),
+    factsOf(one), ...[errorBanner(one), resultOf(one), one.no_tokenizer ? h("p", { class: "soft" }, one.no_tokenizer) : null].filter(Boolean),
     one.turns.length ? "" : h("p", { class: "soft" }, "No reply was sampled in this episode."),
     messages ? h("div", { class: "card" }, one.messages.map(message)) : view.element,
   );
@@ -193,11 +208,14 @@ export function sideBySide(entries) {
         tag(one.reward === null ? one.outcome : `reward ${brief(one.reward)}`, rewardTone(one.reward)),
         one.advantage === null ? null : h("span", { class: "soft small", title: "advantage" }, `A ${signed(one.advantage)}`)),
       h("p", { class: "soft small" }, `${plural(one.tokens, "token")}, ${plural(one.turns.length, "turn")}, version ${versionsTold(one)}${one.outcome === "completed" ? "" : `, ${one.outcome}`}`),
+      Object.keys(one.reward_parts).length > 1 ? h("p", { class: "soft small" }, numbers("", one.reward_parts)[1]) : null,
       one.error ? h("p", { class: "small bad" }, one.error) : null,
-      h("div", { class: "said" }, one.turns.map((turn, index) => h("div", { class: `turn${turn.delivered ? "" : " undelivered"}` }, turnFlows(one, turn, address, { given: !(shared && index === 0) })))))));
+      h("div", { class: "said" }, one.turns.map((turn, index) => h("div", { class: `turn${turn.delivered ? "" : " undelivered"}` }, turnFlows(one, turn, address, { given: !(shared && index === 0) })))),
+      one.output === null || one.returned_last_reply ? null : labelled("returned", one.output),
+      shared ? null : goldAnswer(one))));
   listen(root);
   const { bar, show } = palette(root, chosenBy(), rememberBy);
-  const problem = shared ? h("div", { class: "card problem" }, problemOf(episodes[0]).map(message)) : null;
+  const problem = shared ? h("div", { class: "card problem" }, problemOf(episodes[0]).map(message), goldAnswer(episodes.find((one) => one.answer) ?? episodes[0])) : null;
   const missing = episodes.find((one) => one.no_tokenizer)?.no_tokenizer;
   return { element: h("div", {}, problem, missing ? h("p", { class: "soft" }, missing) : null, bar, root), show };
 }

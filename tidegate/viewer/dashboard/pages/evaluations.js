@@ -24,14 +24,35 @@ function scoresTable(found, choice) {
     h("tbody", {}, found.evaluations.map((one) => h("tr", {}, h("th", { scope: "row" }, whole(one.step)), keys.map((key) => h("td", { class: "number" }, number(one.scores[key], 3))), pick(one.step, "before", one.written), pick(one.step, "after", one.written)))));
 }
 
+const between = ([mean, low, high]) => (mean === null ? "" : `${number(mean, 3)} [${number(low, 3)}, ${number(high, 3)}]`);
+
+function resultsTable(results) {
+  const ks = [...new Set(results.flatMap((one) => Object.keys(one.pass)))].sort((a, b) => a - b);
+  const heads = ["results", "of", "agent", "set"].map((name) => h("th", { scope: "col" }, name));
+  const numbers = ["temperature", "tasks", "samples", "failed", "reward", ...ks.map((k) => `pass@${k}`)];
+  const row = (one) => [
+    h("th", { scope: "row" }, one.directory, one.status === "completed" ? "" : ` (${one.status})`),
+    ...[one.target, one.agent, one.set].map((text) => h("td", {}, text)),
+    ...[one.temperature === null ? "" : brief(one.temperature), whole(one.tasks), whole(one.samples), whole(one.failed),
+      between(one.reward), ...ks.map((k) => between(one.pass[k] ?? [null]))].map((text) => h("td", { class: "number" }, text)),
+  ];
+  return [
+    h("h2", {}, "By tidegate eval"),
+    h("div", { class: "card wide" }, h("table", { class: "list fit" },
+      h("thead", {}, h("tr", {}, heads, numbers.map((name) => h("th", { class: "number", scope: "col" }, name)))),
+      h("tbody", {}, results.map((one) => h("tr", {}, row(one)))))),
+  ];
+}
+
 const verdict = (one) => (one === null ? h("span", { class: "soft" }, "not asked") : tag(one.reward === null ? one.outcome : brief(one.reward), rewardTone(one.reward)));
 
 export async function evaluationsPage(main) {
   const found = await ask("evaluations");
   const title = h("div", { class: "heading" }, h("h1", {}, "Evaluations"));
   main.dataset.up = "#/";
+  const results = found.results.length ? resultsTable(found.results) : [];
   if (!found.kinds.length) {
-    main.replaceChildren(title, h("p", { class: "soft" }, "No evaluation has been written yet."));
+    main.replaceChildren(title, h("p", { class: "soft" }, "No evaluation has been written yet."), ...results);
     return;
   }
   const choice = choiceOf(found, place().query);
@@ -53,7 +74,7 @@ export async function evaluationsPage(main) {
   const page = await load(0);
   main.replaceChildren(
     title,
-    h("div", { class: "card wide" }, scoresTable(found, choice)),
+    h("div", { class: "card wide" }, scoresTable(found, choice)), ...results,
     h("h2", {}, `Problems: step ${choice.before} against step ${choice.after}`), kinds,
     h("p", { class: "soft" }, `${whole(page.better)} scored higher after, ${whole(page.same)} the same, ${whole(page.worse)} lower. Those that gained most come first.`),
     h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["problem", `step ${choice.before}`, `step ${choice.after}`].map((one) => h("th", { scope: "col" }, one)), h("th", { class: "number", scope: "col" }, "gain"))), body)), foot);

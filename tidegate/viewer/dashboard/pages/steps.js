@@ -11,7 +11,7 @@ function stepRow(row, bound) {
     h("th", { scope: "row" }, h("a", { href: link(["step", row.step]), "data-row": true }, whole(row.step))),
     h("td", { class: "number" }, number(row.reward)), h("td", {}, meter(row.reward)),
     h("td", { class: "number" }, number(row.eval)),
-    h("td", { class: `number${over ? " bad" : ""}` }, `${number(row.staleness)} / ${whole(row.staleness_max)}`),
+    h("td", { class: `number${over ? " bad" : ""}` }, `${number(row.staleness, 2)} / ${whole(row.staleness_max)}`),
     h("td", { class: "number" }, percent(row.dropped)),
     h("td", { class: "number" }, whole(row.tokens)),
     h("td", { class: "number" }, number(row.entropy, 3)),
@@ -107,7 +107,7 @@ export async function stepPage(main, step) {
 function stepFacts(metrics) {
   return facts([
     ["reward", `${number(metrics["reward/mean"], 3)} ± ${number(metrics["reward/std"], 3)}`],
-    ["staleness", `${number(metrics["staleness/mean"])}, at most ${whole(metrics["staleness/max"])}`],
+    ["staleness", `${number(metrics["staleness/mean"], 2)}, at most ${whole(metrics["staleness/max"])}`],
     ["tokens trained on", whole(metrics["tokens/trained"])],
     ["loss", brief(metrics.loss)], ["gradient norm", brief(metrics.grad_norm)], ["entropy", brief(metrics.entropy)],
     ["lag KL", brief(metrics.lag_kl)], ["mismatch KL", brief(metrics.mismatch_kl)],

@@ -6,7 +6,8 @@ export const QUANTITIES = { logprob: "Logprob", version: "Version", advantage: "
 export const REASONS = {
   trained: ["trained", "It was sampled by the policy and is trained on."],
   given: ["given", "Not trained: it was given to the policy (task, tool result, template), not sampled by it."],
-  grammar: ["forced by a grammar", "Not trained: a grammar left no choice, so its probability says nothing of the policy."],
+  grammar: ["changed by a grammar", "Not trained: a grammar excluded ids that the policy might have drawn, so its probability is not the policy's."],
+  exempt: ["exempt", "Not trained: the call was an auxiliary one, by its header or its model's name."],
   undelivered: ["not delivered", "Not trained: the reply never reached the agent."],
   shared: ["shared", "Not trained here: this sequence shares it with an earlier one, in which it is trained."],
   filtered: ["group filtered", "Not trained: all rewards of its group are alike, so comparing them teaches nothing."],

@@ -1,0 +1,216 @@
+"""Outages in mid-run: all engines are down for three minutes in the demo, the retrieval server in the search
+demo. Beside each runs the same demo without an outage.
+
+The server is killed (-9) once half of the steps are taken, and started again at its address after
+`--seconds`.
+No task may be quarantined, no episode lost or trained on twice (`lineage.py` reads that from the files), and
+the policy must come to the same held-out reward, within 0.05: the standard error of the difference is 0.02.
+
+    python benchmarks/outage.py [--json] [--seconds 180] [--steps N] [--only engines|retrieval] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import Check, report
+from lineage import lineage_of
+
+from tidegate.config import load_settings
+from tidegate.trainer.audit import audit_run
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+MARGIN = 0.05
+UP_S, RUN_S = 600.0, 3600.0
+
+
+class Server:
+    """A process that serves at one address, and may be killed and started again there."""
+
+    def __init__(self, command: Sequence[str], health: str, directory: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "tidegate", *command, "--port", str(port)]
+        self._health = self.url + health
+        self._log = directory / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=ENVIRONMENT
+            )
+        until = time.monotonic() + UP_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{' '.join(self._command)} did not come up; see {self._log}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self._health, timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A demo and the server that is taken from it; the setting that names its address."""
+
+    name: str
+    config: Path
+    setting: str
+
+    def server(self, directory: Path) -> Server:
+        settings = load_settings(self.config)
+        if self.name == "engines":
+            engine = settings.engine
+            command = [
+                "engine", "--model", str(settings.model.path), "--weight-version", "0",
+                "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
+            ]  # fmt: skip
+            return Server(command, "/model_info", directory)
+        sys.path.insert(0, str(self.config.parent))
+        from demo import build_index
+
+        return Server(["rag", "serve", str(build_index(directory / "corpus", 0))], "/health", directory)
+
+
+PARTS = (
+    Part("engines", ROOT / "examples" / "demo" / "config.toml", "engine.urls"),
+    Part("retrieval", ROOT / "examples" / "demo_search" / "config.toml", "agent.options.urls"),
+)
+
+
+def train(part: Part, directory: Path, seconds: float, overrides: Sequence[str]) -> dict[str, Any]:
+    """One run; with `seconds` > 0 its server is down for so long."""
+    directory.mkdir(parents=True)
+    server = part.server(directory)
+    server.start()
+    place = [f"--run.dir={directory}", "--run.name=run", "--run.live=false"]
+    place += [f"--{part.setting}={json.dumps([server.url])}", *overrides]
+    steps = load_settings(part.config, overrides).trainer.steps
+    with open(directory / "out", "wb") as out:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", "train", str(part.config), *place],
+            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=ENVIRONMENT,
+        )  # fmt: skip
+    try:
+        if seconds:
+            until = time.monotonic() + RUN_S
+            while _step(directory / "run") < steps // 2 and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.1)
+            server.kill()
+            time.sleep(seconds)
+            server.start()
+        code = run.wait(RUN_S)
+    finally:
+        run.kill()
+        run.wait()
+        server.kill()
+    return {
+        "run": part.name,
+        "outage_s": seconds,
+        "exit": code,
+        **figures(part, directory / "run", overrides),
+    }
+
+
+def figures(part: Part, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    metrics = _metrics(run_dir)
+    found = lineage_of(run_dir, load_settings(part.config, overrides).trainer.groups_per_batch)
+    audit = audit_run(run_dir)
+    for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
+        print(problem, file=sys.stderr)
+    return {
+        "steps": found.steps,
+        "held_out": metrics[-1].get("eval/reward"),
+        "paused_s": round(metrics[-1]["outage/seconds"], 1),
+        "infra_errors": sum(one.get("outcome") == "infra_error" for one in lines),
+        "quarantined": sum(one["event"] == "quarantined" for one in lines),
+        "groups_failed": sum(one["kind"] == "group" and one.get("state") == "failed" for one in lines),
+        "lost": len(found.lost),
+        "doubled": len(found.doubled),
+        "audit_findings": len(audit.findings),
+    }
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _step(run_dir: Path) -> int:
+    return max((line["step"] for line in _metrics(run_dir)), default=0)
+
+
+def checks_of(results: Sequence[dict[str, Any]], seconds: float) -> list[Check]:
+    without, during = results
+    name = without["run"]
+    behind = during["held_out"] - without["held_out"]
+    return [
+        *(Check(f"{name}_{one}", float(during[one]), "==", 0)
+          for one in ("quarantined", "lost", "doubled", "audit_findings", "exit")),
+        Check(f"{name}_held_out_less_without", behind, ">=", -MARGIN),
+        Check(f"{name}_paused_s", during["paused_s"], ">=", seconds / 2),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of each outage")
+    parser.add_argument("--steps", type=int, help="of each run; default: the demo's own")
+    parser.add_argument("--only", choices=[part.name for part in PARTS])
+    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    arguments, overrides = parser.parse_known_args()
+    if arguments.steps is not None:
+        overrides.append(f"--trainer.steps={arguments.steps}")
+    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-outage-"))
+    results, checks = [], []
+    try:
+        for part in PARTS:
+            if arguments.only not in (None, part.name):
+                continue
+            pair = []
+            for seconds in (0.0, arguments.seconds):
+                name = f"{part.name}-{'outage' if seconds else 'without'}"
+                pair.append(train(part, directory / name, seconds, overrides))
+            results += pair
+            checks += checks_of(pair, arguments.seconds)
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    return report(results, checks, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""What a server says of where it is can be called by others."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from tidegate.address import EVERYWHERE, own_address
+from tidegate.serve import Listen, bind, url_of
+
+
+def test_what_listens_everywhere_is_told_by_an_address_that_answers() -> None:
+    with bind(Listen("0.0.0.0")) as sock:
+        sock.listen()
+        url = urlsplit(url_of(sock))
+        assert url.hostname not in EVERYWHERE
+        with socket.create_connection((url.hostname, url.port or 0), timeout=10):
+            pass
+
+
+def test_without_a_way_out_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    assert (own_address(), own_address("::"), own_address("10.0.0.7")) == ("127.0.0.1", "::1", "10.0.0.7")

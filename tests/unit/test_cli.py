@@ -1,0 +1,74 @@
+"""The command line: what it says of its servers, and of words that are mistyped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.cli import VERBS, main
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The exit code, and what a person reads."""
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    read = capsys.readouterr()
+    return code, read.out + read.err
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"), [(["trian"], "'train'"), (["rag", "biuld"], "'build'"), (["evals"], "'eval'")]
+)
+def test_a_mistyped_verb_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: list[str], nearest: str
+) -> None:
+    code, text = said(capsys, *words)
+    assert (code, f"did you mean {nearest}?" in text) == (2, True), text
+
+
+@pytest.mark.parametrize("verb", ["view", "audit", "report", "eval", "replay", "export"])
+def test_a_mistyped_run_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    more = ["--sft"] if verb == "export" else []
+    for typed, nearest in (("dmeo", "'demo'"), ("runs/deom", "'runs/demo'")):
+        code, text = said(capsys, verb, typed, *more)
+        assert (code, f"did you mean {nearest}?" in text) == (2, True), text
+    code, text = said(capsys, verb, "demo", *more)  # it is found by its name: the run in it is not there
+    assert code != 0
+    assert "runs/demo" in text
+
+
+def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        name = verb.__name__.rpartition(".")[2].replace("evaluate", "eval")
+        _, text = said(capsys, *(["rag", "serve"] if name == "rag" else [name]), "--help")
+        assert "usage: tidegate" in text
+        assert not re.search(r"--(announce|owned|fd|shard)\b", text)
+
+
+def test_a_server_that_is_started_by_hand_says_where_it_serves(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "tiny")
+    command = [sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as gateway:
+        try:
+            assert gateway.stderr is not None
+            found = next(
+                filter(None, (re.search(r"serving at (http://\S+) ", one) for one in gateway.stderr))
+            )
+            with urllib.request.urlopen(f"{found[1]}/health", timeout=60) as response:
+                assert response.status == 200
+        finally:
+            gateway.terminate()
+            gateway.wait(60)

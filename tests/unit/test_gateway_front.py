@@ -1,0 +1,74 @@
+"""The front of shards where a client leaves, or a shard does not answer, at the worst moment."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from starlette.requests import Request
+
+from tidegate.envs.base import load_environment
+from tidegate.errors import ConfigError, GatewayError
+from tidegate.gateway.fleet import Answer
+from tidegate.gateway.front import Front
+
+ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
+
+
+def request(method: str, body: Any) -> Request:
+    """One whose client has left by the time it is read."""
+    messages = [{"type": "http.request", "body": orjson.dumps(body)}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0) if len(messages) > 1 else messages[0]
+
+    return Request({"type": "http", "method": method, "headers": [], "path": "/"}, receive)
+
+
+async def test_a_lease_that_is_ready_as_its_client_leaves_is_given_back() -> None:
+    front = Front([], None, lambda _: None)
+    returned: list[Any] = []
+
+    async def lease(*_: Any) -> list[Any]:
+        return [{"lease_id": "0.a"}]
+
+    async def give_back(groups: list[Any]) -> None:
+        returned.extend(groups)
+
+    front._leasing = SimpleNamespace(lease=lease, give_back=give_back)  # type: ignore[assignment]
+    answer = await front._lease(request("POST", {"trainer_epoch": 1}))
+    assert (answer.status_code, returned) == (499, [{"lease_id": "0.a"}])
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_what_one_shard_did_with_an_engine_is_remembered_for_the_others(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shard 0 does not answer; when it is started again it is told."""
+    shards: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    front = Front(shards, None, lambda _: None)
+    if method == "DELETE":
+        front.fleet.engines[ENGINE["url"]] = ENGINE  # type: ignore[index]
+
+    async def ask(index: int, *_: Any) -> Answer:
+        if index == 0:
+            raise GatewayError("shard 0 did not answer", status=503)
+        return Answer(200, orjson.dumps(ENGINE))
+
+    monkeypatch.setattr(front.fleet, "ask", ask)
+    with pytest.raises(GatewayError, match="shard 0 did not answer"):
+        await front._engines(request(method, ENGINE))
+    assert list(front.fleet.engines.values()) == ([ENGINE] if method == "POST" else [])
+
+
+def test_a_reward_that_is_called_as_another_metric_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tidegate.envs.arithmetic import Arithmetic\n"
+        "from tidegate.envs.rewards import Reward\n"
+        "class Mine(Arithmetic):\n"
+        "    rewards = (Reward('mean', lambda output: 1.0),)\n"
+    )
+    with pytest.raises(ConfigError, match="a reward is called 'mean', but reward/mean"):
+        load_environment(f"{tmp_path}/mine.py:Mine", {})

@@ -1,0 +1,151 @@
+"""What is refused of a run before anything of it is started or written."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.config import Settings, load_settings
+from tidegate.errors import ConfigError, FinishedError, StartError
+from tidegate.sections import dump
+from tidegate.trainer import preflight
+from tidegate.trainer.entries import Entry, entry
+from tidegate.trainer.ledger import Ledger
+from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.start import Start
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Answers GET with `reply`, a status and a body; None: with nothing."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = server.replies.get(self.path, (404, b"<html>"))  # type: ignore[attr-defined]
+            if found is None:
+                ended.wait(60)
+                return
+            self.send_response(found[0])
+            self.end_headers()
+            self.wfile.write(found[1])
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing is logged."""
+
+    ended = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.replies = {}  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    ended.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ((200, b'{"weight_version": "3"}'), None),
+        ((404, b"<html>"), "answers GET /model_info with 404 Not Found, so it is no engine"),
+        ((200, b"<html>"), "with what is not JSON"),
+        ((200, b"\xff"), "with what is not JSON"),
+        ((200, b"[]"), "names no weight_version"),
+        (None, "no engine answers at http://127.0.0.1:.*timed out; start it first"),
+    ],
+)
+def test_what_answers_for_an_engine(
+    server: Any, reply: tuple[int, bytes] | None, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "ENGINE_S", 60.0 if reply else 0.2)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # an engine is never asked through one
+    server.replies["/model_info"] = reply
+    url = f"http://127.0.0.1:{server.server_port}"
+    if words is None:
+        check_engines([url, url])
+        return
+    with pytest.raises(StartError, match=rf"engine\.urls: .*{words}"):
+        check_engines([url])
+
+
+def test_an_address_where_nothing_listens_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(
+            StartError, match=rf"engine\.urls: no engine answers at {url}/model_info: .*refused"
+        ):
+            check_engines([url])
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable(tmp_path / "a" / "b" / "run")
+    for place in (tmp_path / "file" / "run", tmp_path / "file" / "deeper" / "run", Path("/proc/run/run")):
+        with pytest.raises(StartError, match=rf"run\.dir = {place.parent}: .* cannot be written, as "):
+            check_writable(place)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def model_at(path: Path, tokenizer: str = "{}") -> Path:
+    path.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text(tokenizer)
+    return path
+
+
+def kept_run(tmp_path: Path, model: Path, *, step: int | None, entries: list[Entry] = []) -> Settings:  # noqa: B006
+    """A run's directory as its end left it: settings, ledger, and the checkpoint of `step`."""
+    words = [f"--model.path={model}", f"--run.dir={tmp_path}", "--run.name=kept", "--trainer.steps=4"]
+    settings = load_settings(None, words)
+    settings.run_dir.mkdir(parents=True)
+    (settings.run_dir / "config.toml").write_text(dump(settings))
+    with Ledger(settings.run_dir / "ledger.jsonl") as ledger:
+        for one in entries:
+            ledger.book(one)
+        if step is not None:
+            checkpoint = settings.run_dir / "checkpoints" / f"step_{step}"
+            shutil.copytree(model, checkpoint)
+            marker = f'{{"step": {step}, "ledger": {ledger.position}}}'
+            (checkpoint / "COMMITTED").write_text(marker)
+    return settings
+
+
+def with_model(settings: Settings, path: Path) -> Settings:
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+    first, other = model_at(tmp_path / "first"), model_at(tmp_path / "other", '{"a": 1}')
+    settings = kept_run(tmp_path, first, step=2)
+    assert Start.of(settings, resume=True).step == 2
+    (tmp_path / "link").symlink_to(first)
+    assert Start.of(with_model(settings, tmp_path / "link"), resume=True).step == 2
+    with pytest.raises(ConfigError, match=rf"model\.path = {other}, but the run .* began with {first}: "):
+        Start.of(with_model(settings, other), resume=True)
+
+    moved = first.rename(tmp_path / "moved")
+    assert Start.of(with_model(settings, moved), resume=True).step == 2
+    with pytest.raises(ConfigError, match=rf"model\.path = {other}"):
+        Start.of(with_model(settings, other), resume=True)
+
+
+def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
+    settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4)
+    with pytest.raises(FinishedError, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
+        Start.of(settings, resume=True)
+    assert FinishedError.exit_code == 0
+
+
+def test_a_run_that_was_killed_after_its_last_step_puts_its_groups_in_order(tmp_path: Path) -> None:
+    live = entry("group", "issued", id="g", task="t", index=0, version=0, replaces=None)
+    settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4, entries=[live])
+    assert Start.of(settings, resume=True).unended() == {"g"}
