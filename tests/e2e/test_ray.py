@@ -100,11 +100,19 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
 
 
 def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
-    strange = {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_TOKEN"}
-    strange |= {"RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "1", "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "1"}
+    home = cluster.runs / "home"  # without a token file of the user's
+    home.mkdir()
+    environment = cluster.environment | {
+        "HOME": str(home),
+        "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "1",
+        "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "1",
+    }
+    without = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
+    wrong = environment | {"RAY_AUTH_TOKEN": "0" * 64}
     with (
-        training(cluster.runs / "strange", "--cluster", cluster.address, environment=strange) as near,
-        training(cluster.runs / "client", "--cluster", cluster.client, environment=strange) as client,
+        training(cluster.runs / "without", "--cluster", cluster.address, environment=without) as no_token,
+        training(cluster.runs / "wrong", "--cluster", cluster.address, environment=wrong) as wrong_token,
+        training(cluster.runs / "client", "--cluster", cluster.client, environment=wrong) as client,
     ):
         # A process of its own: Ray reads its token once, when it is imported.
         done = subprocess.run(
@@ -112,8 +120,8 @@ def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
             capture_output=True, text=True, timeout=120, env=cluster.environment, cwd=REPO, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        for refused in (near, client):
-            assert refused.wait(60) == StartError.exit_code
+        for refused in (no_token, wrong_token, client):
+            assert refused.wait(60) == StartError.exit_code, refused.output()
             sentence = refused.output().splitlines()[-1]
             assert sentence.startswith("tidegate: --cluster")
             assert "RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes" in sentence

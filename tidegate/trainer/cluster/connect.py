@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import ray
 from ray._private import services
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from tidegate.errors import ConfigError, StartError
@@ -40,7 +41,7 @@ def connected(cluster: str) -> Iterator[str]:
         if address != "local":
             _reach(cluster, address)
         _init(address, {"include_dashboard": False} if address == "local" else {})
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, AuthenticationError) as error:
         raise StartError(f"--cluster {cluster}: {_why(error)}") from error
     try:
         yield HEAD if address.startswith("ray://") else f"node:{ray.util.get_node_ip_address()}"
@@ -136,6 +137,8 @@ def _of(resources: Mapping[str, float]) -> str:
 
 def _why(error: BaseException) -> str:
     """Ray's first line, and what it says further down where that is the cause."""
+    if isinstance(error, AuthenticationError):  # no token at all: Ray looks for one before it connects
+        return f"Ray found no authentication token. Set the cluster's token: {TOKEN}"
     first = str(error).strip().partition("\n")[0].removesuffix(".")
     cause: BaseException | None = error
     while cause is not None:
