@@ -34,13 +34,13 @@ from common import Check, report
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
 from tidegate.trainer.audit import audit_run
+from tidegate.trainer.engine_control import EngineControl
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.local import Local
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.processes import start_processes
-from tidegate.trainer.publish import EngineControl
-from tidegate.trainer.rollout import Episodes
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 

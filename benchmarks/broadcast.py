@@ -29,9 +29,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
 from tidegate.services import Service
+from tidegate.trainer.engine_control import EngineControl
 from tidegate.trainer.followed import followers
 from tidegate.trainer.guard import Guard
-from tidegate.trainer.publish import EngineControl
 from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.sender import Sender
 

@@ -13,8 +13,7 @@ import pytest
 from tests.fakes import Stage, staged
 from tests.families import FAMILIES, family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.drift import drifts
-from tidegate.gateway.tree import Tree
+from tidegate.gateway.tree import Tree, drifts
 from tidegate.types import Ids, Turn
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]

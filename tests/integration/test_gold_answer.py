@@ -13,9 +13,10 @@ from tidegate.envs.rewards import Reward
 from tidegate.observer import Silent
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.batches import Batches
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator
 from tidegate.trainer.pause import Pause
-from tidegate.trainer.rollout import Episodes, Rollout
+from tidegate.trainer.rollout import Rollout
 from tidegate.trainer.rules import Rules
 from tidegate.trainer.trajectories import TrajectoryFiles, read_lines
 from tidegate.trainer.workers import AgentWorker

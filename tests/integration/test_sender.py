@@ -19,7 +19,8 @@ from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.weights_receiver import WeightsReceiver
 from tidegate.trainer import sender
-from tidegate.trainer.publish import EngineControl, Publisher
+from tidegate.trainer.engine_control import EngineControl
+from tidegate.trainer.publish import Publisher
 from tidegate.trainer.sender import Sender
 from tidegate.weights_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 

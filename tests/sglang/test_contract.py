@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
 from tests.integration.engine_http import Client
-from tidegate.trainer.publish import EngineControl
+from tidegate.trainer.engine_control import EngineControl
 from tidegate.trainer.sender import Sender
 from tidegate.weights_group import buckets
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.engine.prefix import BLOCK, Chain, PrefixStore
+from tidegate.engine.block_hashes import BLOCK, Chain
+from tidegate.engine.prefix import PrefixStore
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import numpy as np
 
 from tidegate.gateway import journal_layout as layout
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.sessions import Ending, Session, hash_key
+from tidegate.gateway.names import hash_key
+from tidegate.gateway.sessions import Ending, Session
 from tidegate.gateway.tree import Node, Request
 from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan
 

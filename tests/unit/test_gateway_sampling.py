@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from tidegate.gateway.refusal import Refusal, refused_by_engine
-from tidegate.gateway.sampling import SamplingRules, Schema, Wishes, token_budget, turn_seed
+from tidegate.gateway.sampling import SamplingRules, Schema, Wishes, token_budget
+from tidegate.gateway.seeds import turn_seed
 from tidegate.types import Sampling
 
 

@@ -19,7 +19,8 @@ from tests.fakes import FakeEngine, Fault
 from tidegate import weights_group
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer import publish
-from tidegate.trainer.publish import EngineControl, Publisher
+from tidegate.trainer.engine_control import EngineControl
+from tidegate.trainer.publish import Publisher
 
 
 @dataclass

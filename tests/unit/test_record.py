@@ -14,12 +14,12 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator, _metrics
 from tidegate.trainer.groups import Cut
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.record import Recorder
-from tidegate.trainer.rollout import Episodes
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Task, Trajectory

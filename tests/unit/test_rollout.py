@@ -19,8 +19,9 @@ from tidegate.errors import GatewayError, HopelessError, OutageError, TrainingEr
 from tidegate.trainer import pause as pauses
 from tidegate.trainer import rollout as module
 from tidegate.trainer.admission import Admission
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.pause import Pause
-from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
+from tidegate.trainer.rollout import Rollout, cancel_doomed
 from tidegate.trainer.rules import Rules
 from tidegate.types import Outcome, Task, Trajectory
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-BLOCK = 16
-"""Tokens of one block."""
+from tidegate.engine.block_hashes import BLOCK
 
 
 class Snapshot(Protocol):
@@ -31,22 +30,6 @@ class _Entry:
     snapshot: Snapshot
     blocks: set[int] = field(default_factory=set)
     """The chain hashes that the index finds it by."""
-
-
-class Chain:
-    """The block hashes of a sequence that only grows."""
-
-    __slots__ = ("hashes",)
-
-    def __init__(self) -> None:
-        self.hashes: list[int] = []
-
-    def upto(self, tokens: Sequence[int]) -> list[int]:
-        """One hash for each whole block of `tokens`, each of everything up to its end."""
-        hashes = self.hashes
-        for start in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
-            hashes.append(hash((hashes[-1] if hashes else 0, *tokens[start : start + BLOCK])))
-        return hashes[: len(tokens) // BLOCK]
 
 
 class PrefixStore:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tidegate.engine.block_hashes import Chain
 from tidegate.engine.checks import RequestError, boolean, mapping, refuse_rest
 from tidegate.engine.grammar import Grammar
 from tidegate.engine.params import Limits, SamplingParams, read_params
-from tidegate.engine.prefix import Chain
 
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "text": (None,),

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tidegate.engine.prefix import BLOCK, PrefixStore
+from tidegate.engine.block_hashes import BLOCK
+from tidegate.engine.prefix import PrefixStore
 from tidegate.engine.requests import Generation
 from tidegate.engine.slots import Slots
 

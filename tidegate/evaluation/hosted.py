@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.evaluation.sampler import Attempt
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.guard import Guard
 from tidegate.trainer.local import Local
 from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes import start_processes
-from tidegate.trainer.rollout import Episodes
 from tidegate.types import Sampling, Task, Trajectory
 
 

@@ -24,6 +24,7 @@ from tidegate.gateway.ask import RawBody
 from tidegate.gateway.dataplane import CountEndpoint, Endpoint, ModelsEndpoint
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.exchange import respond
+from tidegate.gateway.exposition import exposition
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.request_body import ClientGone, read_body
@@ -265,7 +266,7 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
-        return openapi.Exposition(gateway.prometheus())
+        return openapi.Exposition(exposition(gateway))
 
 
 class LeaseEndpoint:

@@ -10,7 +10,8 @@ from yarl import URL
 
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.sessions import Session, Sessions
+from tidegate.gateway.session_store import Sessions
+from tidegate.gateway.sessions import Session
 from tidegate.types import Outcome, Sampling, Split, Task
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -9,9 +9,9 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal
 from tidegate.gateway.metrics import Metrics
-from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.sessions import Ending, Session, Sessions, Told, decide, trajectory_of
+from tidegate.gateway.session_store import Sessions
+from tidegate.gateway.sessions import Ending, Session, Told, decide, trajectory_of
 from tidegate.types import Outcome, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
@@ -22,14 +22,17 @@ class Endings:
 
     def __init__(
         self,
-        options: GatewayOptions,
         journal: Journal,
         sessions: Sessions,
         groups: GroupStore,
         scorer: Scorer,
         metrics: Metrics,
+        *,
+        grace_s: float,
+        retention_s: float,
     ) -> None:
-        self._options = options
+        self._grace_s = grace_s
+        self._retention_s = retention_s
         self._journal = journal
         self._sessions = sessions
         self._groups = groups
@@ -71,7 +74,7 @@ class Endings:
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
         await self._scorer.reward(trajectory, session.task, session.rewards, ending.claimed)
-        forget_at = asyncio.get_running_loop().time() + self._options.retention_s
+        forget_at = asyncio.get_running_loop().time() + self._retention_s
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at
         self._metrics.outcomes[trajectory.outcome.value] += 1
@@ -128,7 +131,7 @@ class Endings:
     def _kept_until(self, session: Session) -> float:
         if session.forget_at is not None:
             return session.forget_at
-        return session.deadline + self._options.grace_s
+        return session.deadline + self._grace_s
 
     def _sealed(self, session: Session) -> bool:
         return session.group_id is not None and self._groups.get(session.group_id) is not None

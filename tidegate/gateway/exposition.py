@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from tidegate.gateway.bodies import group_rows
+from tidegate.gateway.gateway import Gateway
 from tidegate.prometheus import Family, prometheus
-
-if TYPE_CHECKING:
-    from tidegate.gateway.gateway import Gateway
 
 PREFIX = "tidegate_gateway"
 _ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancelled"})

@@ -29,10 +29,10 @@ from tidegate.gateway import bodies
 from tidegate.gateway.exposition import PREFIX
 from tidegate.gateway.fleet import Answer, Fleet, Refused, checked
 from tidegate.gateway.leasing import Leasing
+from tidegate.gateway.names import new_id
 from tidegate.gateway.passage import Passage
 from tidegate.gateway.refusal import Refusal
 from tidegate.gateway.request_body import ClientGone, read_body
-from tidegate.gateway.sessions import new_id
 from tidegate.gateway.shards import Shard, home, owner
 from tidegate.key import Key
 from tidegate.prometheus import merged, prometheus

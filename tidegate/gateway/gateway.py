@@ -13,7 +13,6 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.certify import certify
 from tidegate.gateway.endings import Endings
 from tidegate.gateway.engines import Engine, Placed
-from tidegate.gateway.exposition import exposition
 from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.intake import Threads
@@ -21,21 +20,14 @@ from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
 from tidegate.gateway.limits import Limits
 from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.names import hash_key, new_id, new_key
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.prompts import model_context
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.sessions import (
-    Ending,
-    Session,
-    Sessions,
-    Told,
-    hash_key,
-    new_id,
-    new_key,
-    trajectory_of,
-)
+from tidegate.gateway.session_store import Sessions
+from tidegate.gateway.sessions import Ending, Session, Told, trajectory_of
 from tidegate.gateway.turns import Turns
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
@@ -79,7 +71,13 @@ class Gateway:
         )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
         self.endings = Endings(
-            self.options, self.journal, self.sessions, self.groups, self.scorer, self.metrics
+            self.journal,
+            self.sessions,
+            self.groups,
+            self.scorer,
+            self.metrics,
+            grace_s=self.options.grace_s,
+            retention_s=self.options.retention_s,
         )
         self.pool = EnginePool(self.options.pool, self._died)
         self.turns = Turns(
@@ -339,9 +337,6 @@ class Gateway:
 
     async def _note_engines(self) -> None:
         await self.journal.engines([engine.placed for engine in self.pool.engines()], self.pool.led)
-
-    def prometheus(self) -> str:
-        return exposition(self)
 
 
 def _check_storable(*values: Any) -> None:

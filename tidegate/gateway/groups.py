@@ -12,32 +12,14 @@ import contextlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.journal import REMEMBERED, Entry, Journal, Recovered
 from tidegate.gateway.sessions import Session
 from tidegate.types import Group
 
-REMEMBERED = 65_536
-"""Groups and leases that are over and still known by name."""
 T = TypeVar("T")
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    group: Group
-    order: int
-    lease_id: str | None = None
-    key: str = ""
-    """Of the request that it was leased for."""
-    answers: int = 0
-    """How often this lease was handed out, less the answers that reached nobody."""
-
-    @property
-    def state(self) -> str:
-        return "ready" if self.lease_id is None else "leased"
 
 
 class _Recent(OrderedDict[str, str]):

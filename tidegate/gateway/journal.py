@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tidegate.types import Group
+
 if TYPE_CHECKING:
     from tidegate.gateway.engines import Placed
-    from tidegate.gateway.groups import Entry
     from tidegate.gateway.sessions import Session
     from tidegate.gateway.tree import Node
     from tidegate.types import Trajectory
@@ -104,3 +105,22 @@ class Journal:
 
     async def engines(self, engines: Sequence[Placed], led: bool) -> None:
         """All engines there are, and whether a trainer says which of them serve."""
+
+
+REMEMBERED = 65_536
+"""Groups and leases that are over and still known by name."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    group: Group
+    order: int
+    lease_id: str | None = None
+    key: str = ""
+    """Of the request that it was leased for."""
+    answers: int = 0
+    """How often this lease was handed out, less the answers that reached nobody."""
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.lease_id is None else "leased"

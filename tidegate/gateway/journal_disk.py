@@ -17,8 +17,7 @@ from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway import journal_layout as layout
 from tidegate.gateway.engines import Placed
-from tidegate.gateway.groups import REMEMBERED, Entry
-from tidegate.gateway.journal import Journal, Recovered
+from tidegate.gateway.journal import REMEMBERED, Entry, Journal, Recovered
 from tidegate.gateway.journal_load import load
 from tidegate.gateway.journal_writer import Statement, Writer
 from tidegate.gateway.sessions import Session

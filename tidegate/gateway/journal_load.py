@@ -12,8 +12,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.gateway import journal_layout as layout
 from tidegate.gateway.engines import Placed
-from tidegate.gateway.groups import Entry
-from tidegate.gateway.journal import Recovered
+from tidegate.gateway.journal import Entry, Recovered
 from tidegate.gateway.sessions import Session, trajectory_of
 from tidegate.gateway.tree import Node, Tree
 from tidegate.types import CLIENT_CLOSED, Group

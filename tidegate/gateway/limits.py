@@ -17,10 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from tidegate.gateway.refusal import Refusal
-
 if TYPE_CHECKING:
-    from tidegate.gateway.sessions import Session
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +40,3 @@ class Limits:
 
     def to_wire(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}
-
-
-def check_limits(session: Session, now: float) -> int | None:
-    """How many tokens the next call may sample, None for any number; raises Refusal where it may not be.
-
-    `now` is in the event loop's time.
-    """
-    limits = session.limits
-    live = len(session.calls.live)
-    if limits.turns is not None and (turns := session.tree.replies() + live) >= limits.turns:
-        raise _spent(session, f"turns: {turns} of {limits.turns}")
-    if limits.seconds is not None and (seconds := now - session.opened) >= limits.seconds:
-        raise _spent(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
-    left = None
-    if limits.tokens is not None:
-        tokens = session.tree.sampled_tokens
-        left = limits.tokens - tokens
-        if left <= 0:
-            raise _spent(session, f"tokens: {tokens} of {limits.tokens}")
-    if limits.calls is not None and live >= limits.calls:
-        raise Refusal(
-            f"this session has {live} calls under way, and may have {limits.calls} at once",
-            status=429,
-            type="too_many_calls",
-            code="too_many_calls",
-            retryable=True,
-        )
-    return left
-
-
-def _spent(session: Session, what: str) -> Refusal:
-    session.spent = f"the session's budget is used up ({what})"
-    return Refusal(
-        f"{session.spent}; no more is sampled for it", status=403, type="budget", code="budget_exceeded"
-    )

@@ -14,7 +14,6 @@ import numpy as np
 
 from tidegate.gateway.ask import Ask
 from tidegate.gateway.calls import Call
-from tidegate.gateway.drift import drifts
 from tidegate.gateway.folding import Folded
 from tidegate.gateway.formats.base import Form, forced_start, single_call_stop
 from tidegate.gateway.messages import template_form
@@ -32,7 +31,7 @@ from tidegate.gateway.sampling import SamplingRules, StructuredOutput, Wishes, t
 from tidegate.gateway.sessions import Session
 from tidegate.gateway.token_bound import TokenBound, weight
 from tidegate.gateway.toolcalls import Parser, PlainParser
-from tidegate.gateway.tree import Node, Place
+from tidegate.gateway.tree import Node, Place, drifts
 from tidegate.types import Ids, Message
 
 log = logging.getLogger("tidegate.gateway")

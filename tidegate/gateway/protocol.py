@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.sampling import continued_seed
+from tidegate.gateway.seeds import continued_seed
 from tidegate.types import Ids, VersionSpan, spans_within
 
 WHOLE_CALL_PARAMS = frozenset({"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"})

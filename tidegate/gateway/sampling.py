@@ -11,10 +11,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.refusal import context_exceeded
+from tidegate.gateway.seeds import turn_seed
 from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
@@ -131,26 +131,6 @@ class SamplingRules:
                 sampling.top_p,
                 sampling.top_k,
             )
-
-
-def turn_seed(session: int | None, turn: int, agent: int | None) -> int | None:
-    """A seed of its own for every turn, the same in every run of a session with the same seed.
-
-    An agent's constant seed must not make the slots of a group alike, so the session's goes into it.
-    """
-    if session is None:
-        return None if agent is None else agent & 0x7FFFFFFF
-    return _seed(f"{session}/{turn}/{agent}")
-
-
-def continued_seed(seed: int, sampled: int) -> int:
-    """The seed with which a reply goes on after so many tokens; the same for the same seed and place."""
-    return _seed(f"{seed}+{sampled}")
-
-
-def _seed(text: str) -> int:
-    digest = blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 def token_budget(

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 from tidegate.gateway.calls import Calls
 from tidegate.gateway.engines import Seat
 from tidegate.gateway.limits import Limits
-from tidegate.gateway.refusal import Refusal, session_over, wrong_key
+from tidegate.gateway.refusal import Refusal, session_over
 from tidegate.gateway.tree import Node, Tree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
-
-
-def hash_key(key: str) -> bytes:
-    return sha256(key.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,74 +142,6 @@ class Session:
         return min((one for one in known if one is not None), default=None)
 
 
-class Sessions:
-    """All sessions of this gateway, by id, by key and by group."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, Session] = {}
-        self._by_key: dict[bytes, Session] = {}
-        self._by_group: dict[str, dict[str, Session]] = {}
-        self._numbers = 0
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def all(self) -> list[Session]:
-        return list(self._by_id.values())
-
-    def number(self) -> int:
-        """A number that no session here has or had."""
-        self._numbers += 1
-        return self._numbers
-
-    def add(self, session: Session) -> None:
-        self._numbers = max(self._numbers, session.number)
-        self._by_id[session.id] = session
-        self._by_key[session.key_hash] = session
-        if session.group_id is not None:
-            self._by_group.setdefault(session.group_id, {})[session.id] = session
-
-    def get(self, session_id: str) -> Session | None:
-        return self._by_id.get(session_id)
-
-    def of_group(self, group_id: str) -> list[Session]:
-        return list(self._by_group.get(group_id, {}).values())
-
-    def groups(self) -> dict[str, list[Session]]:
-        return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
-
-    def authenticate(self, key: str | None, session_id: str | None) -> Session:
-        """The session that a key opens; raises Refusal, the same one whatever was wrong.
-
-        Only hashes are held, so a look-up by hash tells nothing of a key by its duration.
-        """
-        if not key:
-            raise wrong_key()
-        hashed = hash_key(key)
-        session = self._by_id.get(session_id) if session_id is not None else self._by_key.get(hashed)
-        if session is None or not hmac.compare_digest(session.key_hash, hashed):
-            raise wrong_key()
-        return session
-
-    def forget(self, session: Session) -> None:
-        session.stop("it was deleted")
-        self._by_id.pop(session.id, None)
-        self._by_key.pop(session.key_hash, None)
-        members = self._by_group.get(session.group_id or "")
-        if members is not None:
-            members.pop(session.id, None)
-            if not members:
-                del self._by_group[session.group_id or ""]
-
-
-def new_key(mark: str = "") -> str:
-    return f"tg-{mark}{secrets.token_urlsafe(24)}"
-
-
-def new_id(mark: str = "") -> str:
-    return mark + secrets.token_hex(12)
-
-
 def decide(session: Session, told: Told, now: float) -> Ending:
     """How a session ends, before its reward is known."""
     outcome, why = _outcome(session, told.outcome, now)
@@ -282,4 +207,39 @@ def trajectory_of(session: Session, ending: Ending) -> Trajectory:
         seconds=ending.at - session.opened,
         messages=session.tree.history(newest.turn.index) if newest is not None else [],
         metadata=session.metadata,
+    )
+
+
+def check_limits(session: Session, now: float) -> int | None:
+    """How many tokens the next call may sample, None for any number; raises Refusal where it may not be.
+
+    `now` is in the event loop's time.
+    """
+    limits = session.limits
+    live = len(session.calls.live)
+    if limits.turns is not None and (turns := session.tree.replies() + live) >= limits.turns:
+        raise _spent(session, f"turns: {turns} of {limits.turns}")
+    if limits.seconds is not None and (seconds := now - session.opened) >= limits.seconds:
+        raise _spent(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
+    left = None
+    if limits.tokens is not None:
+        tokens = session.tree.sampled_tokens
+        left = limits.tokens - tokens
+        if left <= 0:
+            raise _spent(session, f"tokens: {tokens} of {limits.tokens}")
+    if limits.calls is not None and live >= limits.calls:
+        raise Refusal(
+            f"this session has {live} calls under way, and may have {limits.calls} at once",
+            status=429,
+            type="too_many_calls",
+            code="too_many_calls",
+            retryable=True,
+        )
+    return left
+
+
+def _spent(session: Session, what: str) -> Refusal:
+    session.spent = f"the session's budget is used up ({what})"
+    return Refusal(
+        f"{session.spent}; no more is sampled for it", status=403, type="budget", code="budget_exceeded"
     )

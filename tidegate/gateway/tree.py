@@ -305,3 +305,18 @@ def keep_tokens(turn: Turn, first: int, end: int) -> None:
     turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
     if turn.output_mask is not None:
         turn.output_mask = turn.output_mask[first:end]
+
+
+def drifts(prompt: Ids, parent: Turn, added: int) -> bool:
+    """Whether `prompt`, without the `added` ids at its end, does not end as turn `parent` did.
+
+    `parent` was itself looked at when its prompt was made, so all of its history need not be: what it
+    added and what was sampled is enough, and costs the same at turn 2 and at turn 1,000.
+    """
+    end = len(prompt) - added
+    middle = end - len(parent.output_ids)
+    start = middle - len(parent.delta_ids)
+    if start < 0 or (parent.parent is None and start > 0):
+        return True
+    recorded = parent.delta_ids.tobytes() + parent.output_ids.tobytes()  # all are int32
+    return prompt[start:end].tobytes() != recorded

@@ -14,7 +14,6 @@ from tidegate.gateway.calls import Call
 from tidegate.gateway.dispatch import QueueFullError
 from tidegate.gateway.formats.base import Form
 from tidegate.gateway.journal import Journal
-from tidegate.gateway.limits import check_limits
 from tidegate.gateway.metrics import Metrics
 from tidegate.gateway.pool import LAST_EVENT_S, EnginePool
 from tidegate.gateway.prompts import Prompts, Rendered
@@ -22,7 +21,7 @@ from tidegate.gateway.protocol import RequestRefusedError, Sampled
 from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full, refused_by_engine
 from tidegate.gateway.render import LargeText, Renderer
 from tidegate.gateway.sampling import StructuredOutput
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import Session, check_limits
 from tidegate.gateway.tree import Node
 from tidegate.types import CLIENT_CLOSED
 

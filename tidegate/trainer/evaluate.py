@@ -20,8 +20,8 @@ import numpy as np
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
+from tidegate.trainer.episodes import Episodes, attempt_seed
 from tidegate.trainer.pause import INFRA_BACKOFF_MAX_S, LOOK_S, backoff_s
-from tidegate.trainer.rollout import Episodes, attempt_seed
 from tidegate.trainer.trajectories import bounded_answer
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 

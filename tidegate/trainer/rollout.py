@@ -17,15 +17,15 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
 from tidegate.gateway.client import GatewayClient, Summary
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.crew import Runner
 from tidegate.trainer.dead_letters import Attempted
 from tidegate.trainer.entries import State
+from tidegate.trainer.episodes import Episodes, attempt_seed
 from tidegate.trainer.groups import GroupState, Phase, Slot, Ticket
 from tidegate.trainer.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.trainer.rules import Verdict
 from tidegate.trainer.tokens import Tokens
 from tidegate.trainer.trajectories import bounded_answer
-from tidegate.types import MODEL_NAME, Outcome, Sampling, Split, Task, Trajectory
+from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 MAX_SKIPPED = 10_000
 """So many quarantined tasks in a row mean that there is no other one."""
@@ -35,57 +35,6 @@ class Tasks(Protocol):
     """What rollout needs of an environment."""
 
     def train_task(self, index: int) -> Task: ...
-
-
-@dataclass(slots=True)
-class Episodes:
-    """Runs one session of the agent on a task: open → run → finish. Used by rollout and evaluation."""
-
-    gateway: GatewayClient
-    worker: Runner
-    deadline_s: float
-    epoch: int | None = None
-    """Of the trainer that runs them: they end `cancelled` when a newer one comes."""
-
-    async def run(
-        self,
-        name: str,
-        task: Task,
-        sampling: Sampling,
-        split: Split,
-        *,
-        group_id: str | None = None,
-        slot: int | None = None,
-        seed: int | None = None,
-        on_open: Callable[[str], None] = lambda _: None,
-    ) -> Summary:
-        """One attempt, under one deadline from set-up to reward. Raises GatewayError only.
-
-        `on_open` is told the session's id as soon as there is one.
-        """
-        access = await self.gateway.open_session(
-            task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
-            deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
-        )  # fmt: skip
-        on_open(access.session_id)
-        result = await self.worker.run(
-            name,
-            task.view(),
-            base_url=access.base_url,
-            api_key=access.api_key,
-            model=MODEL_NAME,
-            seed=seed,
-            deadline_s=self.deadline_s,
-        )
-        return await self.gateway.finish(
-            access.session_id,
-            output=result.output,
-            outcome=result.outcome,
-            reward=result.reward,
-            metrics=result.metrics,
-            error=result.error,
-            epoch=self.epoch,
-        )
 
 
 @dataclass(slots=True)
@@ -304,8 +253,3 @@ async def cancel_doomed(
     """Before `version` is published: end what it would make inadmissible."""
     oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
     await end(version, {group_id: oldest[group_id] for group_id in admission.doomed(version, oldest)})
-
-
-def attempt_seed(run_seed: int, attempt: str) -> int:
-    """A seed of its own for every attempt, the same in every run with the same seed."""
-    return random.Random(f"{run_seed}/{attempt}").getrandbits(31)

@@ -25,6 +25,7 @@ from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.dead_letters import DeadLetters
 from tidegate.trainer.engines import Engines
 from tidegate.trainer.entries import State, entry
+from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluation, Evaluator
 from tidegate.trainer.guard import Guard, every, watchdog
 from tidegate.trainer.ledger import Ledger
@@ -38,7 +39,7 @@ from tidegate.trainer.processes import start_processes
 from tidegate.trainer.publish import Publisher
 from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.record import Recorder
-from tidegate.trainer.rollout import Episodes, Rollout, cancel_doomed
+from tidegate.trainer.rollout import Rollout, cancel_doomed
 from tidegate.trainer.sender import Sender
 from tidegate.trainer.servers import restart_s
 from tidegate.trainer.start import Opened, Start, base_model, rules_of, take_over

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tidegate.checksum import MODULUS
 from tidegate.errors import EngineError
+from tidegate.trainer.engine_control import EngineControl
 from tidegate.weights_group import HOST, JOIN_S, WeightsGroup, address_towards, checksum
 
 BUCKET_BYTES = 256 * 2**20
@@ -33,20 +34,6 @@ PARTIAL = "partial"
 """What an engine calls its weights while they come: the gateway takes no such token for one of a version."""
 
 T = TypeVar("T")
-
-
-class Called(Protocol):
-    """An engine's control calls: `trainer.publish.EngineControl`."""
-
-    url: str
-
-    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def verify(self, version: int) -> None: ...
 
 
 class Bucket(NamedTuple):
@@ -80,7 +67,7 @@ class Sender:
         self._device = torch.device(device)
         self._groups: dict[str, WeightsGroup] = {}
 
-    async def send(self, engines: Sequence[Called], version: int) -> set[str]:
+    async def send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
         """Make the weights live on engines, as this version; the URLs of those on which they are.
 
         The policy must not be trained meanwhile. All get the same bucket at the same time, so the slowest
@@ -93,9 +80,9 @@ class Sender:
             await asyncio.gather(*(_go_on(one) for one in engines))
             raise
 
-    async def _send(self, engines: Sequence[Called], version: int) -> set[str]:
+    async def _send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
         gathering = _OneAhead(self._source(self._bucket_bytes))
-        done: list[Called] = []
+        done: list[EngineControl] = []
         try:
             bucket = await gathering.next()
             going = await self._each(engines, self._begin)
@@ -126,13 +113,13 @@ class Sender:
             group.close()
 
     async def _each(
-        self, engines: Sequence[Called], step: Callable[[Called], Awaitable[None]]
-    ) -> list[Called]:
+        self, engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
+    ) -> list[EngineControl]:
         """A step with all of them at the same time; those with which it worked."""
         worked = await asyncio.gather(*(self._worked(engine, step) for engine in engines))
         return [engine for engine, well in zip(engines, worked, strict=True) if well]
 
-    async def _worked(self, engine: Called, step: Callable[[Called], Awaitable[None]]) -> bool:
+    async def _worked(self, engine: EngineControl, step: Callable[[EngineControl], Awaitable[None]]) -> bool:
         try:
             await step(engine)
         except EngineError as error:
@@ -140,14 +127,14 @@ class Sender:
             return False
         return True
 
-    async def _begin(self, engine: Called) -> None:
+    async def _begin(self, engine: EngineControl) -> None:
         if engine.url not in self._groups:
             self._groups[engine.url] = await self._meet(engine)
         answer = await engine.call("/begin_weight_update", {})
         if not answer.get("staged"):  # what comes is live at once, as in SGLang
             await engine.pause()
 
-    async def _bucket(self, engine: Called, bucket: Bucket) -> None:
+    async def _bucket(self, engine: EngineControl, bucket: Bucket) -> None:
         group, tensors = self._groups[engine.url], list(bucket.tensors.values())
         body: dict[str, Any] = {
             "names": list(bucket.tensors),
@@ -161,7 +148,7 @@ class Sender:
         ask = engine.call("/update_weights_from_distributed", body, bucket.size)
         await _both(engine, ask, partial(group.broadcast, tensors), group.close)
 
-    async def _end(self, engine: Called, size: int, total: int, version: int) -> None:
+    async def _end(self, engine: EngineControl, size: int, total: int, version: int) -> None:
         await engine.pause()  # again, where it had to be before
         answer = await engine.call("/end_weight_update", {}, size)
         came = answer.get("checksum", total)  # SGLang gives none
@@ -172,7 +159,7 @@ class Sender:
         await engine.verify(version)
         await engine.resume()
 
-    async def _give_up(self, engine: Called) -> None:
+    async def _give_up(self, engine: EngineControl) -> None:
         """Make it ready for another update, over a group of another name."""
         group = self._groups.get(engine.url)
         self._leave(engine.url)
@@ -182,7 +169,7 @@ class Sender:
             with suppress(EngineError):
                 await engine.call("/destroy_weights_update_group", {"group_name": group.name})
 
-    async def _meet(self, engine: Called) -> WeightsGroup:
+    async def _meet(self, engine: EngineControl) -> WeightsGroup:
         """A group of the trainer and the engine's ranks. Raises EngineError."""
         ranks, kind = await _ranks_of(engine)
         device = self._device if kind == self._device.type else HOST
@@ -233,7 +220,7 @@ class _OneAhead:
 
 
 async def _both(
-    engine: Called,
+    engine: EngineControl,
     ask: Coroutine[Any, Any, object],
     work: Callable[[], T],
     stop: Callable[[], None] = lambda: None,
@@ -272,7 +259,7 @@ def _aside(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(done)
 
 
-async def _ranks_of(engine: Called) -> tuple[int, str]:
+async def _ranks_of(engine: EngineControl) -> tuple[int, str]:
     """How many ranks hold the engine's weights, and on what kind of device. Raises EngineError."""
     said = await engine.call("/server_info")
     for name in ("dp_size", "pp_size"):
@@ -293,6 +280,6 @@ def _meeting_place(url: str, size: int) -> tuple[str, dist.TCPStore]:
     return address, dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
-async def _go_on(engine: Called) -> None:
+async def _go_on(engine: EngineControl) -> None:
     with suppress(EngineError):
         await engine.resume()
