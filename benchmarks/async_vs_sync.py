@@ -37,8 +37,8 @@ from tidegate.trainer.audit import audit_run
 from tidegate.trainer.engine_control import EngineControl
 from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator
-from tidegate.trainer.guard import Guard
-from tidegate.trainer.local import Local
+from tidegate.trainer.guard import TaskSupervisor
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.processes import start_processes
 from tidegate.trainer.run import Run
@@ -85,11 +85,13 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
     quick = load_settings(DEMO, [f"--eval.interim_tasks={tasks}", f"--run.seed={settings.run.seed}"])
     first = checkpoints[steps[0]]
     sets = load_environment(quick.env.use, quick.env.options).eval_sets()
-    view, guard = make_view(False, 0, None), Guard()
+    view, guard = make_view(False, 0, None), TaskSupervisor()
     rewards = {}
     async with contextlib.AsyncExitStack() as stack:
         where = settings.run_dir / "evaluation"
-        processes = await start_processes(quick, where, lambda: (first, 0), guard, view.note, stack, Local())
+        processes = await start_processes(
+            quick, where, lambda: (first, 0), guard, view.note, stack, LocalProcesses()
+        )
         stack.push_async_callback(guard.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         episodes = Episodes(processes.gateway, processes.worker, quick.agent.deadline_s)

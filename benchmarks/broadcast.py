@@ -30,10 +30,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tidegate.config import TrainerSettings
 from tidegate.services import Service
 from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.followed import followers
-from tidegate.trainer.guard import Guard
+from tidegate.trainer.followed import rank_processes
+from tidegate.trainer.guard import TaskSupervisor
 from tidegate.trainer.ranks import Ranks
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 
 Buckets = Generator[dict[str, torch.Tensor], None, None]
 WAYS = ("one ahead", "all first", "all first, paused")
@@ -92,10 +92,10 @@ def _memory(name: str) -> float:
 async def measured(options: argparse.Namespace, directory: Path, stack: contextlib.AsyncExitStack) -> Any:
     size = await asyncio.to_thread(make_model, directory / "model", options.hidden)
     settings = TrainerSettings(ranks=2)
-    guard = Guard()
+    guard = TaskSupervisor()
     stack.push_async_callback(guard.close)
     (directory / "logs").mkdir()
-    ranks = Ranks(settings, followers(settings.ranks, directory / "logs"))
+    ranks = Ranks(settings, rank_processes(settings.ranks, directory / "logs"))
     stack.push_async_callback(ranks.close)
     command = ["--model", str(directory / "model"), "--max-slots", "4", "--max-context", "256"]
     engines = [
@@ -114,7 +114,7 @@ async def measured(options: argparse.Namespace, directory: Path, stack: contextl
 
     sources = dict(zip(WAYS, (policy.weight_buckets, all_first, all_first), strict=True))
     way = WAYS[0]
-    sender = Sender(lambda most_bytes: sources[way](most_bytes), print, options.bucket_mb * 2**20)
+    sender = WeightBroadcaster(lambda most_bytes: sources[way](most_bytes), print, options.bucket_mb * 2**20)
     stack.callback(sender.close)
     taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     version = 0

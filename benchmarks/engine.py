@@ -47,7 +47,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import parse_generate
 from tidegate.engine.scheduler import Scheduler
 
@@ -154,7 +154,7 @@ def bare_loop(model: Any, asks: Sequence[Ask], cache: str) -> float:
 def engine_decode(model: Model, asks: Sequence[Ask]) -> float:
     """Seconds of decoding alone: the scheduler's steps once every request has its row."""
     scheduler = Scheduler(model, max_slots=SLOTS, version="0", deliver=lambda _: None)
-    limits = Limits(model.vocab_size, CONTEXT, frozenset(), False)
+    limits = TokenLimits(model.vocab_size, CONTEXT, frozenset(), False)
     for seed, ask in enumerate(asks):
         scheduler.submit(parse_generate(ask.body(seed), limits))
     scheduler.turn()

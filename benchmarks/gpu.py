@@ -46,10 +46,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tidegate.config import TrainerSettings, load_settings
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import Generation, parse_generate
 from tidegate.engine.scheduler import Scheduler
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.policy import Policy
 
 Results = list[dict[str, Any]]
@@ -148,7 +148,7 @@ class Decoding:
     def __init__(self, model: Model, count: int, tokens: int) -> None:
         self.scheduler = Scheduler(model, max_slots=count, version="0", deliver=lambda _: None)
         self.tokens = tokens
-        limits = Limits(model.vocab_size, model.max_context, frozenset(), False)
+        limits = TokenLimits(model.vocab_size, model.max_context, frozenset(), False)
         rng = np.random.default_rng(0)
         self.requests: list[Generation] = []
         for seed in range(count):
@@ -254,13 +254,13 @@ def decode(path: Path, shape: Shape, bound: Device) -> Results:
 # -- the optimiser step
 
 
-def rows_of_one_length(shape: Shape) -> list[Row]:
+def rows_of_one_length(shape: Shape) -> list[TrainSequence]:
     """With nothing in common; the last three quarters of each are trained."""
     rng = np.random.default_rng(0)
     n = shape.row_tokens
     vocab = shape.model["vocab_size"]
     return [
-        Row(
+        TrainSequence(
             ids=rng.integers(0, vocab, n).astype(np.int32),
             mask=np.arange(n) >= n // 4,
             logprobs=np.full(n, -np.log(vocab), np.float32),

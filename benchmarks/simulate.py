@@ -31,7 +31,7 @@ from tidegate.envs.base import load_environment
 from tidegate.simulation.calibrate import rules_of, scenario_of
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import AgentModel, EngineModel, RuleModel, Scenario, Spread, TrainerModel
-from tidegate.simulation.world import World
+from tidegate.simulation.world import SimulatedRun
 from tidegate.trainer.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
@@ -104,7 +104,9 @@ def predicted(calibrated: Scenario, settings: Settings) -> Rate:
     """The calibrated world under other rules."""
     steps = settings.trainer.steps - 1
     found = [
-        World(calibrated.model_copy(update={"rules": rules_of(settings), "steps": steps, "seed": seed})).run()
+        SimulatedRun(
+            calibrated.model_copy(update={"rules": rules_of(settings), "steps": steps, "seed": seed})
+        ).run()
         for seed in range(SEEDS)
     ]
     seconds = statistics.mean(one.step_s for one in found)
@@ -159,7 +161,7 @@ def tail_cell(engines: int, trainers: int, bound: int) -> Figures:
     scenario = LONG_TAIL.with_(
         engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
     )
-    return World(scenario).run()
+    return SimulatedRun(scenario).run()
 
 
 def main() -> int:

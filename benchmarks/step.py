@@ -26,7 +26,7 @@ from common import Check, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.batch import TrainSequence, rows_of
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
@@ -91,11 +91,11 @@ def episodes(groups: int, size: int, turns: int) -> list[Trajectory]:
     return found
 
 
-def merged(trajectories: Iterable[Trajectory]) -> list[Row]:
+def merged(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
     return [row for number, one in enumerate(trajectories) for row in rows_of(one, (-1.0) ** number)]
 
 
-def row_per_turn(trajectories: Iterable[Trajectory]) -> list[Row]:
+def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
     """Every turn with its whole prompt, as a row of its own."""
     found = []
     for number, one in enumerate(trajectories):
@@ -108,7 +108,7 @@ def row_per_turn(trajectories: Iterable[Trajectory]) -> list[Row]:
 # ---------------------------------------------------------------------- the two loops
 
 
-def plain_step(model: Any, rows: list[Row]) -> Step:
+def plain_step(model: Any, rows: list[TrainSequence]) -> Step:
     """Forward, loss and backward by length-sorted microbatches, then AdamW: what one writes first."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], fused=True)
     batches = [padded([rows[index] for index in part]) for part in sorted_parts(rows)]
@@ -127,7 +127,7 @@ def plain_step(model: Any, rows: list[Row]) -> Step:
     return step
 
 
-def sorted_parts(rows: list[Row]) -> list[list[int]]:
+def sorted_parts(rows: list[TrainSequence]) -> list[list[int]]:
     """Rows by descending length, filled into microbatches of as many padded tokens as ours."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
     parts: list[list[int]] = []
@@ -140,7 +140,7 @@ def sorted_parts(rows: list[Row]) -> list[list[int]]:
     return parts
 
 
-def padded(rows: list[Row]) -> tuple[torch.Tensor, ...]:
+def padded(rows: list[TrainSequence]) -> tuple[torch.Tensor, ...]:
     """(ids, attention mask, and from position 1 on: trained, log μ, advantage), [rows, longest]."""
     longest = max(len(row.ids) for row in rows)
 
@@ -157,7 +157,7 @@ def padded(rows: list[Row]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def our_step(policy: Policy, rows: list[Row], padding: list[float]) -> Step:
+def our_step(policy: Policy, rows: list[TrainSequence], padding: list[float]) -> Step:
     def step() -> None:
         padding.append(policy.update(rows, version=0)["padding_ratio"])
 
@@ -167,11 +167,11 @@ def our_step(policy: Policy, rows: list[Row], padding: list[float]) -> Step:
 # ---------------------------------------------------------------------- arithmetic
 
 
-def whole(rows: Iterable[Row]) -> list[Work]:
+def whole(rows: Iterable[TrainSequence]) -> list[Work]:
     return [Work(0, row.inputs, row.trained) for row in rows]
 
 
-def shared(rows: list[Row]) -> list[Work]:
+def shared(rows: list[TrainSequence]) -> list[Work]:
     """The same where beginnings that rows share are computed once."""
     found = []
     for bundle in bundles(rows, SETTINGS["microbatch_tokens"]):

@@ -18,10 +18,10 @@ import numpy as np
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.checkpoint import Checkpoint
-from tidegate.trainer.entries import Entry, State
-from tidegate.trainer.groups import Cut, Phase, Progress
-from tidegate.trainer.resume import Past
-from tidegate.trainer.rules import Rules, Verdict
+from tidegate.trainer.entries import LedgerEntry, State
+from tidegate.trainer.groups import AdmissionProgress, BatchSelection, Phase
+from tidegate.trainer.resume import LedgerState
+from tidegate.trainer.rules import AttemptVerdict, Rules
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
@@ -42,7 +42,7 @@ class Marker:
 
     position: int
     step: int
-    progress: Progress
+    progress: AdmissionProgress
     published: int = 0
 
     def checkpoint(self) -> Checkpoint:
@@ -58,7 +58,7 @@ class World:
     reject_rate: float = 0.3
     crash_rate: float = 0.0
     outage_rate: float = 0.0
-    book: list[Entry] = field(default_factory=list)
+    book: list[LedgerEntry] = field(default_factory=list)
     running: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting: list[tuple[str, int]] = field(default_factory=list)
     """Slots that an outage keeps from their next attempt."""
@@ -79,7 +79,7 @@ class World:
     """The newest group of each task, by its index."""
     files: set[str] = field(default_factory=set)
     """Groups whose tokens were written down, before the step on them was entered."""
-    parts: list[Cut] = field(default_factory=list)
+    parts: list[BatchSelection] = field(default_factory=list)
     """Minibatches of the next step that were cut already."""
     trained: set[str] = field(default_factory=set)
     """Groups that a marker committed."""
@@ -104,7 +104,7 @@ class World:
 
     # -------------------------------------------------------------- the outside book
 
-    def enter(self, one: Entry) -> None:
+    def enter(self, one: LedgerEntry) -> None:
         self.book.append({**one, "seq": len(self.book)})  # type: ignore[typeddict-item]
         if one["event"] == "publishing":
             assert not self.published or one["version"] > self.published[-1], "a version was used twice"
@@ -144,7 +144,7 @@ class World:
             if not self.fuse:
                 raise Killed
 
-    def _issue(self, one: Entry) -> None:
+    def _issue(self, one: LedgerEntry) -> None:
         """A task has one group at a time, and no other one once it was trained on."""
         before = self.latest.get(one["index"])
         assert before is None or self.states[before] not in ("live", "stepped"), (
@@ -152,7 +152,7 @@ class World:
         )
         self.latest[one["index"]] = one["id"]
 
-    def _charge(self, one: Entry) -> None:
+    def _charge(self, one: LedgerEntry) -> None:
         """Failures in an outage are charged to nobody, all others to the budget of their kind."""
         if one["state"] != "failed" or one["outcome"] in ("completed", "truncated"):
             return
@@ -162,7 +162,7 @@ class World:
             kind = "infra" if one["outcome"] == Outcome.INFRA_ERROR else "own"
             self.charged[one["id"].rpartition(".")[0], kind] += 1
 
-    def _check_blame(self, one: Entry) -> None:
+    def _check_blame(self, one: LedgerEntry) -> None:
         """A task is given up for what it did itself, and as often as the rules say."""
         assert one["outcome"] != Outcome.INFRA_ERROR, f"{one['task']} is blamed for an outage"
         own = [number for (slot, kind), number in self.charged.items()
@@ -181,7 +181,7 @@ class World:
         self.stepped.pop(group, None)
         self.put_back.add(group)
 
-    def _check_bound(self, one: Entry) -> None:
+    def _check_bound(self, one: LedgerEntry) -> None:
         bound = self.rules.max_staleness
         truth = self.core.version - self.oldest[one["id"]]
         assert one["staleness"] == truth
@@ -189,7 +189,7 @@ class World:
         sampled = range(self.oldest[one["id"]], self.newest[one["id"]] + 1)
         assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
 
-    def _check_stale(self, one: Entry) -> None:
+    def _check_stale(self, one: LedgerEntry) -> None:
         """It says of which age it was, and that is too old; or its tokens are of a lineage that was left."""
         if one["oldest"] is None:
             return
@@ -293,9 +293,9 @@ class World:
         verdict = self.core.end_attempt(attempt, outcome)
         if group not in self.core.groups:
             return
-        if verdict is Verdict.RETRY:
+        if verdict is AttemptVerdict.RETRY:
             self.attempt(group, slot)
-        elif verdict is Verdict.READY:
+        elif verdict is AttemptVerdict.READY:
             self.ready.append(group)
 
     def lease(self, group: str) -> None:
@@ -314,7 +314,7 @@ class World:
         self.parts.append(part)
         if len(self.parts) < len(self.cuts):
             return  # it streams: the other minibatches are cut when their groups are there
-        cut, self.parts = Cut.of(self.parts), []
+        cut, self.parts = BatchSelection.of(self.parts), []
         assert len(cut.groups) == self.rules.groups_per_batch
         self.step += 1
         self.files.update(cut.groups)
@@ -332,7 +332,7 @@ class World:
         self.trained.update(self.stepped)
         self.stepped.clear()
 
-    def _publish(self, cut: Cut) -> None:
+    def _publish(self, cut: BatchSelection) -> None:
         if self.step % self.rules.publish_interval:
             return
         version = self.core.publishing(self.step)
@@ -362,7 +362,7 @@ class World:
         assert set(phases.values()) <= {Phase.READY, Phase.LEASED}
 
     def _resume(self, sealed: set[str]) -> None:
-        past = Past()
+        past = LedgerState()
         for one in self.book:
             past.read(one)
         marker = self.marker
@@ -380,7 +380,7 @@ class World:
         self.core.version = start.version
         self.core = start.open_book(self.enter, self.rules, kept, sealed).admission
 
-    def _tokens(self, past: Past, name: str) -> Group:
+    def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the step's file has it."""
         spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
         ids = np.zeros(2, np.int32)
@@ -391,6 +391,6 @@ class World:
                         for slot in slots]
         )  # fmt: skip
 
-    def _standing(self, past: Past, name: str) -> list[str]:
+    def _standing(self, past: LedgerState, name: str) -> list[str]:
         members = [one for one in self.states if one.startswith(f"{name}.")]
         return [one for one in members if self.states[one] in ("live", "stepped")]

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from tidegate.gateway.journal import Recovered
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import Outcome
 
 OPEN, CLOSING, FINISHED = "open", "closing", "finished"
@@ -131,7 +131,7 @@ def told(recovered: Recovered) -> State:
     )
 
 
-def _session(session: Session) -> SessionPart:
+def _session(session: GatewaySession) -> SessionPart:
     turns = [
         TurnPart(
             str(node.reply["content"]),

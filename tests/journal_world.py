@@ -18,14 +18,14 @@ from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences,
 from tidegate import failpoints
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway import journal_disk
-from tidegate.gateway.ask import Ask, digest_of
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest, digest_of
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal_load import load
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.protocol import Order, Sampled
+from tidegate.gateway.protocol import GenerateRequest, GenerateResult
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import VersionSpan
 
 Files = dict[str, bytes]
@@ -44,7 +44,7 @@ class Wish:
     """A request that the client got no reply to."""
 
     session: str
-    ask: Ask
+    ask: TurnRequest
     index: int | None
     """Of its turn, where there is one."""
     parent: int | None
@@ -202,17 +202,19 @@ class World:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def session(self, name: str) -> Session:
+    def session(self, name: str) -> GatewaySession:
         return self.gateway.session(name)
 
-    def ask(self, name: str, parent: int | None, key: str | None) -> Ask:
+    def ask(self, name: str, parent: int | None, key: str | None) -> TurnRequest:
         """A request that goes on from a turn, or begins anew."""
         self._words += 1
         before = [] if parent is None else self.session(name).tree.history(parent)
         messages = [*before, {"role": "user", "content": f"w{self._words}"}]
-        return Ask(messages, digest=digest_of(b"", json.dumps(messages).encode()), idempotency_key=key)
+        return TurnRequest(
+            messages, digest=digest_of(b"", json.dumps(messages).encode()), idempotency_key=key
+        )
 
-    async def replies(self, name: str, *asks: Ask, answered: bool) -> list[str]:
+    async def replies(self, name: str, *asks: TurnRequest, answered: bool) -> list[str]:
         """Send requests at once; their replies go out, or their client has left."""
         session, turns = self.session(name), self.gateway.turns
         calls = [turns.call(session, ask) for ask in asks]
@@ -222,22 +224,22 @@ class World:
             turns.sent(session, call)
         return texts
 
-    async def _reply(self, call: Call) -> str:
+    async def _reply(self, call: PendingTurn) -> str:
         if call.task is not None:
             await call.task
         assert call.refusal is None, call.refusal
         return str(call.reader.message()["content"])
 
-    async def _sample(self, order: Order, *_: Any) -> Sampled:
+    async def _sample(self, order: GenerateRequest, *_: Any) -> GenerateResult:
         await asyncio.sleep(0)
         self._sampled += 1
         ids = self._renderer.encode(f"r{self._sampled}")
         logprobs = (-np.arange(len(ids)) / 8 - self._sampled).tolist()
-        return Sampled(ids, logprobs, [VersionSpan(self._sampled, 0, len(ids))], "stop", 0, None)
+        return GenerateResult(ids, logprobs, [VersionSpan(self._sampled, 0, len(ids))], "stop", 0, None)
 
     @property
     def sampled(self) -> int:
         return self._sampled
 
-    def part(self, text: str, ask: Ask, parent: int | None, *, answered: bool) -> TurnPart:
+    def part(self, text: str, ask: TurnRequest, parent: int | None, *, answered: bool) -> TurnPart:
         return TurnPart(text, parent, ask.idempotency_key, delivered=answered)

@@ -11,7 +11,7 @@ import orjson
 
 from tidegate.rag.build import Plan, build
 from tidegate.rag.manifest import Manifest
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 
 PLACES = ("harbour", "bridge", "market", "library", "tower", "garden", "station", "museum")
 TRADES = ("mayor", "baker", "pilot", "judge", "painter", "doctor", "teacher")
@@ -38,4 +38,4 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
 def build_quietly(plan: Plan) -> tuple[Manifest, str]:
     """The manifest, and what the build said."""
     said = io.StringIO()
-    return build(plan, News(said)), said.getvalue()
+    return build(plan, BuildProgress(said)), said.getvalue()

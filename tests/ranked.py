@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tidegate.trainer.follower import Opening
+from tidegate.trainer.follower import RankInit
 from tidegate.trainer.policy import Policy
 
 
@@ -43,7 +43,7 @@ def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
 
 def main(directory: Path, rank: int) -> None:
     opening, variants, batches = pickle.loads((directory / "plan.pickle").read_bytes())
-    assert isinstance(opening, Opening)
+    assert isinstance(opening, RankInit)
     policy = opening.join(rank, dist.FileStore(str(directory / "store"), opening.settings.ranks))
     found = {}
     for name, changed in variants.items():

@@ -18,7 +18,7 @@ from tidegate.errors import StartError
 from tidegate.trainer.cluster.calls import LostError, answer
 from tidegate.trainer.cluster.connect import connected, reserved
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.seats import Seats
+from tidegate.trainer.cluster.seats import ActorSlots
 
 
 class Failing:
@@ -52,7 +52,7 @@ def too_much(home: str) -> None:
     assert "3 CPU" in said
 
 
-async def lost(seats: Seats) -> None:
+async def lost(seats: ActorSlots) -> None:
     with pytest.raises(LostError, match="engine could not be made on its node: OSError: no room here"):
         await answer(seats.take("engine", Failing).about.remote(), "engine")
     actor = seats.take("gateway", Dying, restarts=1)

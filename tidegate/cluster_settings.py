@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tidegate.sections import Section
+from tidegate.sections import SettingsSection
 
 Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
-class ClusterSettings(Section):
+class ClusterSettings(SettingsSection):
     """What processes ask of a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU = 1}`. What is left
     out: as many CPUs as a process has threads, and a GPU where its device is cuda."""
 

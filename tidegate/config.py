@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.cluster_settings import ClusterSettings
-from tidegate.sections import DirectoryName, HttpUrl, Section, load
+from tidegate.sections import DirectoryName, HttpUrl, SettingsSection, load
 
 
-class RunSettings(Section):
+class RunSettings(SettingsSection):
     name: DirectoryName = "run"
     """The run's directory is `<dir>/<name>`."""
     dir: Path = Path("runs")
@@ -30,7 +30,7 @@ class RunSettings(Section):
     """Who gets the metrics besides `metrics.jsonl`; each is an extra of the same name."""
 
 
-class ModelSettings(Section):
+class ModelSettings(SettingsSection):
     path: Path
     """A directory in Hugging Face format: weights, config, tokenizer with a chat template."""
 
@@ -41,7 +41,7 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
-class EngineSettings(Section):
+class EngineSettings(SettingsSection):
     urls: list[HttpUrl] = []
     """Engines that already run, as `http://host:30000`. Empty: the run starts `count` of its own."""
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -90,7 +90,7 @@ class EngineSettings(Section):
         return [one.replace("{index}", str(index)) for one in self.arguments]
 
 
-class GatewaySettings(Section):
+class GatewaySettings(SettingsSection):
     host: str = "127.0.0.1"
     """Where the gateway listens; 0.0.0.0 is every address of this machine."""
     public_url: HttpUrl | None = None
@@ -110,7 +110,7 @@ class GatewaySettings(Section):
     """Model names that agents give for auxiliary calls (titles, summaries): recorded, never trained on."""
 
 
-class EnvSettings(Section):
+class EnvSettings(SettingsSection):
     use: str = "arithmetic"
     """A built-in environment's name, or `file.py:ClassOrObject`."""
     options: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class EnvSettings(Section):
     """Of the rewards of one episode, from when they start to run: they may queue for longer."""
 
 
-class AgentSettings(Section):
+class AgentSettings(SettingsSection):
     use: str = "solver"
     """A built-in agent's name, or `file.py:ClassOrFunction`."""
     options: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class AgentSettings(Section):
     """Processes that share them, each attempt in the one that has the fewest."""
 
 
-class SamplingSettings(Section):
+class SamplingSettings(SettingsSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of split `train`, and of `eval/reward`; the trainer divides by the same temperature."""
     max_tokens: Annotated[int, Field(ge=1)] = 128
@@ -161,7 +161,7 @@ def _loss(name: str) -> str:
     return name
 
 
-class TrainerSettings(Section):
+class TrainerSettings(SettingsSection):
     steps: Annotated[int, Field(ge=1)] = 100
     """Optimiser steps of the run."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
@@ -358,7 +358,7 @@ class TrainerSettings(Section):
             )
 
 
-class EvalSettings(Section):
+class EvalSettings(SettingsSection):
     every: Annotated[int, Field(ge=0)] = 25
     """Optimiser steps between evaluations; 0: only before the first step and after the last."""
     tasks: Annotated[int, Field(ge=1)] = 200
@@ -371,7 +371,7 @@ class EvalSettings(Section):
     """A whole evaluation; what has not ended by then is counted as unfinished."""
 
 
-class Settings(Section):
+class Settings(SettingsSection):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
 
     run: RunSettings = RunSettings()

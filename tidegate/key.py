@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 
 
-class Key:
+class ApiKey:
     """Lets a call pass that carries the key, or any call where there is none. A FastAPI dependency.
 
     `refusal` makes what is raised for any other call.

@@ -16,17 +16,17 @@ from tidegate.config import Settings
 from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import Observer
-from tidegate.trainer.local import Local
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
-from tidegate.trainer.observers.several import Several
-from tidegate.trainer.parts import Parts
+from tidegate.trainer.observers.several import CompositeObserver
+from tidegate.trainer.parts import ProcessProvider
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 
 if TYPE_CHECKING:
-    from tidegate.trainer.run import Result, Run
+    from tidegate.trainer.run import Run, RunResult
 
 
 def launch(
@@ -46,7 +46,7 @@ def launch(
     try:
         if cluster is not None:
             return _driver()(cluster, settings, make, view)
-        return asyncio.run(_with_signals(make(view, Local())))
+        return asyncio.run(_with_signals(make(view, LocalProcesses())))
     finally:
         view.close()
 
@@ -71,7 +71,7 @@ class Launch:
         resume: bool,
         fresh: bool,
         view: Observer,
-        parts: Parts,
+        parts: ProcessProvider,
         *,
         lift_quarantine: bool = False,
     ) -> None:
@@ -90,12 +90,12 @@ class Launch:
             set_aside(settings.run_dir)
         self._settings = settings
         self._view = view
-        self._observer = Several([view, *loggers_of(settings, view.note)])
+        self._observer = CompositeObserver([view, *loggers_of(settings, view.note)])
         self._run = Run(settings, environment, self._observer, start=start, parts=parts)
 
     async def run(self) -> int:
         """To the end, and to the last words; the exit code."""
-        from tidegate.trainer.run import Result
+        from tidegate.trainer.run import RunResult
 
         run = self._run
         self._observer.started(_info(self._settings, run))
@@ -104,7 +104,7 @@ class Launch:
                 result = await run.train()
                 code = 0 if result.status == "completed" else STOPPED
             except TidegateError as error:
-                result = Result("failed", str(error), run.steps_done, run.before, run.after)
+                result = RunResult("failed", str(error), run.steps_done, run.before, run.after)
                 code = error.exit_code
             _finish(self._settings, self._observer, result)
             return code
@@ -162,7 +162,7 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
     }
 
 
-def _finish(settings: Settings, observer: Observer, result: Result) -> None:
+def _finish(settings: Settings, observer: Observer, result: RunResult) -> None:
     """The report and the last words; a report that cannot be written does not undo the run."""
     run_dir = settings.run_dir
     try:
@@ -184,7 +184,7 @@ def _finish(settings: Settings, observer: Observer, result: Result) -> None:
     )
 
 
-def _go_on(settings: Settings, result: Result) -> str:
+def _go_on(settings: Settings, result: RunResult) -> str:
     """The command that trains on. A run that failed before it began has no ledger: it is started again."""
     command = f"tidegate train {shlex.quote(str(settings.run_dir / 'config.toml'))}"
     if not (settings.run_dir / "ledger.jsonl").exists():

@@ -25,7 +25,7 @@ def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
     where, colon, name = builtin.get(use, use).rpartition(":")
     if not colon:
         raise ConfigError(
-            f"there is no {what} {use!r}{nearest(use, builtin)}; "
+            f"there is no {what} {use!r}{did_you_mean(use, builtin)}; "
             f"built in are {', '.join(builtin)}, and your own are 'file.py:Name' or 'module:Name'"
         )
     module = _file(Path(where), what) if where.endswith(".py") else _module(where, what)
@@ -33,7 +33,7 @@ def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         public = [one for one in vars(module) if not one.startswith("_")]
-        raise ConfigError(f"{where} has no {what} {name!r}{nearest(name, public)}") from None
+        raise ConfigError(f"{where} has no {what} {name!r}{did_you_mean(name, public)}") from None
 
 
 def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
@@ -42,7 +42,7 @@ def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for option in options:
         if option not in parameters and not takes_any:
-            raise ConfigError(f"the {what} has no option {option!r}{nearest(option, parameters)}")
+            raise ConfigError(f"the {what} has no option {option!r}{did_you_mean(option, parameters)}")
     missing = [
         name
         for name, one in parameters.items()
@@ -55,7 +55,7 @@ def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
     return cls(**options)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing where nothing is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -42,7 +42,7 @@ DirectoryName = Annotated[str, AfterValidator(_directory_name)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """A group of settings; unknown keys are an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -111,7 +111,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str,
     found = []
     for name, field in model.model_fields.items():
         section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
+        if isinstance(section, type) and issubclass(section, SettingsSection):
             found += known_keys(section, f"{prefix}{name}.")
         else:
             default = "required" if field.is_required() else _shown(field.default)
@@ -225,7 +225,7 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
 
 
 def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+    return isinstance(annotation, type) and issubclass(annotation, SettingsSection)
 
 
 def _is_type_tag(part: str | int) -> bool:

@@ -21,7 +21,7 @@ ANSWER_S = 5.0
 NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-class TetheredService(Service):
+class ExternalService(Service):
     """A program that knows nothing of us: it is ready when its `/health` says 200, and ends with its owner,
     also when that is killed."""
 

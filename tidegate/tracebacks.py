@@ -14,7 +14,7 @@ MESSAGE = 300
 OTHERS = 3
 
 
-def told(error: BaseException, most: int) -> str:
+def describe_error(error: BaseException, most: int) -> str:
     """The error, the user's own frames from the innermost one out, then the last ones of all. At most `most`
     characters are of the message, and as many of frames."""
     message = "".join(traceback.format_exception_only(error)).strip()

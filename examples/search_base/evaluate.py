@@ -15,14 +15,14 @@ from pathlib import Path
 
 from examples.bases.episodes import TOOL_CALL, episodes, load, show
 from examples.search_base.make import TOOLS
-from tidegate.envs.search_world import Fact, Question, World, make_world
+from tidegate.envs.search_world import Fact, SyntheticWorld, WorldQuestion, make_world
 
 MAX_TURNS = 5
 MAX_TOKENS = 40
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def found(world: World, text: str) -> str | None:
+def found(world: SyntheticWorld, text: str) -> str | None:
     """What a search says to a reply; None where the reply searches nothing."""
     call = TOOL_CALL.search(text)
     if call is None:
@@ -40,7 +40,7 @@ def found(world: World, text: str) -> str | None:
     return max(world.facts, key=score).text
 
 
-def right(question: Question, texts: list[str]) -> bool:
+def right(question: WorldQuestion, texts: list[str]) -> bool:
     said = ANSWER.findall(texts[-1])
     return bool(said) and said[-1].strip() == question.answer
 

@@ -24,7 +24,7 @@ from tests.fuzzing.dialects.base import Answer, Dialect
 from tests.fuzzing.histories import changed
 from tests.fuzzing.values import spoiled, written
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.tree import Node
+from tidegate.gateway.tree import TurnNode
 
 _REPLIES = [
     "Four.", "", " ", "é🍎\n\nzz", "<tool_call>oops", '<tool_call>{"name": 1}</tool_call>',
@@ -216,7 +216,7 @@ class Story:
         known = self._keyed.setdefault(key, (case.body, answer.id))
         assert known == (case.body, answer.id), "an Idempotency-Key gave another reply"
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[TurnNode]:
         return self._stage.gateway.session(self._access.session_id).tree.nodes
 
     async def _end(self) -> None:
@@ -242,7 +242,7 @@ class Story:
                 raise Failure(f"a call to a session that is over was answered {over.status}")
         await client.delete_session(session_id)
 
-    def _exact(self, node: Node) -> None:
+    def _exact(self, node: TurnNode) -> None:
         """The engine's reply follows from the prompt: so the recorded prompt is what the engine had."""
         tree = self._stage.gateway.session(self._access.session_id).tree
         output = node.turn.output_ids.tolist()

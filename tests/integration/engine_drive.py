@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tidegate.engine.model import Model
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import Generation, parse_generate
 from tidegate.engine.scheduler import Scheduler
 
@@ -29,7 +29,7 @@ class Driver:
             prefix_bytes=prefix_bytes,
             deliver=self.notices.extend,
         )
-        self.limits = Limits(model.vocab_size, model.max_context, model.eos_ids, False)
+        self.limits = TokenLimits(model.vocab_size, model.max_context, model.eos_ids, False)
 
     def submit(self, prompt: Sequence[int], rid: str | None = None, **params: Any) -> Generation:
         body = {"input_ids": list(prompt), "rid": rid, "sampling_params": params, "return_logprob": True}

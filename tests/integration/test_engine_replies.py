@@ -21,7 +21,7 @@ from tests.tiny_tokenizer import make_tokenizer
 from tidegate.engine.engine import Engine
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.text import Text
+from tidegate.engine.text import TokenDecoder
 
 VOCAB = 640
 
@@ -33,16 +33,16 @@ class Answer(BaseModel, extra="forbid"):
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineOptions, Model, Text, Any]:
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineOptions, Model, TokenDecoder, Any]:
     directory: Path = tmp_path_factory.mktemp("model")
     plain = make_tiny_model(directory, vocab=VOCAB)
     make_tokenizer().save_pretrained(directory)
     options = EngineOptions(directory, max_slots=4, max_context=1024)
-    return options, load_model(options), Text.load(directory), plain
+    return options, load_model(options), TokenDecoder.load(directory), plain
 
 
 @pytest.fixture
-async def client(parts: tuple[EngineOptions, Model, Text, Any]) -> AsyncIterator[Client]:
+async def client(parts: tuple[EngineOptions, Model, TokenDecoder, Any]) -> AsyncIterator[Client]:
     options, model, text, _ = parts
     model.drop_cache()
     async with serving(Engine(options, model, text)) as client:
@@ -126,7 +126,7 @@ async def test_replies_follow_other_grammars(client: Client, kind: str, text: st
 
 
 async def test_logprobs_under_a_grammar_are_of_what_it_allows_and_forced_tokens_are_told(
-    client: Client, parts: tuple[EngineOptions, Model, Text, Any]
+    client: Client, parts: tuple[EngineOptions, Model, TokenDecoder, Any]
 ) -> None:
     plain = parts[3]
     reply = await client.generate([1, 2, 3], regex=r"ab[0-9]", temperature=0.7, max_new_tokens=20)

@@ -18,7 +18,7 @@ from tests.tiny_tokenizer import make_tokenizer
 from tidegate.engine.engine import Engine
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.text import Text
+from tidegate.engine.text import TokenDecoder
 
 LONG = 1000
 """Output tokens that outlast whatever a test does meanwhile (a second or more)."""
@@ -34,13 +34,15 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def parts(directories: list[Path]) -> tuple[EngineOptions, Model, Text]:
+def parts(directories: list[Path]) -> tuple[EngineOptions, Model, TokenDecoder]:
     options = EngineOptions(directories[0], max_slots=4, max_context=2048, weight_version=3)
-    return options, load_model(options), Text.load(directories[0])
+    return options, load_model(options), TokenDecoder.load(directories[0])
 
 
 @pytest.fixture
-async def client(parts: tuple[EngineOptions, Model, Text], directories: list[Path]) -> AsyncIterator[Client]:
+async def client(
+    parts: tuple[EngineOptions, Model, TokenDecoder], directories: list[Path]
+) -> AsyncIterator[Client]:
     options, model, text = parts
     model.copy_weights(model.read_weights(directories[0]))
     model.drop_cache()

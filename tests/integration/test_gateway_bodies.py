@@ -15,7 +15,7 @@ from tests.fakes import Stage, eventually
 from tests.integration.sdk_stage import TASK, finished, opened, stage
 from tidegate.gateway import request_body
 from tidegate.gateway.app import create_app
-from tidegate.gateway.front import Front
+from tidegate.gateway.front import ShardRouter
 from tidegate.types import Outcome
 
 __all__ = ["stage"]
@@ -67,7 +67,7 @@ async def test_without_a_key_no_body_is_read(stage: Stage, path: str, status: in
 
 @pytest.mark.parametrize("path", ["/groups/a/v1/b/seal", "/sessions", "/groups/lease", "/engines"])
 async def test_without_a_key_the_front_reads_no_body(path: str) -> None:
-    front = Front([], "admin", pytest.fail).create_app()
+    front = ShardRouter([], "admin", pytest.fail).create_app()
     assert await Asked(front, path, {}, 600).run() == (401, 0)
     wrong = {"authorization": "Bearer admin2"}
     assert await Asked(front, path, wrong, 600).run() == (401, 0)

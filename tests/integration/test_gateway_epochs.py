@@ -14,7 +14,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed, model, talk
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
-from tidegate.trainer.engines import Engines
+from tidegate.trainer.engines import EngineMembership
 from tidegate.types import Outcome
 
 __all__ = ["model"]
@@ -190,6 +190,6 @@ async def test_a_run_that_is_resumed_begins_with_its_own_engines_and_those_that_
     async with staged(model, journal=killed(tmp_path)) as later:
         assert len(await later.client.list_engines()) == 2
         await later.client.add_engine("http://127.0.0.1:7", admitted=True)  # of the run's last start
-        await Engines(later.client, print).open([later.engine.url + "/"])
+        await EngineMembership(later.client, print).open([later.engine.url + "/"])
         rows = {row["url"]: row["admitted"] for row in await later.client.list_engines()}
         assert rows == {later.engine.url: True, stage.engine.url: False}

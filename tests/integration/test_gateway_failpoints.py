@@ -20,7 +20,7 @@ from tests.fakes import FakeEngine
 from tests.gateway_process import KEY, GatewayProcess, running
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway import journal_disk
-from tidegate.gateway.client import SessionAccess, Summary
+from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.render import Renderer
 from tidegate.types import Group, Outcome, Task, Trajectory
 
@@ -52,7 +52,7 @@ class Episode:
     access: SessionAccess
     group: str
     heard: list[str] = field(default_factory=list)
-    summary: Summary | None = None
+    summary: SessionSummary | None = None
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.pool import PoolOptions
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
@@ -384,7 +384,7 @@ async def test_a_reply_that_meets_the_end_of_its_session_is_not_delivered(
 
     recorded = stage.gateway.journal.recorded
 
-    def recorded_and_finished(session: Session, nodes: Any) -> Any:
+    def recorded_and_finished(session: GatewaySession, nodes: Any) -> Any:
         session.close("it was finished")
         return recorded(session, nodes)
 

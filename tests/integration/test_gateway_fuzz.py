@@ -12,9 +12,9 @@ from tests.fuzzing.drive import Plan, drive, told
 from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
 from tidegate.gateway import turns
-from tidegate.gateway.calls import Calls
+from tidegate.gateway.calls import PendingTurns
 from tidegate.gateway.dialects import chat
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.request_body import parse
 
 
@@ -41,7 +41,7 @@ def test_what_could_not_be_written_again_is_refused(depth: int, kind: str) -> No
         payload = parse(body)
         assert orjson.dumps({"response": {"output": [payload]}})
         return
-    with pytest.raises(Refusal, match="nested more than 120 levels"):
+    with pytest.raises(ApiError, match="nested more than 120 levels"):
         parse(body)
 
 
@@ -85,7 +85,7 @@ async def test_a_reply_that_is_not_recorded_as_it_was_read_is_found(
 async def test_a_reply_that_does_not_count_as_delivered_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns.Turns, "_delivered", lambda *_: None)
+    monkeypatch.setattr(turns.TurnPipeline, "_delivered", lambda *_: None)
     with pytest.raises(Failure, match="does not count as delivered"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=1))
 
@@ -93,6 +93,6 @@ async def test_a_reply_that_does_not_count_as_delivered_is_found(
 async def test_an_idempotency_key_that_is_not_honoured_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Calls, "retried", lambda *_: None)
+    monkeypatch.setattr(PendingTurns, "retried", lambda *_: None)
     with pytest.raises(Failure, match="Idempotency-Key"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))

@@ -23,8 +23,8 @@ from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal_disk import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.sessions import Session
-from tidegate.gateway.tree import Node, Request
+from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
@@ -222,14 +222,15 @@ async def test_the_file_stays_bounded(tmp_path: Path) -> None:
     turn = read_only_turn()
     now = asyncio.get_running_loop().time()
     for number in range(1, 1001):
-        session = Session(
+        session = GatewaySession(
             id=f"s{number}", key_hash=b"%d" % number, task=TASK, env="e", split="train",
             sampling=Sampling(), opened=now, deadline=now + 9, number=number,
         )  # fmt: skip
         await journal.opened(session)
         said: list[Any] = [{"role": "user", "content": "x" * 2000}]
         nodes = [
-            Node(replace(turn, index=index), Request(), b"", b"", b"k", said, {}, 2) for index in range(4)
+            TurnNode(replace(turn, index=index), TurnRequestInfo(), b"", b"", b"k", said, {}, 2)
+            for index in range(4)
         ]
         await journal.recorded(session, nodes)
         await journal.ended(f"g{number}", "trained", None, [session])

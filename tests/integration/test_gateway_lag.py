@@ -20,10 +20,10 @@ import pytest
 
 from tests.fakes import eventually
 from tidegate.errors import EngineError
-from tidegate.gateway.engines import Placed, Seat
+from tidegate.gateway.engines import Affinity, EngineRecord
 from tidegate.gateway.pool import EnginePool, PoolOptions
-from tidegate.gateway.protocol import Order
-from tidegate.gateway.wire import EngineWire, Silence
+from tidegate.gateway.protocol import GenerateRequest
+from tidegate.gateway.wire import EngineClient, ProbeTimeout
 
 REPLY = {
     "output_ids": [5],
@@ -83,13 +83,13 @@ async def test_a_late_loop_quarantines_no_healthy_engine(engine: str) -> None:
     pool = EnginePool(PoolOptions(connect_s=0.1, probe_timeout_s=0.2, probe_every_s=0.1))
     await pool.start()
     try:
-        found = await pool.add(Placed(engine), wait_s=5)
+        found = await pool.add(EngineRecord(engine), wait_s=5)
         await eventually(lambda: found.serves)
         deadline = asyncio.get_running_loop().time() + 60
         with Late(0.12):
-            orders = [Order(np.arange(3, dtype=np.int32), {}, 5) for _ in range(4)]
+            orders = [GenerateRequest(np.arange(3, dtype=np.int32), {}, 5) for _ in range(4)]
             replies = await asyncio.gather(
-                *(pool.sample(order, Seat(str(n), "x"), deadline) for n, order in enumerate(orders))
+                *(pool.sample(order, Affinity(str(n), "x"), deadline) for n, order in enumerate(orders))
             )
         assert [reply.ids for reply in replies] == [[5]] * 4
         assert (pool.errors, found.quarantined) == (0, False)
@@ -102,14 +102,14 @@ async def test_an_order_may_be_closed_after_its_sampling_has_ended(engine: str) 
     pool = EnginePool(PoolOptions())
     await pool.start()
     try:
-        order = Order(np.arange(3, dtype=np.int32), {}, 5)
+        order = GenerateRequest(np.arange(3, dtype=np.int32), {}, 5)
         with pytest.raises(EngineError, match="deadline"):
-            await pool.sample(order, Seat("1", "x"), asyncio.get_running_loop().time())
+            await pool.sample(order, Affinity("1", "x"), asyncio.get_running_loop().time())
         order.close()
-        found = await pool.add(Placed(engine), wait_s=5)
+        found = await pool.add(EngineRecord(engine), wait_s=5)
         await eventually(lambda: found.serves)
-        order = Order(np.arange(3, dtype=np.int32), {}, 5)
-        await pool.sample(order, Seat("2", "x"), asyncio.get_running_loop().time() + 60)
+        order = GenerateRequest(np.arange(3, dtype=np.int32), {}, 5)
+        await pool.sample(order, Affinity("2", "x"), asyncio.get_running_loop().time() + 60)
         order.close()
     finally:
         await pool.close()
@@ -124,11 +124,11 @@ async def test_a_connection_that_is_not_made_still_fails() -> None:
             one.setblocking(False)
             one.connect_ex(full.getsockname())  # so that there is no room for another one
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        wire = EngineWire(connect_s=0.2, probe_timeout_s=0.2)
+        wire = EngineClient(connect_s=0.2, probe_timeout_s=0.2)
         try:
             with pytest.raises(aiohttp.ConnectionTimeoutError, match="Connection timeout"):
                 await asyncio.wait_for(wire.generate(url, b"{}", False, lambda _: None), 20)
-            with pytest.raises(Silence):
+            with pytest.raises(ProbeTimeout):
                 await asyncio.wait_for(wire.info(url), 20)
         finally:
             await wire.close()

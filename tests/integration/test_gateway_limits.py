@@ -20,7 +20,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway import request_body
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.limits import Limits
+from tidegate.gateway.limits import SessionLimits
 from tidegate.gateway.pool import PoolOptions
 from tidegate.prometheus import merged
 from tidegate.types import Outcome, Task
@@ -121,7 +121,7 @@ async def test_parallel_calls_count_as_the_turns_that_they_become(stage: Stage) 
 
 
 async def test_a_sessions_own_limits_go_over_the_gateways(tmp_path: Path) -> None:
-    limits = Limits(turns=1, calls=3)
+    limits = SessionLimits(turns=1, calls=3)
     async with staged(make_model_dir(tmp_path / "tiny"), limits=limits) as stage:
         shown = []
         for own in ({}, {"turns": 2, "tokens": 9}):

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import Stage, staged
 from tests.families import FAMILIES, family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.tree import Tree, drifts
+from tidegate.gateway.tree import TurnTree, prefix_mismatch
 from tidegate.types import Ids, Turn
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -76,13 +76,13 @@ async def test_a_prompt_that_drifts_is_counted_and_recorded_as_a_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with staged(make_model_dir(tmp_path / "tiny")) as stage:
-        honest = Tree.prompt
+        honest = TurnTree.prompt
 
-        def skewed(tree: Tree, parent: int | None, delta: Ids) -> Ids:
+        def skewed(tree: TurnTree, parent: int | None, delta: Ids) -> Ids:
             prompt = honest(tree, parent, delta)
             return prompt if parent is None else np.concatenate((prompt[1:2], prompt[1:]))
 
-        monkeypatch.setattr(Tree, "prompt", skewed)
+        monkeypatch.setattr(TurnTree, "prompt", skewed)
         access = await stage.client.open_session(env="sums")
         llm = await stage.llm(access)
         said = stage.say("3")
@@ -121,4 +121,4 @@ def turn(delta: list[int], output: list[int], parent: int | None) -> Turn:
 def test_drift_is_any_other_id_and_any_other_length(
     prompt: list[int], parent: int | None, drifted: bool
 ) -> None:
-    assert drifts(np.asarray(prompt, np.int32), turn([1, 2], [3], parent), 1) == drifted
+    assert prefix_mismatch(np.asarray(prompt, np.int32), turn([1, 2], [3], parent), 1) == drifted

@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 from tests.fakes import Fault, Stage, eventually
 from tests.integration.chat_calls import ASK
 from tests.integration.sdk_stage import finished, opened, stage
-from tidegate.gateway.ask import Ask, digest_of
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest, digest_of
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.client import SessionAccess
 
 __all__ = ["stage"]
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_aborts_its_generation(stage: Stage, stream: 
     assert (await stage.client.finish(access.session_id, reward=0)).turns == 1
 
 
-async def made(call: Call) -> None:
+async def made(call: PendingTurn) -> None:
     """Until a call that nobody listens to is over."""
     assert call.task is not None
     await call.task
@@ -232,7 +232,7 @@ async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_th
     session = stage.gateway.session(access.session_id)
     stage.say("lost")
     body = orjson.dumps({"model": "m", "messages": ASK})
-    ask = Ask(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/", body))
+    ask = TurnRequest(ASK, digest=digest_of(b"tidegate.gateway.dialects.chat/0/", body))
     await made(stage.gateway.turns.call(session, ask))
     assert [node.turn.delivered for node in session.tree.nodes] == [False]
     assert (await stage.client.list_groups()) == []
@@ -248,7 +248,7 @@ async def test_who_quotes_a_reply_has_it(stage: Stage) -> None:
     access, llm = await opened(stage)
     session = stage.gateway.session(access.session_id)
     stage.say("lost, it seemed")
-    await made(stage.gateway.turns.call(session, Ask(ASK)))
+    await made(stage.gateway.turns.call(session, TurnRequest(ASK)))
     history = [*ASK, {"role": "assistant", "content": "lost, it seemed"}, ASK[1]]
     await llm.chat.completions.create(model="m", messages=history)
     assert [node.turn.delivered for node in session.tree.nodes] == [True, True]

@@ -34,14 +34,14 @@ from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import shards as shards_module
 from tidegate.gateway.app import create_app
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
-from tidegate.gateway.front import Front
+from tidegate.gateway.front import ShardRouter
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal_disk import FILE
-from tidegate.gateway.limits import Limits
+from tidegate.gateway.limits import SessionLimits
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.pool import PoolOptions
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.shards import Shard, home, journal_of, mark_of, owner
+from tidegate.gateway.shards import Shard, id_prefix, journal_of, shard_of_group, shard_of_id
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])
@@ -52,7 +52,7 @@ SHARDS = 2
 def groups(test: str) -> list[str]:
     """A group's id for each shard, in their order; no two tests share one, for a group is there once."""
     names = (f"{test} {number}" for number in range(50))
-    found = {home(name, SHARDS): name for name in names}
+    found = {shard_of_group(name, SHARDS): name for name in names}
     return [found[index] for index in range(SHARDS)]
 
 
@@ -109,8 +109,8 @@ class Inside(Shard):
         options = GatewayOptions(
             model,
             admin_key="admin",
-            mark=mark_of(index),
-            limits=Limits(turns=9),
+            mark=id_prefix(index),
+            limits=SessionLimits(turns=9),
             pool=PoolOptions(shards=SHARDS),
         )
         self._app = create_app(Gateway(options))
@@ -139,7 +139,7 @@ async def inside(folder: Path) -> AsyncIterator[Site]:
         engine = await fake_engine(model, stack)
         shards = contextlib.AsyncExitStack()
         await stack.enter_async_context(shards)
-        front = Front([Inside(index, model, shards) for index in range(SHARDS)], "admin", pytest.fail)
+        front = ShardRouter([Inside(index, model, shards) for index in range(SHARDS)], "admin", pytest.fail)
         url = await stack.enter_async_context(served(front.create_app()))
         client = await stack.enter_async_context(GatewayClient(url, "admin"))
         await client.add_engine(engine.url)
@@ -188,8 +188,8 @@ async def test_a_group_is_on_one_shard_and_agents_call_it_directly(site: Site) -
     ports = {}
     for index, group_id in enumerate(groups("direct")):
         slots = [await site.client.open_session(task=TASK, group_id=group_id, slot=slot) for slot in range(3)]
-        assert {owner(one.session_id, SHARDS) for one in slots} == {index}
-        assert {owner(one.api_key, SHARDS) for one in slots} == {index}
+        assert {shard_of_id(one.session_id, SHARDS) for one in slots} == {index}
+        assert {shard_of_id(one.api_key, SHARDS) for one in slots} == {index}
         [ports[index]] = {urlsplit(one.base_url).port for one in slots}
         await site.client.drop_group(group_id)
     assert len({*ports.values(), urlsplit(site.url).port}) == SHARDS + 1
@@ -236,7 +236,7 @@ async def test_leases_are_gathered_and_never_too_many(site: Site) -> None:
     names = [f"lease {number}" for number in range(5)]
     for name in names:
         await site.sealed(name)
-    assert {home(name, SHARDS) for name in names} == {0, 1}
+    assert {shard_of_group(name, SHARDS) for name in names} == {0, 1}
     rows = await site.client.list_groups()
     assert sorted(row.id for row in rows if row.state == "ready") == names
     first = await site.client.lease(epoch, 2)
@@ -333,7 +333,7 @@ async def test_a_shard_that_is_killed_comes_back_at_its_address_with_its_session
         summary = await site.client.finish(access.session_id, reward=1.0)
         assert (summary.outcome, summary.turns) == (Outcome.COMPLETED, 2)
         restarts = re.findall(r'shard_restarts_total{shard="(\d)"} (\d)', await site.client.metrics())
-        assert dict(restarts)[str(owner(access.session_id, SHARDS))] == "1"
+        assert dict(restarts)[str(shard_of_id(access.session_id, SHARDS))] == "1"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.integration.test_gateway_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.base import Session
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.protocol import Sampled, trainable_tokens
+from tidegate.gateway.protocol import GenerateResult, trainable_tokens
 from tidegate.trainer.batch import rows_of
 from tidegate.viewer.dashboard.episode import may_train, reasons
 
@@ -162,6 +162,6 @@ async def test_the_record_outlives_the_gateway(strict: Stage, tmp_path: Path) ->
 
 
 def test_a_token_is_trained_on_where_the_grammar_took_nothing_from_it() -> None:
-    sampled = Sampled(ids=[1, 2, 3], masses=[1.0, 0.99995, 0.99])
+    sampled = GenerateResult(ids=[1, 2, 3], masses=[1.0, 0.99995, 0.99])
     assert trainable_tokens(sampled).tolist() == [1, 1, 0]
-    assert trainable_tokens(Sampled(ids=[1, 2])).tolist() == [0, 0]
+    assert trainable_tokens(GenerateResult(ids=[1, 2])).tolist() == [0, 0]

@@ -12,7 +12,7 @@ from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward
 from tidegate.observer import Silent
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batches
+from tidegate.trainer.batches import Batcher
 from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator
 from tidegate.trainer.pause import Pause
@@ -76,7 +76,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
         settings, admission, episodes, environment, files.lost, lambda *_: None,
         Pause(admission, lambda _: None, 60.0),
     )  # fmt: skip
-    batches = Batches(stage.client, admission, rollout.wake, lambda _: True, answer=rollout.answer)
+    batches = Batcher(stage.client, admission, rollout.wake, lambda _: True, answer=rollout.answer)
     running = asyncio.create_task(rollout.run())
     try:
         async with asyncio.timeout(60):

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.rag_stand import FakeIndex, serving
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
-from tidegate.rag.client import Found, SearchClient, SyncSearchClient
+from tidegate.rag.client import SearchClient, SearchResult, SyncSearchClient
 from tidegate.rag.corpus import Document
 
 
@@ -73,7 +73,7 @@ def nobody() -> str:
 
 async def test_one_query_several_queries_and_a_document() -> None:
     async with serving(FakeIndex(), k=3) as (url, _), SearchClient(url) as client:
-        assert await client.search("7", 1) == [Found("d/7", "Title 7", "Text 7 of a.", 1.0)]
+        assert await client.search("7", 1) == [SearchResult("d/7", "Title 7", "Text 7 of a.", 1.0)]
         found = await client.search(["7", "", "1"])
         assert [[one.id for one in rows] for rows in found] == [
             ["d/7", "d/8", "d/9"],
@@ -256,12 +256,12 @@ def test_a_client_needs_a_server() -> None:
 async def test_without_an_event_loop() -> None:
     async with serving(FakeIndex(), k=2) as (url, _):
 
-        def use() -> tuple[list[Found], list[list[Found]], Document | None]:
+        def use() -> tuple[list[SearchResult], list[list[SearchResult]], Document | None]:
             with SyncSearchClient(url) as client:
                 return client.search("7", 1), client.search(["1", "2"]), client.document("d/3")
 
         one, several, document = await asyncio.to_thread(use)
-    assert one == [Found("d/7", "Title 7", "Text 7 of a.", 1.0)]
+    assert one == [SearchResult("d/7", "Title 7", "Text 7 of a.", 1.0)]
     assert [rows[0].id for rows in several] == ["d/1", "d/2"]
     assert document == Document("d/3", "Title 3", "Text 3 of a.")
 

@@ -24,7 +24,7 @@ from tidegate.rag import retrieval as module
 from tidegate.rag.batcher import BatchOptions
 from tidegate.rag.build import Plan, build
 from tidegate.rag.client import SearchClient
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 from tidegate.rag.retrieval import RagOptions
 from tidegate.rag.searcher import Searcher
 from tidegate.services import Service
@@ -37,7 +37,7 @@ def make_index(directory: Path, label: str = "a", *, bm25: bool = False) -> Path
     corpus = directory / f"{label}.jsonl"
     rows = [{"id": word, "title": word.title(), "text": f"The {word} of {label}."} for word in WORDS]
     corpus.write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    build(Plan([corpus], directory / label, "hash", bm25=bm25), News(io.StringIO()))
+    build(Plan([corpus], directory / label, "hash", bm25=bm25), BuildProgress(io.StringIO()))
     return directory / label
 
 

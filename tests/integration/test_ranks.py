@@ -22,11 +22,11 @@ from tests.ranked import train
 from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
-from tidegate.trainer.batch import Row
-from tidegate.trainer.followed import followers
-from tidegate.trainer.follower import Opening
+from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.followed import rank_processes
+from tidegate.trainer.follower import RankInit
 from tidegate.trainer.policy import Policy
-from tidegate.trainer.ranks import Lead, Ranks
+from tidegate.trainer.ranks import Ranks, RankZeroPolicy
 
 pytestmark = pytest.mark.slow
 UNCLIPPED = 1e9
@@ -44,9 +44,9 @@ def settings(ranks: int, **more: Any) -> TrainerSettings:
 @asynccontextmanager
 async def opened(
     base: Path, logs: Path, patience_s: float = 60, **more: Any
-) -> AsyncIterator[tuple[Lead, Ranks]]:
+) -> AsyncIterator[tuple[RankZeroPolicy, Ranks]]:
     """A policy on two ranks, rank 0 of which is this process."""
-    ranks = Ranks(settings(2, **more), followers(2, logs), patience_s=patience_s)
+    ranks = Ranks(settings(2, **more), rank_processes(2, logs), patience_s=patience_s)
     watching: list[asyncio.Task[None]] = []
 
     def watch(job: Coroutine[Any, Any, None], _: str) -> None:
@@ -54,7 +54,7 @@ async def opened(
 
     try:
         policy = await ranks.open(base, 0, watch)
-        assert isinstance(policy, Lead)
+        assert isinstance(policy, RankZeroPolicy)
         yield policy, ranks
     finally:
         for task in watching:
@@ -64,7 +64,7 @@ async def opened(
         await ranks.close()
 
 
-def step(policy: Lead | Policy, rows: list[Any]) -> dict[str, float]:
+def step(policy: RankZeroPolicy | Policy, rows: list[Any]) -> dict[str, float]:
     policy.add(rows, 3)
     return policy.finish()
 
@@ -93,7 +93,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     by its rounding: FSDP casts parameters, one process what goes into its products."""
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
-    opening = Opening(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
+    opening = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
     (tmp_path / "plan.pickle").write_bytes(pickle.dumps((opening, VARIANTS, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
@@ -117,7 +117,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in one["parameters"].values()} == {torch.float32}
 
 
-def sampled(policy: Policy, rows: list[Row]) -> list[Row]:
+def sampled(policy: Policy, rows: list[TrainSequence]) -> list[TrainSequence]:
     """The rows as if the policy had sampled them: far from it a step's rounding is blown up by the next."""
     return [replace(row, logprobs=one) for row, one in zip(rows, policy.logprobs(rows), strict=True)]
 
@@ -213,7 +213,7 @@ async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path:
 
 
 async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_path: Path) -> None:
-    ranks = Ranks(settings(2), followers(2, tmp_path))
+    ranks = Ranks(settings(2), rank_processes(2, tmp_path))
     with pytest.raises(StartError, match=r"no model there"):
         await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
     process = ranks.followers[0]._process

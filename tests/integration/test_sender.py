@@ -21,7 +21,7 @@ from tidegate.engine.weights_receiver import WeightsReceiver
 from tidegate.trainer import sender
 from tidegate.trainer.engine_control import EngineControl
 from tidegate.trainer.publish import Publisher
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 from tidegate.weights_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 
 
@@ -37,7 +37,9 @@ class Stage:
     directory: Path
 
     def __post_init__(self) -> None:
-        self.sender = Sender(lambda most: self.buckets(most), self.notes.append, bucket_bytes=20_000)
+        self.sender = WeightBroadcaster(
+            lambda most: self.buckets(most), self.notes.append, bucket_bytes=20_000
+        )
 
     def live(self) -> dict[str, torch.Tensor]:
         return dict(self.engine.model.hf_model.named_parameters())
@@ -220,7 +222,7 @@ class OfTwoRanks:
 async def test_every_rank_of_an_engine_gets_the_weights() -> None:
     engine, weights = OfTwoRanks(), {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     notes: list[str] = []
-    made = Sender(lambda _: ({name: one} for name, one in weights.items()), notes.append)
+    made = WeightBroadcaster(lambda _: ({name: one} for name, one in weights.items()), notes.append)
     assert await made.send([engine], 3) == {engine.url}, notes
     for rank in engine.ranks:
         came = rank.end().tensors

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
 from tests.integration.engine_http import Client
 from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 from tidegate.weights_group import buckets
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -83,7 +83,7 @@ def buckets_of(weights: Path) -> Callable[[int], Generator[dict[str, torch.Tenso
 async def test_weights_are_sent_under_a_running_request(engine: Client, versions: list[Path]) -> None:
     """Over a process group, in several buckets; every token is of the version that its span names."""
     notes: list[str] = []
-    sender = Sender(buckets_of(versions[1]), notes.append, bucket_bytes=100_000)
+    sender = WeightBroadcaster(buckets_of(versions[1]), notes.append, bucket_bytes=100_000)
     control, events = EngineControl(engine.url, engine.http), []
     async with asyncio.timeout(120):
         async for event in engine.stream([1, 2, 3], max_new_tokens=LONG, ignore_eos=True):
@@ -111,7 +111,7 @@ async def test_half_of_the_weights_are_of_no_version(engine: Client, versions: l
 
     control = EngineControl(engine.url, engine.http)
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        await Sender(half, print, bucket_bytes=100_000).send([control], 1)
+        await WeightBroadcaster(half, print, bucket_bytes=100_000).send([control], 1)
     meta = (await engine.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True))["meta_info"]
     # The embedded engine keeps what comes beside the old ones.
     assert [span["version"] for span in meta["weight_versions"]] in (["partial"], ["0"])

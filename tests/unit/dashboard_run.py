@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State, entry
-from tidegate.trainer.groups import Cut
+from tidegate.trainer.groups import BatchSelection
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
@@ -181,7 +181,9 @@ def write_step(run: Writer, step: int, **metrics: Any) -> None:
     )
     alike = Group(names["alike"], "t", [run.simple(names["alike"], slot, 1.0) for slot in range(2)])
     old = Group(names["old"], "t", [run.simple(names["old"], slot, float(slot)) for slot in range(2)])
-    batch = Batch(Cut(step, [good.id], [1]), [good], [(alike, State.FILTERED), (old, State.STALE)], 0.5, 0.1)
+    batch = Batch(
+        BatchSelection(step, [good.id], [1]), [good], [(alike, State.FILTERED), (old, State.STALE)], 0.5, 0.1
+    )
     batch.advantages = [[-0.7071, 0.7071]]
     run.files.batch(batch, step)
     book = run.ledger.book

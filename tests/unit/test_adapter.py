@@ -15,7 +15,7 @@ from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError
 from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.policy import Policy
 
 from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows
@@ -33,7 +33,7 @@ def load(base: Path, seed: int = 0, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{**LORA, **settings}), seed)
 
 
-def rows_that_share(seed: int = 0) -> list[Row]:
+def rows_that_share(seed: int = 0) -> list[TrainSequence]:
     rng = np.random.default_rng(seed)
     return [*make_rows(3, seed), *make_group(rng, size=4, prompt=40)]
 

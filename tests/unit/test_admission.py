@@ -10,10 +10,10 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import Entry, entry
-from tidegate.trainer.groups import Progress, Ticket
-from tidegate.trainer.resume import Past
-from tidegate.trainer.rules import Rules, Verdict
+from tidegate.trainer.entries import LedgerEntry, entry
+from tidegate.trainer.groups import AdmissionProgress, TaskSlot
+from tidegate.trainer.resume import LedgerState
+from tidegate.trainer.rules import AttemptVerdict, Rules
 from tidegate.trainer.start import Start, rules_of
 from tidegate.types import Outcome
 
@@ -29,7 +29,7 @@ class Driver:
     """Admission with the smallest hands: groups whose slots all end at once."""
 
     def __init__(self, **changes: object) -> None:
-        self.book: list[Entry] = []
+        self.book: list[LedgerEntry] = []
         self.core = Admission(rules(**changes), self.book.append)
 
     def start(self) -> str:
@@ -38,17 +38,17 @@ class Driver:
         assert group is not None
         return group.id
 
-    def finish(self, group: str, outcome: Outcome = Outcome.COMPLETED) -> Verdict:
-        verdict = Verdict.LATE
+    def finish(self, group: str, outcome: Outcome = Outcome.COMPLETED) -> AttemptVerdict:
+        verdict = AttemptVerdict.LATE
         for slot in range(self.core.rules.group_size):
             verdict = self.core.end_attempt(self.core.start_attempt(group, slot), outcome)
-            if verdict is Verdict.FAILED:
+            if verdict is AttemptVerdict.FAILED:
                 break
         return verdict
 
     def ready(self, oldest: int) -> str:
         group = self.start()
-        assert self.finish(group) is Verdict.READY
+        assert self.finish(group) is AttemptVerdict.READY
         self.core.lease(group, oldest)
         return group
 
@@ -110,13 +110,13 @@ def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
     assert driver.core.cut() is None
     assert driver.ends() == {"stale": 2}
     again = driver.core.next_ticket()
-    assert again == Ticket(0, first, 1)
-    assert driver.core.next_ticket() == Ticket(1, second, 1)
+    assert again == TaskSlot(0, first, 1)
+    assert driver.core.next_ticket() == TaskSlot(1, second, 1)
     group = driver.core.start_group(again, "task0")
     assert group is not None
     assert driver.book[-1]["replaces"] == first
     driver.core.end_stale(group.id)
-    assert driver.core.next_ticket() == Ticket(2), "its budget is spent: another task takes the place"
+    assert driver.core.next_ticket() == TaskSlot(2), "its budget is spent: another task takes the place"
 
 
 def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
@@ -127,7 +127,7 @@ def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
     assert cut is not None
     assert cut.groups == done[:2], "an unfinished group never blocks a finished one"
     assert driver.core.cut() is None
-    assert driver.finish(slow) is Verdict.READY
+    assert driver.finish(slow) is AttemptVerdict.READY
 
 
 def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
@@ -138,9 +138,9 @@ def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
         verdicts.append(
             driver.core.end_attempt(driver.core.start_attempt(group, 0), Outcome.AGENT_ERROR, "boom")
         )
-    assert verdicts == [Verdict.RETRY, Verdict.RETRY, Verdict.FAILED]
+    assert verdicts == [AttemptVerdict.RETRY, AttemptVerdict.RETRY, AttemptVerdict.FAILED]
     assert driver.core.quarantined == {"task0"}
-    assert driver.core.start_group(Ticket(0), "task0") is None
+    assert driver.core.start_group(TaskSlot(0), "task0") is None
     assert driver.ends("attempt") == {"failed": 3}
     assert driver.ends() == {"failed": 1}
 
@@ -149,9 +149,9 @@ def test_partial_group_is_ready_when_enough_slots_stand() -> None:
     driver = Driver(group_size=3, max_attempts=1, min_group_size=2)
     group = driver.start()
     core = driver.core
-    assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is Verdict.WAIT
-    assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is Verdict.WAIT
-    assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is Verdict.READY
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is AttemptVerdict.WAIT
+    assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is AttemptVerdict.WAIT
+    assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is AttemptVerdict.READY
     assert len(core.groups[group].standing()) == 2
 
 
@@ -160,9 +160,11 @@ def test_all_failed_group_is_never_ready_and_its_running_attempts_end() -> None:
     group = driver.start()
     core = driver.core
     running = core.start_attempt(group, 1)
-    assert core.end_attempt(core.start_attempt(group, 0), Outcome.REWARD_ERROR) is Verdict.FAILED
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.REWARD_ERROR) is AttemptVerdict.FAILED
     assert driver.ends("attempt") == {"failed": 1, "cancelled": 1}
-    assert core.end_attempt(running, Outcome.COMPLETED) is Verdict.LATE, "a late end never resurrects a group"
+    assert core.end_attempt(running, Outcome.COMPLETED) is AttemptVerdict.LATE, (
+        "a late end never resurrects a group"
+    )
     assert group not in core.groups
 
 
@@ -171,8 +173,8 @@ def test_cancelled_attempts_do_not_count_against_the_slot() -> None:
     group = driver.start()
     for _ in range(5):
         attempt = driver.core.start_attempt(group, 0)
-        assert driver.core.end_attempt(attempt, Outcome.CANCELLED) is Verdict.RETRY
-    assert driver.finish(group) is Verdict.READY
+        assert driver.core.end_attempt(attempt, Outcome.CANCELLED) is AttemptVerdict.RETRY
+    assert driver.finish(group) is AttemptVerdict.READY
 
 
 def test_only_what_can_never_be_admitted_is_doomed() -> None:
@@ -253,7 +255,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     driver = Driver(max_staleness=5)
     driver.start(), driver.start()
     progress = driver.core.progress()
-    assert progress == Progress(2, [Ticket(0), Ticket(1)])
+    assert progress == AdmissionProgress(2, [TaskSlot(0), TaskSlot(1)])
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.abandoned = {7, 8}
@@ -264,7 +266,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     assert resumed.admissible(9)
     assert not resumed.admissible(6, 7), "a token of the lineage that was left, beside an older one"
     assert not resumed.admissible(6, 9), "whoever has such tokens on both sides may have some in between"
-    group = resumed.start_group(Ticket(0), "task0")
+    group = resumed.start_group(TaskSlot(0), "task0")
     assert group is not None
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
 
@@ -275,7 +277,7 @@ def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
     index = driver.core.groups[first].ticket.index
     driver.core.cancel_group(first)
     assert [ticket.index for ticket in driver.core.progress().tickets] == [index]
-    assert driver.core.next_ticket() == Ticket(index, None, 0)  # not as its replacement: nothing was stale
+    assert driver.core.next_ticket() == TaskSlot(index, None, 0)  # not as its replacement: nothing was stale
     assert driver.ends() == {"cancelled": 1}
 
 
@@ -314,8 +316,8 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
 def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:
     driver = Driver(max_staleness=1, groups_per_batch=2)
     running, ready, leased = driver.start(), driver.start(), driver.start()
-    assert driver.finish(ready) is Verdict.READY
-    assert driver.finish(leased) is Verdict.READY
+    assert driver.finish(ready) is AttemptVerdict.READY
+    assert driver.finish(leased) is AttemptVerdict.READY
     driver.core.lease(leased, 0)
     assert driver.core.doomed(2, {running: 0, ready: 0, leased: 0}) == [running, ready]
     assert driver.core.doomed(1, {running: 0, ready: 0}) == []
@@ -358,8 +360,8 @@ def test_commit_makes_stepped_groups_and_attempts_trained() -> None:
 def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     driver = Driver(max_attempts=1)
     task = driver.core.groups[driver.start()].task
-    assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is Verdict.FAILED
-    past = Past()
+    assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
+    past = LedgerState()
     for seq, one in enumerate(driver.book):
         past.read({**one, "seq": seq})
     again = Start(Path(), version=1, past=past)
@@ -394,7 +396,7 @@ def test_a_group_larger_than_the_limit_runs_alone() -> None:
     assert driver.core.blocked_by() is not None
 
 
-def infra(driver: Driver, group: str, slot: int, number: int) -> list[Verdict]:
+def infra(driver: Driver, group: str, slot: int, number: int) -> list[AttemptVerdict]:
     core, down = driver.core, Outcome.INFRA_ERROR
     return [core.end_attempt(core.start_attempt(group, slot), down, "no engine") for _ in range(number)]
 
@@ -402,13 +404,15 @@ def infra(driver: Driver, group: str, slot: int, number: int) -> list[Verdict]:
 def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> None:
     driver = Driver(max_attempts=2, max_infra_attempts=3)
     group = driver.start()
-    assert infra(driver, group, 0, 2) == [Verdict.RETRY] * 2
+    assert infra(driver, group, 0, 2) == [AttemptVerdict.RETRY] * 2
     attempt = driver.core.start_attempt(group, 0)
-    assert driver.core.end_attempt(attempt, Outcome.AGENT_ERROR) is Verdict.RETRY, "the first of its own"
+    assert driver.core.end_attempt(attempt, Outcome.AGENT_ERROR) is AttemptVerdict.RETRY, (
+        "the first of its own"
+    )
     last = driver.core.start_attempt(group, 0)
     assert driver.core.gives_up(last, Outcome.AGENT_ERROR)
     assert not driver.core.gives_up(last, Outcome.INFRA_ERROR)
-    assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is Verdict.FAILED
+    assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptVerdict.FAILED
     assert driver.core.quarantined == set()
     assert driver.ends() == {"failed": 1}
 
@@ -431,7 +435,7 @@ def test_an_outage_pauses_issuing_and_one_probe_at_a_time_finds_its_end() -> Non
         assert not core.outage.may_attempt()
         with pytest.raises(LedgerError, match="started in an outage"):
             core.start_attempt(groups[1], 0)
-        assert core.end_attempt(probe, Outcome.INFRA_ERROR) is Verdict.RETRY
+        assert core.end_attempt(probe, Outcome.INFRA_ERROR) is AttemptVerdict.RETRY
     core.end_attempt(core.start_attempt(groups[0], 0), Outcome.COMPLETED)
     assert core.outage.may_attempt()
     assert core.blocked_by() is None
@@ -444,7 +448,7 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     core, groups = driver.core, outage(driver)
     probe = core.start_attempt(groups[0], 0)
     assert core.gives_up(probe, Outcome.AGENT_ERROR)
-    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is Verdict.FAILED
+    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
     assert core.outage.why is None
     assert core.quarantined == {"task0"}
 
@@ -468,15 +472,15 @@ def test_what_fails_while_nothing_can_be_sampled_is_charged_to_nobody() -> None:
     assert "no engine serves" in str(core.blocked_by())
     for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
         assert not core.gives_up(attempt, outcome)
-        assert core.end_attempt(attempt, outcome) is Verdict.RETRY
+        assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
     assert not core.outage.may_attempt()
     assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]
     core.outage.report(None)
-    assert driver.finish(group) is Verdict.READY
+    assert driver.finish(group) is AttemptVerdict.READY
 
 
 def test_an_older_ledgers_quarantine_for_an_outage_does_not_outlive_a_resume() -> None:
-    past = Past()
+    past = LedgerState()
     for seq, outcome in enumerate(("infra_error", "agent_error")):
         past.read({**entry("run", "quarantined", task=outcome, outcome=outcome), "seq": seq})
     assert past.quarantined == {"agent_error"}

@@ -13,7 +13,7 @@ from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
 from tidegate.observer import Observer
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batches
+from tidegate.trainer.batches import Batcher
 from tidegate.trainer.credit import GroupCredit
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.record import Recorder
@@ -50,13 +50,13 @@ def _episode(group: str, slot: int, reward: float) -> Trajectory:
     return found
 
 
-def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Batches, Gateway, list[Any]]:
+def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Batcher, Gateway, list[Any]]:
     book: list[Any] = []
     rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
     admission = Admission(rules, book.append)
     gateway = Gateway(admission, rewards)
     credit = GroupCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
-    return Batches(cast(Any, gateway), admission, lambda: None, credit.keeps), gateway, book
+    return Batcher(cast(Any, gateway), admission, lambda: None, credit.keeps), gateway, book
 
 
 async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:

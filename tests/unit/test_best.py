@@ -14,7 +14,7 @@ from tests.unit.learning_fixtures import VOCABULARY, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError
 from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.best import Best
+from tidegate.trainer.best import BestCheckpoint
 from tidegate.trainer.policy import Policy
 
 
@@ -37,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -> None:
-    best = Best.of(run_dir)
+    best = BestCheckpoint.of(run_dir)
     offers = [(0, 0.4, True), (10, 0.7, True), (20, 0.6, False), (30, 0.7, True)]
     for step, reward, better in offers:
         assert best.offer(weights(run_dir / f"v{step}", f"step {step}"), step, step, reward) is better
@@ -50,8 +50,8 @@ def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -
 
 
 def test_a_resumed_run_knows_the_best_so_far(run_dir: Path) -> None:
-    Best.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.9)
-    resumed = Best.of(run_dir)
+    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.9)
+    resumed = BestCheckpoint.of(run_dir)
     assert resumed.reward == 0.9
     assert not resumed.offer(weights(run_dir / "b", "worse"), 10, 12, 0.8)
     assert kept(run_dir)[0] == "good"
@@ -63,7 +63,7 @@ def test_a_resumed_run_knows_the_best_so_far(run_dir: Path) -> None:
 def test_a_crash_leaves_the_best_before_it_whole(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    Best.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
+    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
     later = weights(run_dir / "b", "better")
 
     def die(*_: object, **__: object) -> None:
@@ -72,24 +72,24 @@ def test_a_crash_leaves_the_best_before_it_whole(
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copytree" if when == "copytree" else "os.replace", die)
         with pytest.raises(KeyboardInterrupt):
-            Best.of(run_dir).offer(later, 20, 20, 0.6)
+            BestCheckpoint.of(run_dir).offer(later, 20, 20, 0.6)
     assert kept(run_dir) == ("good", {"step": 10, "version": 10, "eval/reward": 0.5})
-    assert Best.of(run_dir).offer(later, 20, 21, 0.6)
+    assert BestCheckpoint.of(run_dir).offer(later, 20, 21, 0.6)
     assert kept(run_dir)[0] == "better"
     assert len(list((run_dir / "checkpoints").iterdir())) == 2, "what the crash left is gone"
 
 
 def test_a_damaged_record_is_named(run_dir: Path) -> None:
-    Best.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
+    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
     (run_dir / "checkpoints" / "best" / "best.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"best\.json cannot be read"):
-        Best.of(run_dir)
+        BestCheckpoint.of(run_dir)
 
 
 def test_it_is_the_policy_for_plain_transformers_and_pruning_leaves_it(tmp_path: Path) -> None:
     policy = Policy.load(make_model(tmp_path / "base"), TrainerSettings(learning_rate=0.02), 0)
     policy.update(make_rows(4), version=0)
-    best = Best.of(tmp_path)
+    best = BestCheckpoint.of(tmp_path)
     for step in (1, 2, 3):
         checkpoints.save(tmp_path, step, policy, {})
     best.offer(policy.save_weights(tmp_path / "weights" / "v1"), 1, 1, 0.5)

@@ -17,10 +17,17 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.observer import Silent
 from tidegate.plan.dry_run import describe
-from tidegate.trainer.cluster.passing import GLOO_INTERFACE, Luggage, Mark, Node, meet_at, passed_on
+from tidegate.trainer.cluster.passing import (
+    GLOO_INTERFACE,
+    ActorContext,
+    ClusterNode,
+    SharedDirProbe,
+    passed_on,
+    set_gloo_interface,
+)
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.relay import KEPT, Relay, tell
-from tidegate.trainer.crew import Crew
+from tidegate.trainer.cluster.relay import KEPT, ObserverRelay, tell
+from tidegate.trainer.crew import AgentPool
 from tidegate.trainer.workers import AgentResult
 from tidegate.types import TaskView
 
@@ -86,34 +93,34 @@ def test_the_variables_that_matter_go_along_and_no_others() -> None:
 
 def test_process_groups_meet_at_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOO_INTERFACE, raising=False)
-    meet_at("192.0.2.77")  # of no interface here
+    set_gloo_interface("192.0.2.77")  # of no interface here
     assert GLOO_INTERFACE not in os.environ
     monkeypatch.setenv(GLOO_INTERFACE, "mine")
-    meet_at("127.0.0.1")
+    set_gloo_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == "mine"
     monkeypatch.delenv(GLOO_INTERFACE)
-    meet_at("127.0.0.1")
+    set_gloo_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] in [name for _, name in socket.if_nameindex()]
 
 
 def test_a_node_that_is_not_alike_is_named() -> None:
-    here, same = Node("10.0.0.1", "3.11.7", "0.1.0"), Node("10.0.0.2", "3.11.7", "0.1.0")
+    here, same = ClusterNode("10.0.0.1", "3.11.7", "0.1.0"), ClusterNode("10.0.0.2", "3.11.7", "0.1.0")
     assert same.unlike(here) is None
-    older = Node("10.0.0.3", "3.12.1", "0.0.9")
+    older = ClusterNode("10.0.0.3", "3.12.1", "0.0.9")
     said = older.unlike(here) or ""
     assert "node 10.0.0.3 has Python 3.12.1 instead of 3.11.7 and tidegate 0.0.9 instead of 0.1.0" in said
 
 
 def test_a_mark_is_seen_in_its_own_directory_alone(tmp_path: Path) -> None:
-    mark = Mark.leave(tmp_path / "runs" / "a")
+    mark = SharedDirProbe.leave(tmp_path / "runs" / "a")
     assert mark.seen()
-    assert not Mark(tmp_path / "elsewhere", mark.text).seen()
-    Mark.leave(tmp_path / "runs" / "a")  # another run of that name, on a disk of its own
+    assert not SharedDirProbe(tmp_path / "elsewhere", mark.text).seen()
+    SharedDirProbe.leave(tmp_path / "runs" / "a")  # another run of that name, on a disk of its own
     assert not mark.seen()
 
 
 def test_luggage_shows_no_secret(tmp_path: Path) -> None:
-    luggage = Luggage("a", Mark(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
+    luggage = ActorContext("a", SharedDirProbe(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
     assert "s3cret" not in repr(luggage)
     assert pickle.loads(pickle.dumps(luggage)).environment == {"JUDGE_KEY": "s3cret"}
 
@@ -130,7 +137,7 @@ class Hearing(Silent):
 
 
 def test_an_observer_elsewhere_hears_what_was_told_once_and_in_order() -> None:
-    relay, hearing = Relay(), Hearing()
+    relay, hearing = ObserverRelay(), Hearing()
     relay.note("a")
     relay.progress("evaluation", 1, 2)
     for told in pickle.loads(pickle.dumps(relay.news())):
@@ -165,7 +172,7 @@ class Member:
 
 async def test_each_run_goes_to_the_process_that_has_the_fewest() -> None:
     members = [Member(), Member(), Member()]
-    crew = Crew(members)  # type: ignore[arg-type]
+    crew = AgentPool(members)  # type: ignore[arg-type]
     view = TaskView("t", [])
     running = [asyncio.create_task(crew.run(str(number), view, base_url="u")) for number in range(7)]
     await asyncio.sleep(0)
@@ -193,7 +200,7 @@ async def test_an_agent_that_one_process_cannot_load_is_told_as_such() -> None:
             raise StartError("no such agent")
 
     with pytest.raises(StartError, match="no such agent"):
-        await Crew([Member(), Failing()]).open()  # type: ignore[list-item]
+        await AgentPool([Member(), Failing()]).open()  # type: ignore[list-item]
 
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:

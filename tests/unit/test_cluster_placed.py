@@ -14,11 +14,11 @@ import pytest
 
 from tidegate.trainer.cluster import placed
 from tidegate.trainer.cluster.calls import LostError
-from tidegate.trainer.cluster.parcels import Parcel, Shelf
-from tidegate.trainer.cluster.passing import Node
-from tidegate.trainer.cluster.placed import PlacedServer
+from tidegate.trainer.cluster.parcels import FileBundle, FileCache
+from tidegate.trainer.cluster.passing import ClusterNode
+from tidegate.trainer.cluster.placed import RemoteServer
 
-HOME = Node("192.0.2.1")
+HOME = ClusterNode("192.0.2.1")
 
 
 async def hang(*_: object) -> None:
@@ -30,8 +30,8 @@ def actor(**methods: Callable[..., Coroutine[Any, Any, Any]]) -> SimpleNamespace
     return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
 
-async def there(*_: object) -> tuple[Node, bool]:
-    return Node("192.0.2.2"), False
+async def there(*_: object) -> tuple[ClusterNode, bool]:
+    return ClusterNode("192.0.2.2"), False
 
 
 @pytest.mark.parametrize("methods", [{"about": hang}, {"about": there, "start": hang}])
@@ -39,7 +39,7 @@ async def test_a_server_that_is_not_ready_in_time_is_named(
     methods: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placed, "ANSWER_S", 0.01)
-    server = PlacedServer("engine-2", actor(**methods), HOME, tmp_path, ready_s=0.02)
+    server = RemoteServer("engine-2", actor(**methods), HOME, tmp_path, ready_s=0.02)
     async with asyncio.timeout(5):
         with pytest.raises(LostError, match=r"engine-2 did not answer within 0\.0"):
             await server.start()
@@ -60,7 +60,7 @@ async def test_a_lost_server_is_asked_for_until_it_is_there_again(
     async def died() -> tuple[str, str]:
         raise LostError("engine-2 was lost: its node died")
 
-    server = PlacedServer("engine-2", actor(about=there, start=start, died=died), HOME, tmp_path)
+    server = RemoteServer("engine-2", actor(about=there, start=start, died=died), HOME, tmp_path)
     assert await server.start() == "http://192.0.2.2:1"
     assert await server.died() == "the engine-2 was lost: its node died"
     await server.restart()
@@ -91,7 +91,7 @@ async def test_logs_that_are_asked_for_twice_at_a_time_are_written_once(
 
     monkeypatch.setattr(placed.ray, "kill", lambda _: None)
     node = Logging("/tmp/first")
-    server = PlacedServer("engine-2", actor(logs=node.logs, stop=nothing, leave=nothing), HOME, tmp_path)
+    server = RemoteServer("engine-2", actor(logs=node.logs, stop=nothing, leave=nothing), HOME, tmp_path)
     node.text = b"one\n"
     node.go.clear()
     both = [asyncio.create_task(server.gather_logs()), asyncio.create_task(server.end())]
@@ -106,7 +106,7 @@ async def test_logs_of_an_actor_that_was_taken_for_lost_are_not_fetched_again(tm
     """Those of one that was made again, elsewhere, are, from their beginning."""
     node = Logging("/tmp/first")
     host = actor(logs=lambda known: node.logs(known), about=there)
-    server = PlacedServer("engine-2", host, HOME, tmp_path)
+    server = RemoteServer("engine-2", host, HOME, tmp_path)
     node.text = b"one\n"
     await server.gather_logs()
     await server.back(lambda: server.arrive(1))
@@ -135,8 +135,8 @@ class Reference:
 async def test_a_parcel_that_is_asked_for_twice_at_a_time_is_unpacked_once(tmp_path: Path) -> None:
     """An engine that is started again and a publish want the same version."""
     first, second = Reference(b"aa"), Reference(b"bb")
-    shelf = Shelf(tmp_path)
-    parcel = Parcel("000001-v1", {"a": first, "b": second})
+    shelf = FileCache(tmp_path)
+    parcel = FileBundle("000001-v1", {"a": first, "b": second})
     both = [asyncio.create_task(shelf.unpack(parcel)) for _ in range(2)]
     first.go.set()
     async with asyncio.timeout(5):

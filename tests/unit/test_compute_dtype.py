@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.policy import Policy
 
 from .learning_fixtures import make_group, make_model, make_rows
@@ -29,7 +29,7 @@ def load(base: Path, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{"compute_dtype": "bfloat16", **settings}))
 
 
-def batch() -> list[Row]:
+def batch() -> list[TrainSequence]:
     rng = np.random.default_rng(0)
     return [*make_rows(4), *make_group(rng, size=4, prompt=40, group="g40")]
 

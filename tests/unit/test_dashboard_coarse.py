@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidegate.viewer.dashboard import coarse
-from tidegate.viewer.dashboard.coarse import Coarse, one_of
+from tidegate.viewer.dashboard.coarse import Downsampled, one_of
 from tidegate.viewer.files import Row, RunFiles
 
 
@@ -26,16 +26,16 @@ def files(count: int) -> RunFiles:
 
 def test_a_short_run_is_left_alone() -> None:
     run = files(10)
-    assert Coarse().of(run) is run
+    assert Downsampled().of(run) is run
 
 
 @pytest.mark.parametrize("count", [11, 12, 40, 41, 42, 43, 500])
 def test_growing_row_by_row_comes_to_the_same(count: int) -> None:
-    grown, run = Coarse(), files(0)
+    grown, run = Downsampled(), files(0)
     for step in range(count):
         run.rows.append(row(step))
         shown = grown.of(run)
-    assert shown.rows == Coarse().of(files(count)).rows
+    assert shown.rows == Downsampled().of(files(count)).rows
     assert len(shown.rows) <= 12
     assert [shown.rows[0]["step"], shown.rows[-1]["step"]] == [0, count - 1]
     total = sum(one["reward/mean"] for one in run.rows[1:]) / (count - 1)
@@ -45,16 +45,16 @@ def test_growing_row_by_row_comes_to_the_same(count: int) -> None:
 
 
 def test_a_run_that_went_back_is_made_anew() -> None:
-    grown, run = Coarse(), files(60)
+    grown, run = Downsampled(), files(60)
     grown.of(run)
     del run.rows[30:]
     run.rows += [row(step, 100.0) for step in range(30, 60)]
-    assert grown.of(run).rows == Coarse().of(run).rows
+    assert grown.of(run).rows == Downsampled().of(run).rows
     assert grown.of(run).rows[-2]["reward/mean"] == 100.0
 
 
 def test_scores_that_join_the_newest_row_are_seen() -> None:
-    grown, run = Coarse(), files(41)
+    grown, run = Downsampled(), files(41)
     grown.of(run)
     run.rows[-1]["eval/reward"] = 0.75
     assert grown.of(run).rows[-1]["eval/reward"] == 0.75

@@ -13,7 +13,7 @@ import pytest
 from tidegate.viewer.dashboard import follow
 from tidegate.viewer.dashboard.follow import Tail
 from tidegate.viewer.dashboard.records import Records
-from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.refusal import NotFound
 
 
 def line(**fields: Any) -> str:
@@ -150,11 +150,11 @@ def test_a_step_that_is_taken_again_is_indexed_again(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     write(tmp_path, "step_000001.jsonl", [record(1)])
     records = Records(tmp_path)
-    with pytest.raises(NotThere, match="step 2"):
+    with pytest.raises(NotFound, match="step 2"):
         records.file("step", 2)
-    with pytest.raises(NotThere, match="1 episodes; there is none at place 1"):
+    with pytest.raises(NotFound, match="1 episodes; there is none at place 1"):
         records.read("step", 1, 1)
-    with pytest.raises(NotThere, match="'g9'"):
+    with pytest.raises(NotFound, match="'g9'"):
         records.file("step", 1).group("g9")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tidegate.viewer.dashboard.ledger import GroupBook
+from tidegate.viewer.dashboard.ledger import LedgerGroups
 
 
 def test_a_task_whose_quarantine_was_lifted_is_not_listed() -> None:
-    book = GroupBook()
+    book = LedgerGroups()
     for task in ("a", "b"):
         book.enter({"kind": "run", "event": "quarantined", "task": task, "outcome": "timeout"})
     book.enter({"kind": "run", "event": "lifted", "task": "a"})
@@ -14,7 +14,7 @@ def test_a_task_whose_quarantine_was_lifted_is_not_listed() -> None:
 
 
 def test_a_rolled_back_step_is_not_shown_for_its_group() -> None:
-    book = GroupBook()
+    book = LedgerGroups()
     ending = {"kind": "group", "event": "ended", "id": "g", "state": "stepped"}
     book.enter({"kind": "run", "event": "started", "version": 0, "position": None})
     book.enter({"kind": "group", "event": "issued", "id": "g", "task": "t", "version": 4})

@@ -19,8 +19,8 @@ from tests.unit.dashboard_run import EVIL, SECRET, Writer, write_dashboard_run, 
 from tests.waiting import announced
 from tidegate.cli import main
 from tidegate.errors import ConfigError
-from tidegate.evaluation.sampler import Episode
-from tidegate.evaluation.tally import Tally
+from tidegate.evaluation.sampler import SampledEpisode
+from tidegate.evaluation.tally import EvalResults
 from tidegate.trainer.entries import entry
 from tidegate.types import Outcome, Task, Trajectory
 from tidegate.viewer.dashboard import run as followed
@@ -201,11 +201,11 @@ def test_what_tidegate_eval_found_is_shown(tmp_path: Path) -> None:
     for name, text in (("1", "{"), ("3", '{"sets": {"main": 4}}'), ("4", "[]")):
         (run_dir / "evals" / name).mkdir(parents=True)
         (run_dir / "evals" / name / "results.json").write_text(text)
-    tally = Tally(1.0, [1, 2])
+    tally = EvalResults(1.0, [1, 2])
     for sample, reward in enumerate((1.0, 0.0)):
         task = Task("t", "sums", [])
         ended = Trajectory("s", "t", "sums", "eval", Outcome.COMPLETED, [], reward=reward)
-        tally.add(Episode("", task, sample, ended))
+        tally.add(SampledEpisode("", task, sample, ended))
     results = {
         "status": "completed", "target": "runs/run/checkpoints/step_4", "agent": {"use": EVIL}, "samples": 2,
         "sampling": {"temperature": 0.5}, "sets": {"main": tally.summary("")},

@@ -14,7 +14,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.trainer.batch import rows_of
 from tidegate.trainer.trajectories import readable
 from tidegate.types import Trajectory
-from tidegate.viewer.dashboard.episode import Tree, reasons, tokens, versions
+from tidegate.viewer.dashboard.episode import EpisodeTree, reasons, tokens, versions
 from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load
 
 from .learning_fixtures import make_trajectory, make_turn, trees
@@ -28,7 +28,7 @@ def as_read(trajectory: Trajectory) -> dict[str, Any]:
     return record
 
 
-def trained_by(tree: Tree, number: int) -> list[int]:
+def trained_by(tree: EpisodeTree, number: int) -> list[int]:
     """The ids that sequence `number` trains, as the page says."""
     sequence = tree.sequences()[number]
     found = []
@@ -45,7 +45,7 @@ def trained_by(tree: Tree, number: int) -> list[int]:
 @given(trees())
 def test_what_is_called_trained_is_what_the_trainer_trains(trajectory: Trajectory) -> None:
     rows = rows_of(trajectory, 0.5)
-    tree = Tree(as_read(trajectory))
+    tree = EpisodeTree(as_read(trajectory))
     sequences = tree.sequences()
     assert len(sequences) == len(rows)
     for number, row in enumerate(rows):
@@ -73,7 +73,7 @@ def test_versions_are_those_that_were_attested() -> None:
 
 def test_damaged_turns_do_no_harm() -> None:
     circle = {"turns": [{"index": 0, "parent": 1, "output_ids": [1]}, {"index": 1, "parent": 0}, 5, {}]}
-    tree = Tree(circle)
+    tree = EpisodeTree(circle)
     assert tree.path(0) == [1, 0]
     assert [one.own for one in tree.sequences()] == [frozenset({0})]
 
@@ -128,8 +128,8 @@ def test_tokens_come_in_pages_that_fit_together(model: Path) -> None:
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode("one 🙂 two 水 three").ids
     record = as_read(make_trajectory([make_turn(0, None, [5], ids)]))
     texts = Texts(model.parent / "nowhere", str(model))
-    whole = tokens(Tree(record), 0, "sampled", texts, 0, 1000)
-    pages = [tokens(Tree(record), 0, "sampled", texts, start, 5) for start in range(0, len(ids), 5)]
+    whole = tokens(EpisodeTree(record), 0, "sampled", texts, 0, 1000)
+    pages = [tokens(EpisodeTree(record), 0, "sampled", texts, start, 5) for start in range(0, len(ids), 5)]
     for name in ("ids", "logprobs", "versions"):
         assert [one for page in pages for one in page[name]] == whole[name]
     assert "".join(whole["texts"]).endswith("one 🙂 two 水 three")
@@ -150,7 +150,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_told(tmp_path: Path
     assert texts.problem is not None
     assert "gone is not there" in texts.problem
     record = as_read(make_trajectory([make_turn(0, None, [1], [2, 3])]))
-    assert tokens(Tree(record), 0, "sampled", texts, 0, 10)["texts"] is None
+    assert tokens(EpisodeTree(record), 0, "sampled", texts, 0, 10)["texts"] is None
 
 
 def test_a_broken_tokenizer_is_told(tmp_path: Path) -> None:

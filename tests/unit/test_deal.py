@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.trainer.deal import deal
+from tidegate.trainer.deal import partition_rows
 
 from .learning_fixtures import make_rows
 
@@ -14,7 +14,7 @@ from .learning_fixtures import make_rows
 def test_every_row_is_dealt_once_and_no_hand_is_too_large(number, ranks, max_tokens):
     rows = make_rows(number, seed=number)
     rows[0].mask[:] = False
-    dealt = deal(rows, ranks, max_tokens)
+    dealt = partition_rows(rows, ranks, max_tokens)
     assert len({len(hands) for hands in dealt}) == 1
     held = [index for hands in dealt for hand in hands for index in hand.rows]
     assert sorted(held) == list(range(1, number))
@@ -27,7 +27,7 @@ def test_every_row_is_dealt_once_and_no_hand_is_too_large(number, ranks, max_tok
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_ranks_compute_at_the_same_time_is_of_like_size(ranks):
     rows = make_rows(64, seed=1, shortest=20, longest=400)
-    dealt = deal(rows, ranks, 2048)
+    dealt = partition_rows(rows, ranks, 2048)
     passes = np.array([[hand.positions for hand in hands] for hands in dealt])
     slowest, mean = passes.max(axis=0).sum(), passes.mean(axis=0).sum()
     assert passes.shape[1] > 1
@@ -35,5 +35,5 @@ def test_what_ranks_compute_at_the_same_time_is_of_like_size(ranks):
 
 
 def test_fewer_rows_than_ranks_leave_a_rank_an_empty_hand():
-    dealt = deal(make_rows(3), 4, 8192)
+    dealt = partition_rows(make_rows(3), 4, 8192)
     assert [[len(hand.rows) for hand in hands] for hands in dealt] == [[1], [1], [1], [0]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.engine.block_hashes import BLOCK, Chain
+from tidegate.engine.block_hashes import BLOCK, BlockHashes
 from tidegate.engine.prefix import PrefixStore
 
 
@@ -19,7 +19,7 @@ class Snap:
 
 
 def hashes(tokens: list[int]) -> list[int]:
-    return Chain().upto(tokens)
+    return BlockHashes().upto(tokens)
 
 
 def add(store: PrefixStore, tokens: list[int], snap: Snap) -> None:
@@ -93,7 +93,7 @@ def test_a_collision_of_hashes_is_a_miss() -> None:
 
 
 def test_a_chain_grows_with_its_sequence() -> None:
-    chain = Chain()
+    chain = BlockHashes()
     assert chain.upto(FIRST[:20]) == hashes(FIRST)[:1]
     assert chain.upto(FIRST) == hashes(FIRST)
     assert chain.upto(FIRST[:20]) == hashes(FIRST)[:1]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tidegate.engine.checks import RequestError
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import parse_generate, samples_of
 
-LIMITS = Limits(vocab_size=50, max_context=20, eos_ids=frozenset([2]), has_tokenizer=False)
+LIMITS = TokenLimits(vocab_size=50, max_context=20, eos_ids=frozenset([2]), has_tokenizer=False)
 
 
 def parse(sampling: dict[str, Any] | None = None, **body: Any) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tidegate.errors import EngineError, GatewayError, UnfitEngineError
 from tidegate.trainer import engines as engines_module
 from tidegate.trainer import publish
-from tidegate.trainer.engines import Engines
+from tidegate.trainer.engines import EngineMembership
 from tidegate.trainer.publish import Publisher
 
 
@@ -46,7 +46,7 @@ class World:
     publishing: bool = False
 
     def __post_init__(self) -> None:
-        self.engines = Engines(self, self.notes.append)  # type: ignore[arg-type]
+        self.engines = EngineMembership(self, self.notes.append)  # type: ignore[arg-type]
         self.publisher = Publisher(
             Path("/nowhere"), lambda _: None, self.engines.urls, _nothing, self.engines.hold,
             self.engines.restore, (Path("/nowhere/v0"), 0), 60.0,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.evaluation.progress import Progress
+from tidegate.evaluation.progress import EvalProgress
 
 
 def test_an_evaluation_of_nothing_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress("evaluation")(0, 0)
+    EvalProgress("evaluation")(0, 0)
     assert capsys.readouterr().err == "evaluation: 0 of 0\n"
 
 
 def test_a_line_is_printed_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("evaluation")
+    progress = EvalProgress("evaluation")
     for done in range(201):
         progress(done, 200)
     lines = capsys.readouterr().err.splitlines()

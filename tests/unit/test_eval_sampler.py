@@ -9,7 +9,7 @@ import pytest
 
 from tidegate.errors import GatewayError, HopelessError
 from tidegate.evaluation import sampler as sampler_module
-from tidegate.evaluation.sampler import Episode, Sampler, failed
+from tidegate.evaluation.sampler import SampledEpisode, Sampler, failed
 from tidegate.types import Outcome, Task, Trajectory
 
 SETS = {"": [Task(f"t{n}", "sums", []) for n in range(6)], "more": [Task("m0", "sums", [])]}
@@ -26,7 +26,7 @@ class World:
         self.answer = answer
         self.asked: list[tuple[str, int]] = []
         self.running = self.most = 0
-        self.kept: list[Episode] = []
+        self.kept: list[SampledEpisode] = []
         self.told: list[tuple[int, int]] = []
 
     async def attempt(self, name: str, task: Task, seed: int) -> Trajectory:

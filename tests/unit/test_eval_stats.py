@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.evaluation.sampler import Episode, failed
+from tidegate.evaluation.sampler import SampledEpisode, failed
 from tidegate.evaluation.stats import estimate, pass_at_k, wilson
-from tidegate.evaluation.tally import Tally
+from tidegate.evaluation.tally import EvalResults
 from tidegate.types import Outcome, Task, Trajectory
 
 
@@ -69,18 +69,18 @@ def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
     assert 88 <= covered < 100
 
 
-def episode(task: str, sample: int, reward: float | None, **more: object) -> Episode:
+def episode(task: str, sample: int, reward: float | None, **more: object) -> SampledEpisode:
     one = Task(task, "sums", [])
     if reward is None:
-        return Episode("", one, sample, failed(one, Outcome.AGENT_ERROR, "it broke"))
+        return SampledEpisode("", one, sample, failed(one, Outcome.AGENT_ERROR, "it broke"))
     trajectory = Trajectory("s", task, "sums", "eval", Outcome.COMPLETED, [], reward=reward)
     trajectory.reward_parts = {"exact": reward}
     trajectory.metrics = {"turns": 2.0, **more}  # type: ignore[dict-item]
-    return Episode("", one, sample, trajectory)
+    return SampledEpisode("", one, sample, trajectory)
 
 
 def test_a_sets_numbers() -> None:
-    tally = Tally(threshold=1.0, ks=[1, 2])
+    tally = EvalResults(threshold=1.0, ks=[1, 2])
     for one in [episode("a", 0, 1.0), episode("a", 1, 0.0), episode("b", 0, 0.5), episode("b", 1, None)]:
         tally.add(one)
     found = tally.summary("")
@@ -97,6 +97,6 @@ def test_a_sets_numbers() -> None:
 
 
 def test_a_set_in_which_everything_failed_has_no_mean() -> None:
-    tally = Tally(threshold=1.0, ks=[1])
+    tally = EvalResults(threshold=1.0, ks=[1])
     tally.add(episode("a", 0, None))
     assert tally.summary("") == {"tasks": 1, "episodes": 1, "failed": 1, "outcomes": {"agent_error": 1}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tidegate.trainer import followed
-from tidegate.trainer.followed import Follower
+from tidegate.trainer.followed import LocalRankProcess
 
 BATCH = bytes(1_000_000)
 """More than a pipe holds."""
@@ -19,7 +19,7 @@ DEAF = "import signal; signal.pause()"
 READS = f"import pickle; sys.exit(3 if len(pickle.load(sys.stdin.buffer)) == {len(BATCH)} else 4)"
 
 
-class Program(Follower):
+class Program(LocalRankProcess):
     """Runs other code, which is ready at once."""
 
     code = DEAF

@@ -8,17 +8,17 @@ import pytest
 
 from tests.families import FAMILIES, family_renderer
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.certify import Certificate, certify
+from tidegate.gateway.certify import ConformanceReport, check_conformance
 from tidegate.gateway.render import Renderer
 
 
-def verdicts(certificate: Certificate) -> dict[str, str]:
+def verdicts(certificate: ConformanceReport) -> dict[str, str]:
     return {one.kind: one.verdict for one in certificate.judgements}
 
 
 @pytest.mark.parametrize("name", ["qwen25", "mistral_v7", "phi4", "granite", "command_r", "smollm"])
 def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(name: str) -> None:
-    certificate = certify(family_renderer(name, "tiny"))
+    certificate = check_conformance(family_renderer(name, "tiny"))
     assert set(verdicts(certificate).values()) == {"exact"}, certificate.line()
     assert certificate.shields
 
@@ -40,26 +40,26 @@ def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(n
     ],
 )
 def test_what_is_not_exact_is_told_with_the_reason(name: str, kind: str, verdict: str, why: str) -> None:
-    certificate = certify(family_renderer(name, "tiny"))
+    certificate = check_conformance(family_renderer(name, "tiny"))
     [found] = [one for one in certificate.judgements if one.kind == kind]
     assert (found.verdict, why in found.why) == (verdict, True), found
     assert certificate.line().startswith(f"{len(certificate.of('exact'))} of 15 kinds")
 
 
 def test_a_template_that_rewrites_replies_branches_everywhere() -> None:
-    certificate = certify(Renderer(make_tokenizer("shouting")))
+    certificate = check_conformance(Renderer(make_tokenizer("shouting")))
     assert set(verdicts(certificate).values()) == {"branch"}
     assert "branch: 15 kinds" in certificate.line()
 
 
 def test_a_template_that_counts_messages_is_exact_for_all_that() -> None:
-    assert set(verdicts(certify(Renderer(make_tokenizer("counting")))).values()) == {"exact"}
+    assert set(verdicts(check_conformance(Renderer(make_tokenizer("counting")))).values()) == {"exact"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_control_tokens_that_a_user_writes_stay_text(name: str) -> None:
     renderer = family_renderer(name, "tiny")
-    assert certify(renderer).shields
+    assert check_conformance(renderer).shields
     evil = " ".join(FAMILIES[name].special)
     calm = [{"role": "user", "content": "calm"}]
     spoken = [{"role": "user", "content": evil}]
@@ -102,6 +102,6 @@ def test_control_tokens_in_the_arguments_of_a_call_stay_text(name: str) -> None:
 def test_a_real_tokenizer_is_certified_within_a_second() -> None:
     renderer = family_renderer("qwen3", "real")
     began = time.process_time()
-    certificate = certify(renderer)
+    certificate = check_conformance(renderer)
     assert time.process_time() - began < 1
     assert len(certificate.of("exact")) == 14

@@ -11,31 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.gateway.dispatch import Dispatch, QueueFullError
-from tidegate.gateway.engines import Engine, Seat
+from tidegate.gateway.dispatch import Dispatcher, QueueFullError
+from tidegate.gateway.engines import Affinity, EngineEndpoint
 from tidegate.gateway.fairqueue import FairQueue, Tickets
-from tidegate.gateway.ring import place, ranked
+from tidegate.gateway.ring import place, rank
 
 NAMES = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=2, max_size=9)
 KEYS = [f"session {number}" for number in range(200)]
 
 
-def engine(url: str, limit: int = 1) -> Engine:
-    return Engine(url, (url,), healthy=True, limit=limit)
+def engine(url: str, limit: int = 1) -> EngineEndpoint:
+    return EngineEndpoint(url, (url,), healthy=True, limit=limit)
 
 
-def dispatch(*engines: Engine, most_waiting: int = 1000) -> Dispatch:
-    made = Dispatch(most_waiting)
+def dispatch(*engines: EngineEndpoint, most_waiting: int = 1000) -> Dispatcher:
+    made = Dispatcher(most_waiting)
     for one in engines:
         made.add(one)
     return made
 
 
-def seats(number: int) -> list[Seat]:
-    return [Seat(key, key) for key in KEYS[:number]]
+def seats(number: int) -> list[Affinity]:
+    return [Affinity(key, key) for key in KEYS[:number]]
 
 
-def sits(pool: Dispatch, seat: Seat) -> Engine:
+def sits(pool: Dispatcher, seat: Affinity) -> EngineEndpoint:
     found = pool.seat(seat)
     assert found is not None
     return found
@@ -50,12 +50,12 @@ def test_who_leaves_gives_up_only_its_own_and_who_joins_takes_only_what_it_wins(
     whole = dict.fromkeys(names, 0.0)
     rest = dict.fromkeys(names - {gone}, 0.0)
     for key in KEYS[:50]:
-        assert [one for one in ranked(key, whole) if one != gone] == ranked(key, rest)
+        assert [one for one in rank(key, whole) if one != gone] == rank(key, rest)
 
 
 def test_claims_are_even() -> None:
     loads = dict.fromkeys("abcd", 0.0)
-    won = Counter(ranked(f"key {number}", loads)[0] for number in range(4000))
+    won = Counter(rank(f"key {number}", loads)[0] for number in range(4000))
     assert all(850 <= count <= 1150 for count in won.values())
 
 
@@ -105,7 +105,7 @@ def test_a_quarantined_engine_keeps_no_seat_and_a_returned_one_takes_none_back()
     one.healthy = True
     assert {pool.seat(seat) for seat in sitting} == {other}
     assert (one.seats, other.seats) == (0, 10)
-    newcomer = Seat("new", "new")
+    newcomer = Affinity("new", "new")
     assert pool.seat(newcomer) is one
 
 
@@ -113,7 +113,7 @@ def test_the_slots_of_a_group_sit_together_while_there_is_room() -> None:
     pool = dispatch(*(engine(f"e{number}") for number in range(3)))
     for one in pool.engines.values():
         one.seats = 40
-    members = [pool.seat(Seat(f"slot {number}", "group")) for number in range(3)]
+    members = [pool.seat(Affinity(f"slot {number}", "group")) for number in range(3)]
     assert len(set(members)) == 1
 
 
@@ -170,18 +170,18 @@ async def settled(wanted: Callable[[], bool]) -> None:
 class Caller:
     """Calls of sessions: each takes a slot and keeps it until told."""
 
-    def __init__(self, pool: Dispatch) -> None:
+    def __init__(self, pool: Dispatcher) -> None:
         self.pool = pool
-        self.served: list[tuple[str, Engine]] = []
+        self.served: list[tuple[str, EngineEndpoint]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def call(self, seat: Seat, times: int = 1) -> None:
+    async def call(self, seat: Affinity, times: int = 1) -> None:
         for _ in range(times):
             before = self.pool.waiting + len(self.served)
             self.tasks.append(asyncio.create_task(self._enter(seat)))
             await settled(lambda before=before: self.pool.waiting + len(self.served) > before)
 
-    async def _enter(self, seat: Seat) -> None:
+    async def _enter(self, seat: Affinity) -> None:
         engine = await self.pool.enter(seat)
         self.served.append((seat.flow, engine))
 
@@ -195,8 +195,8 @@ class Caller:
 
 async def test_a_hundred_parallel_calls_of_one_session_starve_nobody() -> None:
     caller = Caller(dispatch(engine("e", limit=4)))
-    await caller.call(Seat("greedy", "greedy"), 104)
-    others = [Seat(f"modest {number}", "x") for number in range(5)]
+    await caller.call(Affinity("greedy", "greedy"), 104)
+    others = [Affinity(f"modest {number}", "x") for number in range(5)]
     for seat in others:
         await caller.call(seat)
     assert [flow for flow, _ in caller.served] == ["greedy"] * 4
@@ -214,7 +214,7 @@ async def test_a_hundred_parallel_calls_of_one_session_starve_nobody() -> None:
 async def test_a_call_that_would_wait_goes_where_a_slot_is_free_and_its_session_stays() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
-    seat = Seat("s", "s")
+    seat = Affinity("s", "s")
     home = caller.pool.seat(seat)
     await caller.call(seat, 2)
     assert {engine for _, engine in caller.served} == {one, other}
@@ -225,7 +225,7 @@ async def test_a_call_that_would_wait_goes_where_a_slot_is_free_and_its_session_
 async def test_a_freed_slot_serves_its_own_sessions_first_and_then_any() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
-    here, there = Seat("here", "here"), Seat("there", "there")
+    here, there = Affinity("here", "here"), Affinity("there", "there")
     here.take(one)
     there.take(other)
     await caller.call(here)
@@ -241,7 +241,7 @@ async def test_a_freed_slot_serves_its_own_sessions_first_and_then_any() -> None
 async def test_who_waits_for_an_engine_that_goes_waits_for_another() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
-    mine, its = Seat("mine", "mine"), Seat("its", "its")
+    mine, its = Affinity("mine", "mine"), Affinity("its", "its")
     mine.take(one)
     its.take(other)
     await caller.call(mine)
@@ -255,7 +255,7 @@ async def test_who_waits_for_an_engine_that_goes_waits_for_another() -> None:
 
 async def test_without_an_engine_calls_wait_for_the_first_one() -> None:
     caller = Caller(dispatch())
-    await caller.call(Seat("s", "s"), 2)
+    await caller.call(Affinity("s", "s"), 2)
     assert caller.pool.waiting == 2
     late = engine("late", limit=2)
     caller.pool.add(late)
@@ -267,7 +267,7 @@ async def test_without_an_engine_calls_wait_for_the_first_one() -> None:
 async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> None:
     pool = dispatch(engine("e"), most_waiting=1)
     caller = Caller(pool)
-    seat = Seat("s", "s")
+    seat = Affinity("s", "s")
     await caller.call(seat, 2)
     with pytest.raises(QueueFullError, match="1 calls wait"):
         await pool.enter(seat)
@@ -281,9 +281,9 @@ async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> No
 
 async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
     pool = dispatch(engine("e"))
-    holder = await pool.enter(Seat("a", "a"))
-    first = asyncio.create_task(pool.enter(Seat("b", "b")))
-    second = asyncio.create_task(pool.enter(Seat("c", "c")))
+    holder = await pool.enter(Affinity("a", "a"))
+    first = asyncio.create_task(pool.enter(Affinity("b", "b")))
+    second = asyncio.create_task(pool.enter(Affinity("c", "c")))
     await settled(lambda: pool.waiting == 2)
     pool.leave(holder)  # gives the slot to the first one, which is cancelled before it runs
     first.cancel()
@@ -295,7 +295,7 @@ async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
 
 async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_back() -> None:
     caller = Caller(dispatch())
-    early = [Seat(f"early {number}", "x") for number in range(4)]
+    early = [Affinity(f"early {number}", "x") for number in range(4)]
     for seat in early:
         await caller.call(seat)
     back = engine("back", limit=2)
@@ -303,7 +303,7 @@ async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_bac
     caller.pool.serve(back)
     await settled(lambda: len(caller.served) == 2)
     for number in range(6):
-        await caller.call(Seat(f"late {number}", "y"))
+        await caller.call(Affinity(f"late {number}", "y"))
         await caller.end(number)
     waited = [flow for flow, _ in caller.served]
     assert waited[:4] == [seat.flow for seat in early]
@@ -314,7 +314,7 @@ async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_bac
 async def test_who_moves_to_another_line_keeps_its_place_in_it() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
-    sitting = [Seat(f"{number} on {home.url}", "x") for number in range(3) for home in (one, other)]
+    sitting = [Affinity(f"{number} on {home.url}", "x") for number in range(3) for home in (one, other)]
     for seat in sitting:
         seat.take(one if seat.flow.endswith("one") else other)
         await caller.call(seat)
@@ -329,11 +329,11 @@ async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest
     caller = Caller(dispatch(one, other, third))
     homes = {one: "a", other: "b", third: "c"}
     for home, flow in homes.items():
-        seat = Seat(flow, flow)
+        seat = Affinity(flow, flow)
         seat.take(home)
         await caller.call(seat)
     for home, flow in ((one, "first"), (other, "second"), (other, "third")):
-        seat = Seat(flow, flow)
+        seat = Affinity(flow, flow)
         seat.take(home)
         await caller.call(seat)
     await caller.end(2)
@@ -342,9 +342,9 @@ async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest
 
 async def test_a_slot_that_comes_free_while_its_waiter_is_cancelled_goes_to_the_next_one() -> None:
     pool = dispatch(engine("e"))
-    holder = await pool.enter(Seat("a", "a"))
-    cancelled = asyncio.create_task(pool.enter(Seat("b", "b")))
-    second = asyncio.create_task(pool.enter(Seat("c", "c")))
+    holder = await pool.enter(Affinity("a", "a"))
+    cancelled = asyncio.create_task(pool.enter(Affinity("b", "b")))
+    second = asyncio.create_task(pool.enter(Affinity("c", "c")))
     await settled(lambda: pool.waiting == 2)
     cancelled.cancel()
     pool.leave(holder)  # before the cancelled one has run
@@ -367,7 +367,7 @@ async def _never_overtaken(moves: list[str]) -> None:
     came, given_up, ended = 0, set(), 0
     for move in moves:
         if move == "call":
-            await caller.call(Seat(str(came), "x"))
+            await caller.call(Affinity(str(came), "x"))
             came += 1
         elif move == "end" and ended < len(caller.served):
             caller.pool.leave(caller.served[ended][1])

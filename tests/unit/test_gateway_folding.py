@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tidegate.gateway import folding
 from tidegate.gateway.folding import fold
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 
 TEXTS = st.text(st.sampled_from('ab "\\\n\té€🍎\u2028/u{[,'), max_size=60)
 VALUES = st.recursive(
@@ -45,7 +45,7 @@ def test_what_the_library_refuses_is_refused(noise: bytes, quoted: bool, window:
         patch.setattr(folding, "WINDOW", window)
         patch.setattr(folding, "_LONG", 4)
         if wanted is None and text.strip(b" \t\r\n") != b"null":
-            with pytest.raises(Refusal, match="the body"):
+            with pytest.raises(ApiError, match="the body"):
                 fold(text, 1000)
         else:
             assert fold(text, 1000).whole() == wanted
@@ -67,7 +67,7 @@ def test_equal_texts_have_one_mark() -> None:
 
 
 def test_too_many_values_are_refused_before_they_are_read() -> None:
-    with pytest.raises(Refusal, match="more than 1000 values") as told:
+    with pytest.raises(ApiError, match="more than 1000 values") as told:
         fold(b"[" + b"[]," * 1000 + b"1]", 1000)
     assert told.value.status == 413
     assert fold(b'["' + b"[]," * 1000 + b'"]', 1000).whole() == ["[]," * 1000]

@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 from tidegate.gateway.formats.base import forced_start, single_call_stop
 from tidegate.gateway.formats.registry import FORMS, NONE, choose
 from tidegate.gateway.formats.typed import typed
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.reply import ReplyReader
 from tidegate.gateway.toolcalls import Part, ToolCall, ToolUse
 
@@ -303,7 +303,7 @@ def test_what_a_forced_reply_begins_with_goes_on_to_a_call(form: str) -> None:
     known = FORMS[form]
     use = ToolUse("required", "find")
     if known.forced is None:
-        with pytest.raises(Refusal, match="tool_choice"):
+        with pytest.raises(ApiError, match="tool_choice"):
             forced_start(known, use)
         return
     whole = write(form, [("find", {"n": 1})])
@@ -315,5 +315,5 @@ def test_what_a_forced_reply_begins_with_goes_on_to_a_call(form: str) -> None:
 
 def test_one_call_at_most_is_refused_where_the_form_has_no_end() -> None:
     assert single_call_stop(FORMS["glm45"], ToolUse("auto", None, False)) == "</tool_call>"
-    with pytest.raises(Refusal, match="parallel_tool_calls"):
+    with pytest.raises(ApiError, match="parallel_tool_calls"):
         single_call_stop(FORMS["mistral"], ToolUse("auto", None, False))

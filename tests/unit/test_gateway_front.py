@@ -12,7 +12,7 @@ from starlette.requests import Request
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.gateway.fleet import Answer
-from tidegate.gateway.front import Front
+from tidegate.gateway.front import ShardRouter
 
 ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
 
@@ -28,7 +28,7 @@ def request(method: str, body: Any) -> Request:
 
 
 async def test_a_lease_that_is_ready_as_its_client_leaves_is_given_back() -> None:
-    front = Front([], None, lambda _: None)
+    front = ShardRouter([], None, lambda _: None)
     returned: list[Any] = []
 
     async def lease(*_: Any) -> list[Any]:
@@ -48,7 +48,7 @@ async def test_what_one_shard_did_with_an_engine_is_remembered_for_the_others(
 ) -> None:
     """Shard 0 does not answer; when it is started again it is told."""
     shards: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
-    front = Front(shards, None, lambda _: None)
+    front = ShardRouter(shards, None, lambda _: None)
     if method == "DELETE":
         front.fleet.engines[ENGINE["url"]] = ENGINE  # type: ignore[index]
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal, Recovered
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import Group
 
 
@@ -21,7 +21,7 @@ def group(name: str) -> Group:
     return Group(name, "task", [])
 
 
-def new_store(members: Callable[[str], list[Session]] = lambda _: []) -> GroupStore:
+def new_store(members: Callable[[str], list[GatewaySession]] = lambda _: []) -> GroupStore:
     return GroupStore(Journal(), members, Recovered())
 
 

@@ -7,10 +7,10 @@ from dataclasses import fields
 import numpy as np
 
 from tidegate.gateway import journal_layout as layout
-from tidegate.gateway.limits import Limits
+from tidegate.gateway.limits import SessionLimits
 from tidegate.gateway.names import hash_key
-from tidegate.gateway.sessions import Ending, Session
-from tidegate.gateway.tree import Node, Request
+from tidegate.gateway.sessions import GatewaySession, SessionResult
+from tidegate.gateway.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan
 
 TURN = Turn(
@@ -39,8 +39,8 @@ def test_every_field_of_a_turn_comes_back() -> None:
     changed = [one.name for one in fields(Turn) if getattr(TURN, one.name) is None]
     assert changed == [], "give the new field a value here"
     said = [{"role": "user", "content": "ä\U0001f600"}]
-    node = Node(
-        TURN, Request("id", b"d", "key", 4), b"root", b"asked", b"key", said, {"role": "assistant"}, 0
+    node = TurnNode(
+        TURN, TurnRequestInfo("id", b"d", "key", 4), b"root", b"asked", b"key", said, {"role": "assistant"}, 0
     )
     row = layout.turn_row(7, node)
     assert layout.session_and_index(row[0]) == (7, 5)
@@ -57,16 +57,17 @@ def test_every_field_of_a_turn_comes_back() -> None:
 def test_what_a_session_was_opened_with_comes_back() -> None:
     odd = {"big": 10**30, "nan": float("inf"), "half": "\ud83d", "nested": [None, {"a": 0.1}]}
     task = Task("t", "e", [{"role": "user", "content": "\ud83d"}], answer=odd, info=odd)
-    session = Session(
-        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd, Limits(turns=3),
+    session = GatewaySession(
+        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd,
+        SessionLimits(turns=3),
         ("titles",), 9,
     )  # fmt: skip
     back = layout.read_session(9, "id", session.key_hash, layout.about(session), 1.0, 2.0)
-    for one in fields(Session):
+    for one in fields(GatewaySession):
         if one.init and one.name not in ("tree", "calls"):
             assert getattr(back, one.name) == getattr(session, one.name), one.name
 
 
 def test_how_a_session_ended_comes_back() -> None:
-    ending = Ending(Outcome.TIMEOUT, "late", 5.0, "out", {"not": "a number"}, {"tries": 2.0})
+    ending = SessionResult(Outcome.TIMEOUT, "late", 5.0, "out", {"not": "a number"}, {"tries": 2.0})
     assert layout.read_ending(layout.ending_row(ending, 1005.0), -1000.0) == ending

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tidegate.errors import EngineError
-from tidegate.gateway.protocol import Order, Sampled, read_reply, read_version, request_body
+from tidegate.gateway.protocol import GenerateRequest, GenerateResult, read_reply, read_version, request_body
 from tidegate.types import VersionSpan
 
 
@@ -26,7 +26,7 @@ def payload(ids: list[int], **meta: Any) -> dict[str, Any]:
 
 def test_a_good_reply() -> None:
     sampled = read_reply(payload([7, 8]))
-    assert sampled == Sampled([7, 8], [-0.5, -0.5], [VersionSpan(3, 0, 2)], "stop", 2)
+    assert sampled == GenerateResult([7, 8], [-0.5, -0.5], [VersionSpan(3, 0, 2)], "stop", 2)
 
 
 @pytest.mark.parametrize("version", ["", "v3", "-1", "3.0", " 3", "٣", None, True, 3.0, [], "default"])
@@ -107,26 +107,26 @@ def test_events_of_a_stream_may_lack_logprobs_until_the_last() -> None:
 
 
 def test_pieces_of_one_reply_join_exactly() -> None:
-    sampled = Sampled()
-    sampled.extend(Sampled([1, 2], [-1.0, -2.0], [VersionSpan(3, 0, 2)], "abort", 5))
-    sampled.extend(Sampled([3], [-3.0], [VersionSpan(3, 0, 1)], "abort", 9))
-    sampled.extend(Sampled([4], [-4.0], [VersionSpan(4, 0, 1)], "stop", 9))
-    assert sampled == Sampled(
+    sampled = GenerateResult()
+    sampled.extend(GenerateResult([1, 2], [-1.0, -2.0], [VersionSpan(3, 0, 2)], "abort", 5))
+    sampled.extend(GenerateResult([3], [-3.0], [VersionSpan(3, 0, 1)], "abort", 9))
+    sampled.extend(GenerateResult([4], [-4.0], [VersionSpan(4, 0, 1)], "stop", 9))
+    assert sampled == GenerateResult(
         [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [VersionSpan(3, 0, 3), VersionSpan(4, 3, 4)], "stop", 5
     )
 
 
 def test_a_piece_of_unknown_version_leaves_a_gap() -> None:
-    sampled = Sampled()
-    sampled.extend(Sampled([1], [-1.0], [VersionSpan(3, 0, 1)], ""))
-    sampled.extend(Sampled([2], [-1.0], [], ""))
-    sampled.extend(Sampled([3], [-1.0], [VersionSpan(3, 0, 1)], "stop"))
+    sampled = GenerateResult()
+    sampled.extend(GenerateResult([1], [-1.0], [VersionSpan(3, 0, 1)], ""))
+    sampled.extend(GenerateResult([2], [-1.0], [], ""))
+    sampled.extend(GenerateResult([3], [-1.0], [VersionSpan(3, 0, 1)], "stop"))
     assert sampled.spans == [VersionSpan(3, 0, 1), VersionSpan(3, 2, 3)]
 
 
 def test_a_call_continues_after_what_was_sampled() -> None:
-    order = Order(np.array([1, 2], dtype=np.int32), {"temperature": 1.0}, 10)
-    body = orjson.loads(request_body(order, Sampled([3, 4], [-1.0, -1.0]), "r"))
+    order = GenerateRequest(np.array([1, 2], dtype=np.int32), {"temperature": 1.0}, 10)
+    body = orjson.loads(request_body(order, GenerateResult([3, 4], [-1.0, -1.0]), "r"))
     assert body["input_ids"] == [1, 2, 3, 4]
     assert body["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 8}
     assert body["return_logprob"] is True
@@ -138,7 +138,7 @@ def test_the_age_of_kept_keys_and_values() -> None:
     assert read_reply(payload([7], kv_version="2")).kv_version == 2
     unknown = read_reply(payload([7], kv_version="latest"))
     assert (unknown.kv_version, unknown.spans) == (None, [])
-    sampled = Sampled()
+    sampled = GenerateResult()
     for version in (None, 3, 2, None, 4):
-        sampled.extend(Sampled([1], [-1.0], [], "abort", 0, version))
+        sampled.extend(GenerateResult([1], [-1.0], [], "abort", 0, version))
     assert sampled.kv_version == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.types import Message
 
@@ -153,7 +153,7 @@ def test_a_template_without_a_verbatim_reply_is_said_so() -> None:
 
 def test_messages_that_the_template_refuses_are_refused() -> None:
     renderer = Renderer(make_tokenizer("mistral"))
-    with pytest.raises(Refusal, match="a tool result without a call") as raised:
+    with pytest.raises(ApiError, match="a tool result without a call") as raised:
         renderer.root([{"role": "tool", "content": "1"}], None, {})
     assert raised.value.status == 400
 

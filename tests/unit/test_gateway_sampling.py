@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tidegate.gateway.refusal import Refusal, refused_by_engine
-from tidegate.gateway.sampling import SamplingRules, Schema, Wishes, token_budget
+from tidegate.gateway.refusal import ApiError, refused_by_engine
+from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Schema, token_budget
 from tidegate.gateway.seeds import turn_seed
 from tidegate.types import Sampling
 
@@ -16,7 +16,7 @@ def test_in_training_the_session_overrides_the_agent_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rules = SamplingRules([2])
-    wishes = Wishes(temperature=0.2, top_p=0.5, top_k=3, penalties={"frequency_penalty": 1.0})
+    wishes = RequestedSampling(temperature=0.2, top_p=0.5, top_k=3, penalties={"frequency_penalty": 1.0})
     with caplog.at_level(logging.WARNING):
         for turn in range(3):
             params = rules.params(wishes, Sampling(1.0), "sums", "train", None, turn)
@@ -28,22 +28,22 @@ def test_in_training_the_session_overrides_the_agent_and_says_so_once(
 
 def test_nothing_is_said_where_the_agent_asks_for_what_it_gets(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        SamplingRules([]).params(Wishes(temperature=1.0), Sampling(1.0), "sums", "train", None, 0)
+        SamplingRules([]).params(RequestedSampling(temperature=1.0), Sampling(1.0), "sums", "train", None, 0)
     assert not caplog.records
 
 
 def test_in_evaluation_the_agent_is_honoured() -> None:
     rules = SamplingRules([2])
-    asked = rules.params(Wishes(0.2, 0.5, 3), Sampling(0.7), "sums", "eval", None, 0)
+    asked = rules.params(RequestedSampling(0.2, 0.5, 3), Sampling(0.7), "sums", "eval", None, 0)
     assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.2, 0.5, 3)
-    silent = rules.params(Wishes(), Sampling(0.0), "sums", "eval", None, 0)
+    silent = rules.params(RequestedSampling(), Sampling(0.0), "sums", "eval", None, 0)
     assert silent["temperature"] == 0.0
-    penalised = rules.params(Wishes(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
+    penalised = rules.params(RequestedSampling(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
     assert penalised["min_p"] == 0.1
 
 
 def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:
-    wishes = Wishes(
+    wishes = RequestedSampling(
         0.5,
         stop=["x"],
         stop_param="stop_sequences",
@@ -86,7 +86,7 @@ def test_every_turn_has_a_seed_of_its_own() -> None:
 
 
 def test_stop_and_seed_reach_the_engine() -> None:
-    params = SamplingRules([2]).params(Wishes(stop=["x"]), Sampling(), "", "train", 7, 0)
+    params = SamplingRules([2]).params(RequestedSampling(stop=["x"]), Sampling(), "", "train", 7, 0)
     assert params["stop"] == ["x"]
     assert params["sampling_seed"] == turn_seed(7, 0, None)
 
@@ -98,6 +98,6 @@ def test_the_budget_is_the_smallest_of_what_bounds_it() -> None:
     assert token_budget(10, 500, sampling, 1000) == 100
     assert token_budget(950, 500, sampling, 1000) == 50
     assert token_budget(999, None, sampling, 1000) == 1
-    with pytest.raises(Refusal, match="maximum context length is 1000") as raised:
+    with pytest.raises(ApiError, match="maximum context length is 1000") as raised:
         token_budget(1000, None, sampling, 1000)
     assert raised.value.code == "context_length_exceeded"

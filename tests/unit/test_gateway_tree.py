@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.tree import Request, Tree
+from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.tree import TurnRequestInfo, TurnTree
 from tidegate.types import Message, Outcome, Trajectory, Turn
 
 
@@ -36,7 +36,7 @@ class Driver:
     """A client and a gateway around a tree; ids are drawn from a counter, so each is its own."""
 
     def __init__(self) -> None:
-        self.tree = Tree()
+        self.tree = TurnTree()
         self.ids = 0
 
     def fresh(self, count: int) -> np.ndarray:
@@ -54,7 +54,7 @@ class Driver:
         turn = Turn(
             -1, place.parent, delta, output, np.zeros(3, np.float32), (), "stop", 1.0, delivered=False
         )
-        self.tree.append(turn, prompt, place, new, reply, Request())
+        self.tree.append(turn, prompt, place, new, reply, TurnRequestInfo())
         if delivered:
             self.tree.delivered(turn.index)
         return turn
@@ -224,8 +224,8 @@ def test_an_injected_assistant_message_is_only_more_prompt() -> None:
     ],
 )
 def test_unsupported_messages_are_refused_by_name(message: Any, what: str) -> None:
-    with pytest.raises(Refusal, match=r"messages\[1\]") as raised:
-        Tree().place([user("a"), message], None, {})
+    with pytest.raises(ApiError, match=r"messages\[1\]") as raised:
+        TurnTree().place([user("a"), message], None, {})
     assert what in str(raised.value)
     assert raised.value.status == 400
 
@@ -233,7 +233,7 @@ def test_unsupported_messages_are_refused_by_name(message: Any, what: str) -> No
 def test_a_refused_request_leaves_no_trace() -> None:
     driver = Driver()
     driver.turn([user("a")], said("b"))
-    with pytest.raises(Refusal):
+    with pytest.raises(ApiError):
         driver.tree.place([user("a"), said("b"), {"role": "nobody"}], None, {})
     assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).why is None
 

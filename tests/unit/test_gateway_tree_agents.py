@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.test_gateway_tree import Driver, calling, said, user
 from tidegate.gateway import lines
 from tidegate.gateway.messages import meaning
-from tidegate.gateway.tree import Tree
+from tidegate.gateway.tree import TurnTree
 from tidegate.trainer.batch import rows_of
 from tidegate.types import Message, Outcome, Trajectory
 
@@ -140,7 +140,7 @@ def test_any_agent_has_exact_prefixes_and_every_delivered_token_is_exported_once
     for turn in turns[1:]:
         assert (turn.branch is None) == (turn.parent == turn.index - 1), "a branch says why"
     # A tree that was restored goes on from each conversation as the first one would.
-    restored = Tree.restored(tree.nodes)
+    restored = TurnTree.restored(tree.nodes)
     for messages, turn_index, tools in world.conversations[-3:]:
         more = [*(respelled(message, data) for message in messages), user("on")]
         assert restored.place(more, tools, {}).parent == turn_index
@@ -161,7 +161,7 @@ def test_a_restored_tree_gives_the_same_reasons() -> None:
         ([*two, said("d"), user("e")], TOOLS),
     ]
     for messages, tools in asks:
-        fresh, kept = Tree.restored(driver.tree.nodes), Tree.restored(driver.tree.nodes)
+        fresh, kept = TurnTree.restored(driver.tree.nodes), TurnTree.restored(driver.tree.nodes)
         kept.place(two, None, {})
         assert fresh.place(messages, tools, {}).why == kept.place(messages, tools, {}).why
 

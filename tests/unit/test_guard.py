@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tidegate.errors import EngineError, StalledError
-from tidegate.trainer.guard import Guard, watchdog
+from tidegate.trainer.guard import TaskSupervisor, watchdog
 from tidegate.trainer.loop import unless, whole
 
 
@@ -23,7 +23,7 @@ async def for_ever() -> None:
 
 
 async def test_a_failing_component_ends_the_job() -> None:
-    guard, go, ended = Guard(), asyncio.Event(), asyncio.Event()
+    guard, go, ended = TaskSupervisor(), asyncio.Event(), asyncio.Event()
 
     async def job() -> None:
         go.set()
@@ -40,14 +40,14 @@ async def test_a_failing_component_ends_the_job() -> None:
 
 
 async def test_a_component_that_failed_before_the_job_is_noticed() -> None:
-    guard = Guard()
+    guard = TaskSupervisor()
     await asyncio.wait([guard.watch(fails(), "engine")])
     with pytest.raises(EngineError):
         await asyncio.wait_for(guard.run(for_ever()), 5)
 
 
 async def test_a_component_that_ends_or_is_cancelled_does_not_end_the_job() -> None:
-    guard = Guard()
+    guard = TaskSupervisor()
 
     async def done() -> None:
         pass
@@ -62,7 +62,7 @@ async def test_a_component_that_ends_or_is_cancelled_does_not_end_the_job() -> N
 
 
 async def test_closing_cancels_and_waits() -> None:
-    guard, cleaned = Guard(), []
+    guard, cleaned = TaskSupervisor(), []
 
     async def component() -> None:
         try:

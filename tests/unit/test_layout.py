@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.layout import (
     MOST_PADDING,
     PREFIX_SHARE,
-    Bundle,
+    PrefixBatch,
     _cuts,
     bundles,
     microbatches,
@@ -21,7 +21,7 @@ from .learning_fixtures import make_group, make_row, make_rows
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Row]:
+def batches(draw: st.DrawFn) -> list[TrainSequence]:
     """Groups with a prompt in common, and single rows, in any order; few ids, so that chance shares too."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = make_rows(draw(st.integers(0, 4)), seed=draw(st.integers(0, 2**32)))
@@ -33,7 +33,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-def beginnings(bundle: Bundle) -> list[list[int]]:
+def beginnings(bundle: PrefixBatch) -> list[list[int]]:
     """The bundle's prefixes, without padding."""
     return [
         ids[:length].tolist()
@@ -42,7 +42,7 @@ def beginnings(bundle: Bundle) -> list[list[int]]:
     ]
 
 
-def computed(found: list[Bundle]) -> int:
+def computed(found: list[PrefixBatch]) -> int:
     return sum(one.tokens for bundle in found for one in bundle.passes)
 
 

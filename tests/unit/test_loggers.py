@@ -20,9 +20,9 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import StartError
 from tidegate.observer import Silent
 from tidegate.trainer.observers import aside
-from tidegate.trainer.observers.aside import Aside
+from tidegate.trainer.observers.aside import BackgroundLogger
 from tidegate.trainer.observers.loggers import check_loggers, loggers_of
-from tidegate.trainer.observers.several import Several
+from tidegate.trainer.observers.several import CompositeObserver
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "config.toml"
 BLOCK = 32_768
@@ -56,7 +56,7 @@ class Ear(Silent):
 def observed(settings: Settings, steps: range, resumed_from: int | None = None) -> Ear:
     """Tell the settings' loggers of so many steps, as a run does."""
     ear = Ear()
-    observer = Several([ear, *loggers_of(settings, ear.note)])
+    observer = CompositeObserver([ear, *loggers_of(settings, ear.note)])
     observer.started({"resumed_from": resumed_from})
     for step in steps:
         observer.step(line(step, mismatch_kl=math.nan, logprob_max_error=None))
@@ -148,7 +148,7 @@ def test_a_logger_that_does_not_start_at_first_gets_every_step(monkeypatch: pyte
             raise ConnectionError("no route to host")
         return kept
 
-    observer = Several([ear, Aside("mine", make, ear.note)])
+    observer = CompositeObserver([ear, BackgroundLogger("mine", make, ear.note)])
     observer.started({"resumed_from": 4})
     for step in range(20):
         observer.step(line(step))
@@ -169,7 +169,7 @@ def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start(
         tried.set()
         raise ConnectionError("no route to host")
 
-    one = Aside("mine", make, ear.note)
+    one = BackgroundLogger("mine", make, ear.note)
     one.started({"resumed_from": None})
     assert tried.wait(20)
     one.close()
@@ -184,7 +184,7 @@ def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(aside, "START_DELAYS_S", ())
     ear = Ear()
-    observer = Several([ear, Aside("mine", lambda step: Broken(made), ear.note)])
+    observer = CompositeObserver([ear, BackgroundLogger("mine", lambda step: Broken(made), ear.note)])
     observer.started({"resumed_from": None})
     for step in range(20):
         observer.step(line(step))
@@ -204,7 +204,7 @@ def test_a_logger_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, st
         let_go.wait(20)
         return Broken(True)
 
-    one = Aside("mine", hang, ear.note)
+    one = BackgroundLogger("mine", hang, ear.note)
     one.started({"resumed_from": None})
     for step in range(steps):
         one.step(line(step))

@@ -15,10 +15,10 @@ from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import ModelSettings, Settings, TrainerSettings
 from tidegate.errors import GatewayError, PublishError
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batch import Row
-from tidegate.trainer.batches import Batches
+from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.batches import Batcher
 from tidegate.trainer.credit import GroupCredit
-from tidegate.trainer.entries import Entry
+from tidegate.trainer.entries import LedgerEntry
 from tidegate.trainer.loop import Loop
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.start import rules_of
@@ -59,7 +59,7 @@ class Hands:
     async def ack(self, *_: Any) -> None:
         pass
 
-    def add(self, rows: Sequence[Row], version: int) -> None:
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
         self.log.append(f"add {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(self._set(), self.loop)
 
@@ -77,8 +77,8 @@ class Hands:
         self.loop = asyncio.get_running_loop()
 
 
-def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[Entry]]:
-    book: list[Entry] = []
+def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEntry]]:
+    book: list[LedgerEntry] = []
     trainer = TrainerSettings(**(SETTINGS | settings))
     rules = rules_of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
     admission = Admission(rules, book.append)
@@ -92,7 +92,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[Entry]]:
         return {}
 
     credit = GroupCredit(trainer)
-    batches = Batches(hands, admission, lambda: None, credit.keeps)
+    batches = Batcher(hands, admission, lambda: None, credit.keeps)
     return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit), hands, book
 
 
@@ -172,7 +172,7 @@ async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> 
     hands.one_by_one = True
     hands.ready.set()
 
-    def add(rows: Sequence[Row], version: int) -> None:
+    def add(rows: Sequence[TrainSequence], version: int) -> None:
         hands.log.append(f"add {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(stopped(), hands.loop)
 

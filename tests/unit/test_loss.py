@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.layout import Microbatch
 from tidegate.trainer.loss import Loss, make_loss, token_logprobs
 
@@ -15,7 +15,7 @@ CAP = 2.0
 DEFAULT: Loss = make_loss(TrainerSettings(importance_cap=CAP))
 
 
-def make_case(seed: int = 0) -> tuple[list[Row], Microbatch, torch.Tensor]:
+def make_case(seed: int = 0) -> tuple[list[TrainSequence], Microbatch, torch.Tensor]:
     """Rows, their one microbatch, and logits for its trained tokens; ratios on both sides of the cap."""
     rows = make_rows(5, seed)
     (batch,) = lay(rows, 10_000)
@@ -44,14 +44,14 @@ def plain_weights(logits: list[list[float]], batch: Microbatch) -> list[float]:
     return found
 
 
-def loss_of(logits_nv: torch.Tensor, batch: Microbatch, rows: list[Row]) -> torch.Tensor:
+def loss_of(logits_nv: torch.Tensor, batch: Microbatch, rows: list[TrainSequence]) -> torch.Tensor:
     # In float64, which token_logprobs would round: the comparison is with a formula, not with a model.
     logprobs_nv = torch.log_softmax(logits_nv / batch.temperatures_n[:, None], dim=-1)
     logprobs_n = logprobs_nv.gather(1, batch.targets_n[:, None]).squeeze(1)
     return share(DEFAULT, logprobs_n, batch, rows)
 
 
-def share(loss: Loss, logprobs_n: torch.Tensor, batch: Microbatch, rows: list[Row]) -> torch.Tensor:
+def share(loss: Loss, logprobs_n: torch.Tensor, batch: Microbatch, rows: list[TrainSequence]) -> torch.Tensor:
     return loss(logprobs_n, batch, loss.aggregation(rows)[1])[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidegate import config
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.loss import LOSSES, make_loss
 
 from .learning_fixtures import lay, make_row
@@ -119,7 +119,7 @@ def settings_of(name: str, **others: object) -> TrainerSettings:
     return TrainerSettings(loss=name, importance_cap=CAP, **OWN.get(name, {}), **others)
 
 
-def make_case(seed: int = 0) -> tuple[list[Row], list[np.ndarray]]:
+def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
     """Rows of seven trajectories, two of which have several, and log π of their trained tokens. Ratios lie
     on both sides of every bound, of single tokens and of whole rows; advantages have both signs."""
     rng = np.random.default_rng(seed)
@@ -136,7 +136,7 @@ def make_case(seed: int = 0) -> tuple[list[Row], list[np.ndarray]]:
     return rows, found
 
 
-def samples(rows: list[Row], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
+def samples(rows: list[TrainSequence], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
     sessions: dict[str, list[Sample]] = {}
     for row, pi in zip(rows, logprobs, strict=True):
         recorded = (row.logprobs, row.old, row.reference, row.advantages)
@@ -148,7 +148,7 @@ def samples(rows: list[Row], logprobs: list[np.ndarray]) -> tuple[Trajectories, 
 
 
 def ours(
-    settings: TrainerSettings, rows: list[Row], logprobs: list[np.ndarray], max_tokens: int
+    settings: TrainerSettings, rows: list[TrainSequence], logprobs: list[np.ndarray], max_tokens: int
 ) -> tuple[float, list[Tensor], int]:
     """Our loss, its gradients by row, and how many tokens were cut."""
     loss = make_loss(settings)

@@ -14,7 +14,7 @@ from tidegate.envs.base import load_environment
 from tidegate.envs.mixture import CYCLE, Mixture
 from tidegate.errors import ConfigError
 from tidegate.gateway.rewards import Scorer
-from tidegate.trainer.record import told_metrics
+from tidegate.trainer.record import custom_metrics
 from tidegate.types import Outcome, Trajectory
 
 
@@ -104,10 +104,12 @@ def test_a_runs_metrics_are_reported_per_part() -> None:
         episode("sums", 0.0, unparseable=1.0),
         episode("facts", 1.0, turns=3.0),
     ]
-    assert told_metrics(mixed) == {
+    assert custom_metrics(mixed) == {
         "reward/sums": 0.5, "reward/facts": 1.0, "episode/unparseable": 0.5, "episode/turns": 3.0,
     }  # fmt: skip
-    assert told_metrics(mixed[:2]) == {"episode/unparseable": 0.5}, "one environment is `reward/mean` already"
+    assert custom_metrics(mixed[:2]) == {"episode/unparseable": 0.5}, (
+        "one environment is `reward/mean` already"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tidegate.trainer.forward as forward_module
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.advantage import centred, group_deviation, scaled
-from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.batch import TrainSequence, rows_of
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
 from tidegate.types import Trajectory
@@ -31,7 +31,7 @@ def load(base: Path, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{"max_grad_norm": UNCLIPPED, **settings}))
 
 
-def plain_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
+def plain_logprobs(model: torch.nn.Module, row: TrainSequence) -> torch.Tensor:
     """log π of the trained tokens by the whole model on one unpadded row, read off the full logits."""
     logits_tv = model(input_ids=torch.tensor(row.ids[None].astype(np.int64))).logits[0]
     at = np.flatnonzero(row.mask)
@@ -39,7 +39,7 @@ def plain_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
     return torch.log_softmax(logits_nv, dim=-1)[range(len(at)), row.ids[at].astype(np.int64)]
 
 
-def plain_gradients(model: torch.nn.Module, rows: list[Row], cap: float) -> dict[str, torch.Tensor]:
+def plain_gradients(model: torch.nn.Module, rows: list[TrainSequence], cap: float) -> dict[str, torch.Tensor]:
     """Of the default loss, one row at a time."""
     model.zero_grad()
     for row in rows:
@@ -66,7 +66,7 @@ def unchanged(policy: Policy, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one, before[name]) for name, one in policy.model.named_parameters())
 
 
-def make_batch() -> list[Row]:
+def make_batch() -> list[TrainSequence]:
     """Three groups of a prompt each and rows of their own: with prefixes of two lengths, and without."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25, 30)]

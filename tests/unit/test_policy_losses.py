@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import Row, minibatches
+from tidegate.trainer.batch import TrainSequence, minibatches
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.loss import LOSSES, make_loss
 from tidegate.trainer.policy import Policy
@@ -31,7 +31,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "other", seed=1)
 
 
-def make_batch(policy: Policy) -> list[Row]:
+def make_batch(policy: Policy) -> list[TrainSequence]:
     """Groups with a prompt in common and single rows, sampled from a policy not far away."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25)]
@@ -50,7 +50,7 @@ def weights(policy: Policy) -> torch.Tensor:
     return torch.cat([one.detach().flatten() for one in policy.model.parameters()])
 
 
-def one_row_at_a_time(policy: Policy, rows: list[Row]) -> torch.Tensor:
+def one_row_at_a_time(policy: Policy, rows: list[TrainSequence]) -> torch.Tensor:
     """The gradient when each row has a forward and a backward pass of its own."""
     loss = make_loss(policy.settings)
     shares, denominator = loss.aggregation(rows)

@@ -16,7 +16,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, FinishedError, StartError
 from tidegate.sections import dump
 from tidegate.trainer import preflight
-from tidegate.trainer.entries import Entry, entry
+from tidegate.trainer.entries import LedgerEntry, entry
 from tidegate.trainer.ledger import Ledger
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.start import Start
@@ -102,7 +102,7 @@ def model_at(path: Path, tokenizer: str = "{}") -> Path:
     return path
 
 
-def kept_run(tmp_path: Path, model: Path, *, step: int | None, entries: list[Entry] = []) -> Settings:  # noqa: B006
+def kept_run(tmp_path: Path, model: Path, *, step: int | None, entries: list[LedgerEntry] = []) -> Settings:  # noqa: B006
     """A run's directory as its end left it: settings, ledger, and the checkpoint of `step`."""
     words = [f"--model.path={model}", f"--run.dir={tmp_path}", "--run.name=kept", "--trainer.steps=4"]
     settings = load_settings(None, words)

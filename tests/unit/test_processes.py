@@ -13,14 +13,14 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.trainer import processes
-from tidegate.trainer.local import Local
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.servers import MAX_RESTARTS, engine_arguments, pinned
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
 def test_several_engines_from_one_setting(tmp_path: Path, count: int, names: list[str]) -> None:
     settings = load_settings(None, ["--model.path=x", f"--engine.count={count}", "--engine.threads=2"])
-    services = Local().engines(settings, tmp_path, lambda: (tmp_path / "v7", 7))
+    services = LocalProcesses().engines(settings, tmp_path, lambda: (tmp_path / "v7", 7))
     assert [one.name for one in services] == names
     assert len({one.log for one in services}) == count
     command = engine_arguments(settings, lambda: (tmp_path / "v7", 7))

@@ -15,8 +15,8 @@ from tests.rag_stand import FakeIndex
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalUnavailable
 from tidegate.rag.batcher import Batcher, BatchOptions
-from tidegate.rag.metrics import Metrics
-from tidegate.rag.questions import Question, answer_all
+from tidegate.rag.metrics import RetrievalMetrics
+from tidegate.rag.questions import Query, answer_all
 from tidegate.rag.retrieval import RagOptions
 
 
@@ -24,7 +24,7 @@ from tidegate.rag.retrieval import RagOptions
 async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[Batcher]:
     executor = ThreadPoolExecutor(1, thread_name_prefix="search")
     settings = BatchOptions(**{"window_s": 0.0, **options})  # type: ignore[arg-type]
-    made = Batcher(lambda questions: answer_all(index, questions), executor, settings, Metrics())
+    made = Batcher(lambda questions: answer_all(index, questions), executor, settings, RetrievalMetrics())
     try:
         yield made
     finally:
@@ -35,7 +35,7 @@ async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[Batcher]:
 
 async def ask(made: Batcher, *queries: str, k: int = 1, mode: str = "dense") -> list[str]:
     """The best document of each query."""
-    found = await made.ask([Question(query, k, mode) for query in queries])
+    found = await made.ask([Query(query, k, mode) for query in queries])
     return [rows[0].id for rows in found]
 
 
@@ -109,9 +109,9 @@ async def test_questions_that_differ_in_k_or_mode_are_not_equal() -> None:
     index = FakeIndex()
     async with batcher(index, window_s=0.2) as made:
         one, two, other = await asyncio.gather(
-            made.ask([Question("7", 1, "dense")]),
-            made.ask([Question("7", 2, "dense")]),
-            made.ask([Question("7", 3, "bm25")]),
+            made.ask([Query("7", 1, "dense")]),
+            made.ask([Query("7", 2, "dense")]),
+            made.ask([Query("7", 3, "bm25")]),
         )
     assert [len(rows) for [rows] in (one, two, other)] == [1, 2, 3]
     assert sorted(index.batches) == [("7",), ("7", "7")]

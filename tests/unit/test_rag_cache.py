@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from tidegate.rag.cache import Cache
-from tidegate.rag.client import Found
-from tidegate.rag.questions import Question
+from tidegate.rag.client import SearchResult
+from tidegate.rag.questions import Query
 
 
-def question(n: int) -> Question:
-    return Question(f"query {n}", 1, "dense")
+def question(n: int) -> Query:
+    return Query(f"query {n}", 1, "dense")
 
 
-def answer(n: int, size: int = 1000) -> list[Found]:
-    return [Found(f"d{n}", "", "x" * size, 1.0)]
+def answer(n: int, size: int = 1000) -> list[SearchResult]:
+    return [SearchResult(f"d{n}", "", "x" * size, 1.0)]
 
 
 def test_the_least_recently_asked_leaves_first() -> None:

@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.build import Plan
 from tidegate.rag.encode import load_encoder
 from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.prefixes import Prefixes, known_prefixes
+from tidegate.rag.prefixes import EncoderPrefixes, known_prefixes
 from tidegate.rag.searcher import Searcher
 from tidegate.rag.words import words
 
@@ -52,15 +52,18 @@ def test_words_of_scripts_without_spaces_count_by_the_character() -> None:
 @pytest.mark.parametrize(
     ("name", "prefixes"),
     [
-        ("intfloat/e5-base-v2", Prefixes("query: ", "passage: ")),
-        ("/models/multilingual-e5-large/", Prefixes("query: ", "passage: ")),
-        ("BAAI/bge-base-en-v1.5", Prefixes("Represent this sentence for searching relevant passages: ")),
-        ("sentence-transformers/all-MiniLM-L6-v2", Prefixes()),
-        ("BAAI/bge-m3", Prefixes()),
-        ("me/core5-base", Prefixes()),
+        ("intfloat/e5-base-v2", EncoderPrefixes("query: ", "passage: ")),
+        ("/models/multilingual-e5-large/", EncoderPrefixes("query: ", "passage: ")),
+        (
+            "BAAI/bge-base-en-v1.5",
+            EncoderPrefixes("Represent this sentence for searching relevant passages: "),
+        ),
+        ("sentence-transformers/all-MiniLM-L6-v2", EncoderPrefixes()),
+        ("BAAI/bge-m3", EncoderPrefixes()),
+        ("me/core5-base", EncoderPrefixes()),
     ],
 )
-def test_prefixes_by_family(name: str, prefixes: Prefixes) -> None:
+def test_prefixes_by_family(name: str, prefixes: EncoderPrefixes) -> None:
     assert known_prefixes(name) == prefixes
 
 
@@ -82,7 +85,7 @@ def test_a_family_s_prefix_stands_before_every_text(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert found.dtype == np.float32
     assert encoder.queries([]).shape == (0, 32)
-    own = load_encoder(str(tmp_path / "e5-tiny"), threads=1, prefixes=Prefixes())
+    own = load_encoder(str(tmp_path / "e5-tiny"), threads=1, prefixes=EncoderPrefixes())
     np.testing.assert_allclose(own.queries(TEXTS), model.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
 
 
@@ -90,7 +93,7 @@ def test_a_family_s_prefix_stands_before_every_text(tmp_path: Path) -> None:
 def test_a_model_s_own_prompts_come_first(tmp_path: Path) -> None:
     model = make_tiny_encoder(tmp_path / "e5-own", prompts={"query": "find: ", "document": "in: "})
     encoder = load_encoder(str(tmp_path / "e5-own"), threads=1)
-    assert encoder.prefixes == Prefixes("find: ", "in: ")
+    assert encoder.prefixes == EncoderPrefixes("find: ", "in: ")
     expected = model.encode(["find: x"], prompt="", normalize_embeddings=True)
     np.testing.assert_allclose(encoder.queries(["x"]), expected, atol=1e-5)
 

@@ -21,7 +21,7 @@ from tidegate.rag.hashing import HashEncoder
 from tidegate.rag.index import VectorIndex, build_index
 from tidegate.rag.kinds import KINDS, IndexKind, cells, choose, code_bytes, index_bytes, subquantizers
 from tidegate.rag.manifest import NAME, Manifest
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 from tidegate.rag.searcher import Searcher
 from tidegate.rag.source import Extent
 from tidegate.rag.vectors import Vectors
@@ -89,7 +89,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
     tmp_path: Path, kind: IndexKind, least: float
 ) -> None:
     vectors = _Clustered()
-    build_index(kind, vectors, tmp_path, 1, News(io.StringIO()))
+    build_index(kind, vectors, tmp_path, 1, BuildProgress(io.StringIO()))
     index = VectorIndex.open(tmp_path, kind, cells(6000) // 2 if kind.startswith("ivf") else None, 1)
     queries = vectors.all[::60] + 0.05
     scores, rows = index.search(queries, 10)
@@ -106,7 +106,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
 def test_a_batch_is_faster_than_its_queries_one_by_one(tmp_path: Path) -> None:
     """As it is not where FAISS is left as it comes."""
     vectors = _Clustered(20_000, 384)
-    build_index("flat", vectors, tmp_path, 1, News(io.StringIO()))
+    build_index("flat", vectors, tmp_path, 1, BuildProgress(io.StringIO()))
     index = VectorIndex.open(tmp_path, "flat", None, 1)
     together, alone = [], []
     for _ in range(5):

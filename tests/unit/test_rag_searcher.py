@@ -11,7 +11,7 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.rag.build import Plan, build
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 from tidegate.rag.searcher import Searcher
 
 ROWS = [
@@ -24,7 +24,7 @@ ROWS = [
 def built(directory: Path, rows: Sequence[object] = ROWS) -> Path:
     source = directory / "corpus.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-    build(Plan([source], directory / "index", "hash"), News(io.StringIO()))
+    build(Plan([source], directory / "index", "hash"), BuildProgress(io.StringIO()))
     return directory / "index"
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.layout import bundles
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.recompute import recompute
@@ -25,14 +25,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "base")
 
 
-def rows_that_share() -> list[Row]:
+def rows_that_share() -> list[TrainSequence]:
     """Groups with prompts in common, of three lengths, and rows without."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25, 30)]
     return [*make_rows(4), *(row for group in groups for row in group)]
 
 
-def gradients(base: Path, rows: list[Row], **settings: object) -> dict[str, torch.Tensor]:
+def gradients(base: Path, rows: list[TrainSequence], **settings: object) -> dict[str, torch.Tensor]:
     policy = Policy.load(base, TrainerSettings(microbatch_tokens=200, **settings))
     policy.update(rows, version=3)
     return {name: one.grad for name, one in policy.model.named_parameters()}
@@ -55,7 +55,7 @@ def test_another_family_of_models(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def kept(base: Path, rows: list[Row], **settings: object) -> int:
+def kept(base: Path, rows: list[TrainSequence], **settings: object) -> int:
     """Bytes that the forward passes of a bundle allocate and leave to the way back."""
     policy = Policy.load(base, TrainerSettings(**settings))
     (bundle,) = bundles(rows, 8192)

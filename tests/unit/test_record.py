@@ -16,11 +16,11 @@ from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State
 from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluator, _metrics
-from tidegate.trainer.groups import Cut
+from tidegate.trainer.groups import BatchSelection
 from tidegate.trainer.metrics import MetricsLog, read_metrics
 from tidegate.trainer.policy import Policy
 from tidegate.trainer.record import Recorder
-from tidegate.trainer.tokens import Tokens
+from tidegate.trainer.tokens import TokenCounts
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Task, Trajectory
 
@@ -44,7 +44,7 @@ def episode(
 
 def batch(*episodes: Trajectory, version: int = 1, staleness: int = 0) -> Batch:
     group = Group("g1", "t1", list(episodes))
-    return Batch(Cut(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
+    return Batch(BatchSelection(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
 
 
 def test_staleness_is_told_in_optimiser_steps_too(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_was_dropped_is_compared_with_what_was_trained_on(tmp_path: Path) -
 
 
 def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
-    tokens = Tokens()
+    tokens = TokenCounts()
     assert not [name for name in tokens.metrics() if name.startswith("selection/")]
     for number, cause, episodes in [(30, State.FAILED, 1), (10, State.FAILED, 1), (64, State.STALE, 8)]:
         tokens.waste(number, cause, episodes)
@@ -158,7 +158,7 @@ def _of_a_step_with_a_reference(directory: Path) -> dict[str, float]:
 
 
 def _of_what_was_lost() -> dict[str, float]:
-    tokens = Tokens()
+    tokens = TokenCounts()
     tokens.waste(1, State.STALE, 1)
     tokens.waste(1, State.FAILED, 1)
     return {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}

@@ -14,28 +14,28 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, LedgerError
-from tidegate.trainer.batches import Batch, Batches
+from tidegate.trainer.batches import Batch, Batcher
 from tidegate.trainer.checkpoint import Checkpoint
-from tidegate.trainer.entries import Entry, State, entry
-from tidegate.trainer.groups import Cut, Phase, Ticket
+from tidegate.trainer.entries import LedgerEntry, State, entry
+from tidegate.trainer.groups import BatchSelection, Phase, TaskSlot
 from tidegate.trainer.ledger import Ledger, read_ledger
-from tidegate.trainer.resume import Past, bury, put_back, read_past
+from tidegate.trainer.resume import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.rules import Rules
-from tidegate.trainer.start import Opened, Start, rules_of, take_over
+from tidegate.trainer.start import ResumedRun, Start, rules_of, take_over
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Trajectory
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
 
 
-def written(path: Path, entries: list[Entry]) -> Past:
+def written(path: Path, entries: list[LedgerEntry]) -> LedgerState:
     with Ledger(path) as ledger:
         for one in entries:
             ledger.book(one)
-    return read_past(path)
+    return read_ledger_state(path)
 
 
-def issued(name: str, index: int = 0) -> list[Entry]:
+def issued(name: str, index: int = 0) -> list[LedgerEntry]:
     return [
         entry("group", "issued", id=name, task=f"task-{name}", index=index, version=0, replaces=None),
         *(
@@ -45,7 +45,7 @@ def issued(name: str, index: int = 0) -> list[Entry]:
     ]
 
 
-def stepped(name: str, step: int, index: int = 0) -> list[Entry]:
+def stepped(name: str, step: int, index: int = 0) -> list[LedgerEntry]:
     return [
         *issued(name, index),
         *(entry("attempt", "ended", id=f"{name}.{n}.1", state="stepped", outcome=None) for n in (0, 1)),
@@ -53,11 +53,11 @@ def stepped(name: str, step: int, index: int = 0) -> list[Entry]:
     ]  # fmt: skip
 
 
-def started(epoch: int, position: int | None = None, version: int = 0) -> Entry:
+def started(epoch: int, position: int | None = None, version: int = 0) -> LedgerEntry:
     return entry("run", "started", epoch=epoch, step=0, version=version, position=position)
 
 
-def published(version: int) -> Entry:
+def published(version: int) -> LedgerEntry:
     return entry("run", "publishing", version=version, step=version)
 
 
@@ -72,8 +72,8 @@ def tokens(name: str, *versions: int) -> Group:
     return Group(name, f"task-{name}", members)
 
 
-def start_of(entries: list[Entry], position: int, cursor: int) -> Start:
-    past = Past()
+def start_of(entries: list[LedgerEntry], position: int, cursor: int) -> Start:
+    past = LedgerState()
     for seq, one in enumerate(entries):
         past.read({"seq": seq, **one})
     state = {"ledger": position, "cursor": cursor, "tickets": [], "quarantined": []}
@@ -82,21 +82,21 @@ def start_of(entries: list[Entry], position: int, cursor: int) -> Start:
 
 
 def resumed(
-    entries: list[Entry], position: int, kept: list[Group], ready: tuple[str, ...] = (), cursor: int = 0
-) -> tuple[Opened, list[Entry]]:
+    entries: list[LedgerEntry], position: int, kept: list[Group], ready: tuple[str, ...] = (), cursor: int = 0
+) -> tuple[ResumedRun, list[LedgerEntry]]:
     """The book after a resume from the marker at `position`; and what it entered."""
     start = start_of(entries, position, cursor)
-    book: list[Entry] = []
+    book: list[LedgerEntry] = []
     opened = start.open_book(book.append, RULES, {group.id: group for group in kept}, ready)
     return opened, book
 
 
-def ends(book: list[Entry], kind: str = "group") -> dict[str, str]:
+def ends(book: list[LedgerEntry], kind: str = "group") -> dict[str, str]:
     return {one["id"]: one["state"] for one in book if one["kind"] == kind and one["event"] == "ended"}
 
 
 def test_an_absent_ledger_is_an_empty_past(tmp_path: Path) -> None:
-    past = read_past(tmp_path / "none.jsonl")
+    past = read_ledger_state(tmp_path / "none.jsonl")
     assert (past.epoch, past.highest_version, past.live(), past.taken_back()) == (0, -1, [], [])
 
 
@@ -119,12 +119,12 @@ def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None
     ]  # fmt: skip
     past = written(tmp_path / "l", entries[: -len(again)])
     assert (past.live(), past.taken_back(), past.live_attempts("b")) == (["b"], [], {0: "b.0.1", 1: "b.1.1"})
-    past = read_past(written_path(tmp_path / "m", entries))
+    past = read_ledger_state(written_path(tmp_path / "m", entries))
     past.abandon(len(entries))
     assert past.counts(past.groups) == {State.TRAINED: 2}
 
 
-def written_path(path: Path, entries: list[Entry]) -> Path:
+def written_path(path: Path, entries: list[LedgerEntry]) -> Path:
     written(path, entries)
     return path
 
@@ -143,8 +143,8 @@ def test_epoch_versions_and_lineages_are_found_wherever_they_stand(tmp_path: Pat
 
 def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *issued("g")])
-    book: list[Entry] = []
-    bury(past, "g", book.append)
+    book: list[LedgerEntry] = []
+    cancel_lost(past, "g", book.append)
     assert [(one["id"], one["state"]) for one in book] == [
         ("g.0.1", "cancelled"),
         ("g.1.1", "cancelled"),
@@ -157,7 +157,7 @@ def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> 
     past = written(tmp_path / "l", [started(1), *stepped("g", 1)[:-2]])
     past.abandon(0)
     assert (past.live(), past.taken_back()) == (["g"], ["g"])
-    put_back(past, "g", lambda _: None)
+    reinstate(past, "g", lambda _: None)
     assert past.live_attempts("g") == {0: "g.0.1", 1: "g.1.1"}
 
 
@@ -170,7 +170,7 @@ def test_a_group_behind_the_marker_goes_on_and_its_task_is_not_issued_again() ->
     assert [group.id for group in opened.held] == ["b"]
     assert core.groups["b"].phase is Phase.LEASED
     assert (core.group_counts["live"], core.attempt_counts["live"], core.group_counts["stepped"]) == (1, 2, 0)
-    assert [core.next_ticket() for _ in range(3)] == [Ticket(1), Ticket(3), Ticket(4)]
+    assert [core.next_ticket() for _ in range(3)] == [TaskSlot(1), TaskSlot(3), TaskSlot(4)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
     assert ends(book) == {"b": "stale"}, why
     assert ends(book, "attempt") == {"b.0.1": "stale", "b.1.1": "stale"}
     assert (opened.held, opened.stale) == ([], ["b"])
-    assert opened.admission.next_ticket() == Ticket(0, "b", 1)
+    assert opened.admission.next_ticket() == TaskSlot(0, "b", 1)
 
 
 def test_what_had_not_ended_goes_on_where_its_tokens_are_and_is_cancelled_elsewhere() -> None:
@@ -241,14 +241,16 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     yet; of `ran` the agents died; `done` had ended `trained` without the gateway being told."""
     files = TrajectoryFiles(tmp_path)
     kept = tokens("b", 0)
-    lost = Batch(Cut(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]])
-    done = Batch(Cut(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
+    lost = Batch(
+        BatchSelection(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]]
+    )
+    done = Batch(BatchSelection(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
     files.batch(lost, 2)
     files.batch(done, 1)
     first = [started(1), *stepped("done", 1, index=0)]
     entries = [*first, *stepped("b", 2, index=1), *issued("c", 2), *issued("ran", 3)]
     gateway = Gateway({"done": "leased", "b": "leased", "c": "leased", "ran": "live", "theirs": "live"})
-    book: list[Entry] = []
+    book: list[LedgerEntry] = []
     opened = await take_over(
         start_of(entries, len(first), cursor=4), cast(Any, gateway), files, book.append, RULES
     )
@@ -258,7 +260,7 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
         "2_step_000002.jsonl",
         "step_000001.jsonl",
     ]
-    batches = Batches(cast(Any, gateway), opened.admission, lambda: None, lambda _: True)
+    batches = Batcher(cast(Any, gateway), opened.admission, lambda: None, lambda _: True)
     for group in opened.held:
         batches.hold(group)
     batch = await batches.next()

@@ -16,7 +16,7 @@ import torch
 from tests.waiting import eventually
 from tidegate.errors import EngineError
 from tidegate.trainer import sender
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 
 NUMBER = 6
 
@@ -95,8 +95,8 @@ class Source:
             self.ended = True
 
 
-def sender_to(source: Source, notes: list[str], *engines: Receiver) -> Sender:
-    made = Sender(source, notes.append, bucket_bytes=4)  # type: ignore[arg-type]
+def sender_to(source: Source, notes: list[str], *engines: Receiver) -> WeightBroadcaster:
+    made = WeightBroadcaster(source, notes.append, bucket_bytes=4)  # type: ignore[arg-type]
     made._groups.update({one.url: Group() for one in engines})  # type: ignore[misc]
     return made
 
@@ -157,7 +157,7 @@ async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
         yield {"a": torch.zeros(1)}
         raise RuntimeError("a rank is gone")
 
-    sender = Sender(failing, print, 4)  # type: ignore[arg-type]
+    sender = WeightBroadcaster(failing, print, 4)  # type: ignore[arg-type]
     sender._groups["one"] = Group()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="a rank is gone"):
         await sender.send([engine], 3)
@@ -187,14 +187,14 @@ class Unwilling(Receiver):
 async def test_nccl_is_for_two_gpus(policy: str, engine: str, backend: str) -> None:
     """Which is asked for, and no more: that NCCL carries weights needs GPUs."""
     asked = Unwilling("http://127.0.0.1:1", setup={"device": engine, "tp_size": 4, "dp_size": 1})
-    assert await Sender(Source(), print, device=policy).send([asked], 3) == set()  # type: ignore[arg-type]
+    assert await WeightBroadcaster(Source(), print, device=policy).send([asked], 3) == set()  # type: ignore[arg-type]
     assert (asked.asked["backend"], asked.asked["world_size"], asked.asked["rank_offset"]) == (backend, 5, 1)
 
 
 @pytest.mark.parametrize("name", ["dp_size", "pp_size"])
 async def test_a_server_of_several_replicas_or_stages_is_refused_by_name(name: str) -> None:
     engine, notes = Unwilling("http://127.0.0.1:1", setup={"device": "cpu", name: 2}), list[str]()
-    assert await Sender(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
+    assert await WeightBroadcaster(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
     assert f"{name} = 2" in notes[0]
     assert not engine.asked
 
@@ -215,7 +215,7 @@ async def test_one_that_no_group_can_be_made_with_is_noted(url: str, monkeypatch
 
     monkeypatch.setattr(sender.dist, "TCPStore", full)
     engine, notes = Unwilling(url, setup={"device": "cpu"}), list[str]()
-    assert await Sender(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
+    assert await WeightBroadcaster(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
     assert f"engine {url}: no group can be made with it" in notes[0]
 
 

@@ -15,8 +15,8 @@ import pytest
 from tests.e2e.runs import gone
 from tidegate.config import EngineSettings, load_settings
 from tidegate.errors import ConfigError, StartError
-from tidegate.trainer.cluster.hosts import Order, ServerHost
-from tidegate.trainer.cluster.passing import GLOO_INTERFACE, Luggage, Mark
+from tidegate.trainer.cluster.hosts import ServerActor, StartCommand
+from tidegate.trainer.cluster.passing import GLOO_INTERFACE, ActorContext, SharedDirProbe
 from tidegate.trainer.servers import engine_server
 from tidegate.trainer.sglang import SGLangServer
 
@@ -89,11 +89,13 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
         monkeypatch.setenv(name, "of this process")
     python = stand_in(tmp_path)
     settings = load_settings(None, ["--model.path=x", "--engine.kind=sglang", f"--engine.python={python}"])
-    luggage = Luggage("a", Mark.leave(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"})
-    actor = ServerHost(luggage, partial(engine_server, settings, "engine-2", 1))
+    luggage = ActorContext(
+        "a", SharedDirProbe.leave(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"}
+    )
+    actor = ServerActor(luggage, partial(engine_server, settings, "engine-2", 1))
 
     async def started(version: int) -> tuple[str, int]:
-        url = await actor.start(Order(0, tmp_path / f"v{version}", version))
+        url = await actor.start(StartCommand(0, tmp_path / f"v{version}", version))
         said = json.loads((tmp_path / "said.json").read_text())
         words, environment = said["argv"], said["environment"]
         assert url == "http://{}:{}".format(*(words[words.index(one) + 1] for one in ("--host", "--port")))

@@ -13,7 +13,7 @@ from tidegate.config import load_settings
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.simulation.calibrate import Sample, engine_of, scenario_of
 from tidegate.simulation.clock import Clock
-from tidegate.simulation.engines import Engine, Pool, Request
+from tidegate.simulation.engines import Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.scenario import (
     AgentModel,
     EngineModel,
@@ -23,7 +23,7 @@ from tidegate.simulation.scenario import (
     TrainerModel,
 )
 from tidegate.simulation.sweep import splits_of, sweep, table
-from tidegate.simulation.world import World
+from tidegate.simulation.world import SimulatedRun
 
 LONG_TAIL = Scenario(
     steps=30,
@@ -37,11 +37,13 @@ LONG_TAIL = Scenario(
 def ends_of(model: EngineModel, arrivals: list[tuple[float, float, float]]) -> list[float]:
     """When each of (at, prompt, tokens) is done on one engine."""
     clock = Clock()
-    engine = Engine(clock, model)
+    engine = SimulatedEngine(clock, model)
     ends = [0.0] * len(arrivals)
 
     def arrive(number: int, prompt: float, tokens: float) -> None:
-        engine.add(Request(prompt, tokens, lambda: ends.__setitem__(number, clock.now), lambda: None))
+        engine.add(
+            SimulatedRequest(prompt, tokens, lambda: ends.__setitem__(number, clock.now), lambda: None)
+        )
 
     for number, (at, prompt, tokens) in enumerate(arrivals):
         clock.after(at, lambda n=number, p=prompt, t=tokens: arrive(n, p, t))
@@ -66,10 +68,10 @@ def test_slots_are_limited_and_prompts_stall_the_others() -> None:
 
 def test_a_pause_stops_progress_and_what_comes_meanwhile_begins_after_it() -> None:
     clock, begun, ends = Clock(), [], []
-    engine = Engine(clock, EngineModel(iteration_s=1.0))
-    engine.add(Request(0, 4, lambda: ends.append(clock.now), lambda: begun.append(clock.now)))
+    engine = SimulatedEngine(clock, EngineModel(iteration_s=1.0))
+    engine.add(SimulatedRequest(0, 4, lambda: ends.append(clock.now), lambda: begun.append(clock.now)))
     clock.after(1.0, engine.pause)
-    late = Request(0, 1, lambda: ends.append(clock.now), lambda: begun.append(clock.now))
+    late = SimulatedRequest(0, 1, lambda: ends.append(clock.now), lambda: begun.append(clock.now))
     clock.after(2.0, lambda: engine.add(late))
     clock.after(5.0, engine.resume)
     while clock.step():
@@ -81,7 +83,7 @@ def test_a_pause_stops_progress_and_what_comes_meanwhile_begins_after_it() -> No
 def test_requests_of_a_lost_engine_go_on_elsewhere_with_what_is_left() -> None:
     clock, ends = Clock(), []
     pool = Pool(clock, EngineModel(count=2, iteration_s=1.0, recover_s=1000.0), random.Random(0))
-    pool.engines[0].add(Request(0, 10, lambda: ends.append(clock.now), lambda: None))
+    pool.engines[0].add(SimulatedRequest(0, 10, lambda: ends.append(clock.now), lambda: None))
     clock.after(4.0, lambda: pool._lose(pool.engines[0]))
     while not ends:
         assert clock.step()
@@ -91,7 +93,7 @@ def test_requests_of_a_lost_engine_go_on_elsewhere_with_what_is_left() -> None:
 @pytest.mark.parametrize("bound", [0, 1, 2, 4, None])
 @pytest.mark.parametrize("interval", [1, 3])
 def test_the_bound_holds_and_every_token_is_accounted_for(bound: int | None, interval: int) -> None:
-    world = World(LONG_TAIL.with_(rules={"max_staleness": bound, "publish_interval": interval}))
+    world = SimulatedRun(LONG_TAIL.with_(rules={"max_staleness": bound, "publish_interval": interval}))
     figures = world.run()
     assert figures.staleness_max <= (bound if bound is not None else 10_000)
     flying = sum(one.sampled for group in world._attempts.values() for one in group.values())
@@ -102,7 +104,8 @@ def test_the_bound_holds_and_every_token_is_accounted_for(bound: int | None, int
 
 def test_synchronous_wastes_nothing_on_staleness_and_is_slower() -> None:
     slow, fast = [
-        World(LONG_TAIL.with_(rules={"max_staleness": bound}, agent={"alike": 0.0})).run() for bound in (0, 4)
+        SimulatedRun(LONG_TAIL.with_(rules={"max_staleness": bound}, agent={"alike": 0.0})).run()
+        for bound in (0, 4)
     ]
     assert "stale" not in slow.lost
     assert slow.staleness_mean == 0
@@ -113,7 +116,10 @@ def test_what_comes_before_the_first_request_takes_time_and_ages_nothing() -> No
     alike = LONG_TAIL.with_(agent={"alike": 0.0, "failed": 0.0, "tokens": Spread(median=50)})
     for bound in (0, 4):
         plain = alike.with_(rules={"max_staleness": bound})
-        quick, late = World(plain).run(), World(plain.with_(agent={"setup": Spread(median=5.0)})).run()
+        quick, late = (
+            SimulatedRun(plain).run(),
+            SimulatedRun(plain.with_(agent={"setup": Spread(median=5.0)})).run(),
+        )
         if bound == 0:
             assert late.step_s - quick.step_s == pytest.approx(5.0, abs=0.01)
         else:
@@ -123,16 +129,16 @@ def test_what_comes_before_the_first_request_takes_time_and_ages_nothing() -> No
 
 def test_the_same_seed_gives_the_same_figures_and_lost_engines_are_counted() -> None:
     shaky = LONG_TAIL.with_(engine={"failures_per_hour": 20.0, "recover_s": 5.0})
-    first, second = World(shaky).run(), World(shaky).run()
+    first, second = SimulatedRun(shaky).run(), SimulatedRun(shaky).run()
     assert first == second
     assert first.engines_lost > 0
-    assert World(shaky.model_copy(update={"seed": 1})).run() != first
+    assert SimulatedRun(shaky.model_copy(update={"seed": 1})).run() != first
 
 
 def test_where_every_attempt_fails_it_says_so() -> None:
     hopeless = LONG_TAIL.with_(agent={"alike": 1.0}, rules={"max_staleness": 0})
     with pytest.raises(TidegateError, match="trained on nothing"):
-        World(hopeless).run()
+        SimulatedRun(hopeless).run()
 
 
 def test_a_sweep_tries_every_split_with_every_bound() -> None:
@@ -148,7 +154,7 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     """Episodes made with known speeds by the engine model itself, written as a run writes them."""
     model = EngineModel(iteration_s=0.004, request_s=0.0005, prompt_token_s=1e-5, slots=64)
     rng, clock = random.Random(1), Clock()
-    engine, lines, issued = Engine(clock, model), [], []
+    engine, lines, issued = SimulatedEngine(clock, model), [], []
 
     def episode() -> None:
         prompt, tokens, started = rng.randint(1, 60), rng.randint(5, 60), clock.now
@@ -162,7 +168,7 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
             attempt = {"attempt": f"a{len(lines)}"}
             lines.append({"turns": [turn], "seconds": clock.now - started + 0.03, "metadata": attempt})
 
-        engine.add(Request(prompt, tokens, done, lambda: None))
+        engine.add(SimulatedRequest(prompt, tokens, done, lambda: None))
 
     for _ in range(800):
         clock.after(rng.triangular(0, 40, 5), episode)

@@ -12,7 +12,7 @@ import pytest
 from tidegate.envs.rewards import Reward
 from tidegate.errors import RewardError
 from tidegate.loading import load_object
-from tidegate.tracebacks import own_frames, told, where
+from tidegate.tracebacks import describe_error, own_frames, where
 
 MINE = """
 import asyncio
@@ -62,7 +62,7 @@ def test_the_users_line_is_among_the_first_characters(
 ) -> None:
     with pytest.raises(BaseException) as caught:
         asyncio.run(mine(name)(None))
-    text = told(caught.value, 2000)
+    text = describe_error(caught.value, 2000)
     at = text.index("mine.py:")
     assert at < 400, text
     assert line in text[at:].partition("\n")[0]
@@ -77,4 +77,8 @@ def test_a_reward_that_raises_says_where(mine: Callable[[str], Any]) -> None:
 
 def test_of_an_error_in_libraries_alone_the_last_frames_are_told() -> None:
     error = ValueError("no frames at all")
-    assert (own_frames(error), where(error), told(error, 99)) == ([], "", "ValueError: no frames at all")
+    assert (own_frames(error), where(error), describe_error(error, 99)) == (
+        [],
+        "",
+        "ValueError: no frames at all",
+    )

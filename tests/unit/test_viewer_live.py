@@ -19,9 +19,9 @@ from rich.console import Console
 from tests.unit.viewer_run import evaluation, metrics_row, write_run
 from tidegate.observer import Silent
 from tidegate.program import program
-from tidegate.viewer.board import Board, Rate
+from tidegate.viewer.board import LiveState, Rate
 from tidegate.viewer.live import LiveView, make_view, screen
-from tidegate.viewer.out import Out
+from tidegate.viewer.out import SafeConsole
 from tidegate.viewer.plain import PlainView
 from tidegate.viewer.text import binned, duration, number, printable, smoothed, sparkline
 
@@ -43,9 +43,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def board_after(steps: int) -> Board:
+def board_after(steps: int) -> LiveState:
     rng, counts = random.Random(0), Counter[str]()
-    board = Board(100, 2, 0.0, info=dict(INFO))
+    board = LiveState(100, 2, 0.0, info=dict(INFO))
     board.add_step({"step": 0, **evaluation(0, 100, rng)}, 1.0)
     for step in range(1, steps + 1):
         row = metrics_row(step, 100, rng, counts)
@@ -55,7 +55,7 @@ def board_after(steps: int) -> Board:
     return board
 
 
-def drawn(board: Board, width: int, clock: float = 80.0) -> str:
+def drawn(board: LiveState, width: int, clock: float = 80.0) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(screen(board, clock, width))
@@ -92,7 +92,7 @@ def test_one_evaluation_is_not_shown_as_a_change() -> None:
 
 
 def test_who_waits_for_whom_is_two_bars_in_proportion() -> None:
-    board = Board(10, 2, 0.0, info=dict(INFO))
+    board = LiveState(10, 2, 0.0, info=dict(INFO))
     board.add_step(
         {"step": 1, "time/step": 2.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 5.0}, 1.0
     )
@@ -103,7 +103,7 @@ def test_who_waits_for_whom_is_two_bars_in_proportion() -> None:
 
 
 def test_no_bound_and_unknown_numbers() -> None:
-    board = Board(10, None, 0.0, info=dict(INFO))
+    board = LiveState(10, None, 0.0, info=dict(INFO))
     board.add_step({"step": 1, "reward/mean": float("nan"), "staleness/mean": 3.0}, 1.0)
     text = drawn(board, 100)
     assert "bound none" in text
@@ -111,7 +111,7 @@ def test_no_bound_and_unknown_numbers() -> None:
 
 
 def test_text_from_elsewhere_neither_styles_nor_drives_the_terminal() -> None:
-    board = Board(10, 2, 0.0, info={**INFO, "name": "[red]x[/red]"})
+    board = LiveState(10, 2, 0.0, info={**INFO, "name": "[red]x[/red]"})
     board.note("agent said: [bold]\x1b[2J\x1b]0;owned\x07[/nonsense] \ud800", 1.0)
     text = drawn(board, 100)
     assert "[red]x[/red]" in text
@@ -157,14 +157,14 @@ def test_telling_waits_while_it_draws(
 ) -> None:
     """Drawing reads what is told from another thread: never half of it."""
     told, told_while_drawing = threading.Event(), list[bool]()
-    view = LiveView(Out(Console(file=io.StringIO(), width=100)), 100, 2)
+    view = LiveView(SafeConsole(Console(file=io.StringIO(), width=100)), 100, 2)
     tellers: list[threading.Thread] = []
 
     def tell() -> None:
         call(view)
         told.set()
 
-    def drawing(board: Board, clock: float, width: int) -> str:
+    def drawing(board: LiveState, clock: float, width: int) -> str:
         tellers.append(threading.Thread(target=tell))
         tellers[0].start()
         told_while_drawing.append(told.wait(0.05))
@@ -244,7 +244,7 @@ def test_rate_over_a_window_and_after_a_restart() -> None:
 
 
 def test_time_left_follows_the_recent_pace() -> None:
-    board = Board(100, 2, 0.0)
+    board = LiveState(100, 2, 0.0)
     assert board.seconds_left() is None
     for step in range(1, 31):
         board.add_step({"step": step}, step * 10.0 if step <= 5 else 50 + (step - 5) * 1.0)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.viewer_run import evaluation, metrics_row
-from tidegate.viewer.out import Out
+from tidegate.viewer.out import SafeConsole
 from tidegate.viewer.plain import PlainView
 
 
@@ -40,7 +40,7 @@ def console() -> Console:
 
 @pytest.fixture
 def view(console: Console, clock: Clock) -> PlainView:
-    return PlainView(Out(console), 100, 2, clock)
+    return PlainView(SafeConsole(console), 100, 2, clock)
 
 
 def test_one_line_a_step_in_columns(view: PlainView, console: Console, clock: Clock) -> None:
@@ -114,7 +114,7 @@ def test_a_reader_who_goes_away_does_not_end_the_run(clock: Clock) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", buffering=1) as file:
-        view = PlainView(Out(Console(file=file, width=80)), 100, 2, clock)
+        view = PlainView(SafeConsole(Console(file=file, width=80)), 100, 2, clock)
         view.note("one")
         assert isinstance(view.out.lost, BrokenPipeError)
         view.step({"step": 1, "reward/mean": 0.5})
@@ -124,7 +124,7 @@ def test_a_reader_who_goes_away_does_not_end_the_run(clock: Clock) -> None:
 
 def test_a_full_disk_does_not_end_the_run(clock: Clock) -> None:
     with open("/dev/full", "w", buffering=1) as file:
-        view = PlainView(Out(Console(file=file, width=80)), 100, 2, clock)
+        view = PlainView(SafeConsole(Console(file=file, width=80)), 100, 2, clock)
         view.note("one")
         view.note("two")
         assert view.out.lost is not None
@@ -134,7 +134,7 @@ def test_a_full_disk_does_not_end_the_run(clock: Clock) -> None:
 def test_an_ascii_terminal_gets_question_marks(clock: Clock) -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
-    view = PlainView(Out(console), 100, 2, clock)
+    view = PlainView(SafeConsole(console), 100, 2, clock)
     view.note("0.3 → 0.9")
     view.finished({"status": "completed", "before": {"eval/reward": 0.3}, "after": {"eval/reward": 0.9}})
     assert b"0.3 ? 0.9" in raw.getvalue()

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tidegate import checksum
 from tidegate.config import EngineSettings
 from tidegate.engine.checks import RequestError
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import parse_generate
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.trainer.vllm import vllm_arguments
@@ -27,7 +27,7 @@ from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
 from tidegate.weight_files import INDEX_FILE, WeightsError
 
-LIMITS = Limits(100, 50, frozenset({7}), has_tokenizer=True)
+LIMITS = TokenLimits(100, 50, frozenset({7}), has_tokenizer=True)
 
 
 def save(directory: Path, **shapes: tuple[int, ...]) -> Path:

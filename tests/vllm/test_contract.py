@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, load, recomputed
 from tests.integration.engine_http import Client
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.protocol import Order, Sampled, read_reply, request_body
+from tidegate.gateway.protocol import GenerateRequest, GenerateResult, read_reply, request_body
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -72,14 +72,16 @@ LONGER = 4 * LONG
 """So that a reply is still under way when a publish comes, also where the machine has more to do."""
 
 
-async def whole(engine: Client, prompt: list[int], updates: Callable[[int], Any], *, stream: bool) -> Sampled:
+async def whole(
+    engine: Client, prompt: list[int], updates: Callable[[int], Any], *, stream: bool
+) -> GenerateResult:
     """A reply of LONGER tokens as the gateway gets it: what was aborted goes on from its tokens."""
     params = {"temperature": 1.0, "ignore_eos": True}
-    order = Order(torch.tensor(prompt, dtype=torch.int32).numpy(), params, LONGER, stream=stream)
-    sampled = Sampled()
+    order = GenerateRequest(torch.tensor(prompt, dtype=torch.int32).numpy(), params, LONGER, stream=stream)
+    sampled = GenerateResult()
     while sampled.finish not in ("stop", "length"):
         body = json.loads(request_body(order, sampled, f"{prompt}"))
-        piece = Sampled()
+        piece = GenerateResult()
         if stream:
             async for event in engine.stream(prompt + sampled.ids, **body["sampling_params"]):
                 piece = read_reply(event, partial=True)

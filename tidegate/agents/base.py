@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
-from tidegate.loading import construct, load_object, nearest
+from tidegate.loading import construct, did_you_mean, load_object
 from tidegate.types import TaskView
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class FunctionAgent(Agent):
         names = list(inspect.signature(self.function).parameters)
         for option in options:
             if option not in names[2:]:
-                known = nearest(option, names[2:])
+                known = did_you_mean(option, names[2:])
                 raise ConfigError(f"the agent {self.function.__name__!r} has no option {option!r}{known}")
         return FunctionAgent(self.function, options)
 

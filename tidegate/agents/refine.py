@@ -33,7 +33,7 @@ PROMPT = (
 
 
 @dataclass(slots=True)
-class Endpoint:
+class RefinerEndpoint:
     """One server of the service, and how it has done."""
 
     url: str
@@ -69,7 +69,7 @@ class Refiner:
         if not key:
             raise ConfigError(f"refine service: api_key_env = {api_key_env!r}, but that variable is not set")
         self.endpoints = [
-            Endpoint(url, AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout_s))
+            RefinerEndpoint(url, AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout_s))
             for url in urls
         ]
         self._model = model
@@ -107,12 +107,12 @@ class Refiner:
             for one in self.endpoints
         }
 
-    def _least_loaded(self) -> Endpoint:
+    def _least_loaded(self) -> RefinerEndpoint:
         """The endpoint with the fewest calls in flight, of those that didn't just fail if there are any."""
         now = time.monotonic()
         return min(self.endpoints, key=lambda one: (one.cool_until > now, one.in_flight, one.calls))
 
-    async def _ask(self, endpoint: Endpoint, prompt: str) -> str:
+    async def _ask(self, endpoint: RefinerEndpoint, prompt: str) -> str:
         from openai import OpenAIError
 
         began = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tidegate.agents.refine import Refiner
 from tidegate.errors import RetrievalRefused, RetrievalUnavailable
-from tidegate.rag.client import ID_TOO_LONG, NOT_TEXT, Found, SearchClient
+from tidegate.rag.client import ID_TOO_LONG, NOT_TEXT, SearchClient, SearchResult
 
 MAX_PASSAGE = 2_000
 """Characters that a search shows of one document."""
@@ -136,7 +136,7 @@ class SearchTools:
                 f"no retrieval server answered within {limit:.1f} s, before the episode's deadline"
             ) from None
 
-    def _shown(self, found: Found) -> str:
+    def _shown(self, found: SearchResult) -> str:
         """A document in a list of results; its id is shown where it can be opened."""
         text = _cut(
             _whole(found.title, found.text),

@@ -33,7 +33,7 @@ from tidegate.agents.base import Agent, Result, Session, load_agent
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.secrecy import shield_process
 from tidegate.tether import continue_at_parent_exit
-from tidegate.tracebacks import told
+from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 
 MAX_OUTPUT = 1_000_000
@@ -49,7 +49,7 @@ EXIT_S = 3.0
 
 
 @dataclass(slots=True)
-class Job:
+class EpisodeJob:
     """One run of the agent."""
 
     id: str
@@ -64,7 +64,7 @@ class Worker:
 
     agent: Agent
     emit: Callable[[dict[str, Any]], None]
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, EpisodeJob] = field(default_factory=dict)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
 
     def handle(self, line: bytes) -> None:
@@ -89,7 +89,7 @@ class Worker:
         session = Session(access["base_url"], access["api_key"], access["model"], access["seed"], deadline)
         view = TaskView(order["task"]["id"], order["task"]["messages"])
         task = asyncio.create_task(self._run_agent(view, session), name=order["job"])
-        job = self.jobs[order["job"]] = Job(order["job"], task, deadline)
+        job = self.jobs[order["job"]] = EpisodeJob(order["job"], task, deadline)
         watch = asyncio.create_task(self._watch(job))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
@@ -101,7 +101,7 @@ class Worker:
             # Left alone, any of these would end the process and every other run with it.
             raise RuntimeError(f"the agent raised {type(error).__name__}({error})") from error
 
-    async def _watch(self, job: Job) -> None:
+    async def _watch(self, job: EpisodeJob) -> None:
         """Wait for the run, not beyond its deadline, and say how it ended."""
         await asyncio.wait({job.task}, timeout=max(0.0, job.deadline - time.monotonic()))
         late = not job.task.done()
@@ -132,7 +132,7 @@ def checked(result: str | Result | None) -> Result:
     return Result(output, reward, {str(name): float(value) for name, value in result.metrics.items()})
 
 
-def _ending(job: Job, *, late: bool) -> dict[str, Any]:
+def _ending(job: EpisodeJob, *, late: bool) -> dict[str, Any]:
     ended: dict[str, Any] = {"outcome": None, "output": None, "reward": None, "metrics": {}, "error": None}
     # Whatever a run still came to after it was cancelled or too late is not wanted any more.
     error = job.task.exception() if job.task.done() and not job.task.cancelled() else None
@@ -145,7 +145,7 @@ def _ending(job: Job, *, late: bool) -> dict[str, Any]:
     if error is not None:
         print(f"{job.id}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         outcome = "infra_error" if isinstance(error, InfrastructureError) else "agent_error"
-        return {**ended, "outcome": outcome, "error": told(error, MAX_ERROR)}
+        return {**ended, "outcome": outcome, "error": describe_error(error, MAX_ERROR)}
     result = job.task.result()
     return {**ended, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
 

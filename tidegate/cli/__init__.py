@@ -24,7 +24,7 @@ from tidegate.cli import (
     view,
     vllm,
 )
-from tidegate.cli.verbs import Parser
+from tidegate.cli.verbs import CommandParser
 from tidegate.errors import STOPPED, StartError, TidegateError
 
 VERBS = (
@@ -83,7 +83,9 @@ def _extra(error: ModuleNotFoundError) -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="tidegate", description="Point any agent's base_url at Tidegate and it learns.")
+    parser = CommandParser(
+        prog="tidegate", description="Point any agent's base_url at Tidegate and it learns."
+    )
     parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:

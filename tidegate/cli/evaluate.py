@@ -14,7 +14,7 @@ from tidegate.secrecy import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
-    from tidegate.evaluation.direct import Endpoint
+    from tidegate.evaluation.direct import ModelEndpoint
     from tidegate.evaluation.target import Target
 
 
@@ -91,8 +91,8 @@ def _gold(arguments: argparse.Namespace, settings: Settings) -> int:
 def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Settings) -> int:
     import asyncio
 
-    from tidegate.evaluation.evaluate import Job, evaluate, next_directory
-    from tidegate.evaluation.progress import Progress
+    from tidegate.evaluation.evaluate import EvalJob, evaluate, next_directory
+    from tidegate.evaluation.progress import EvalProgress
     from tidegate.evaluation.report import result_lines
 
     endpoint = _endpoint(arguments, target)
@@ -101,7 +101,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     if arguments.n < 1 or (arguments.tasks is not None and arguments.tasks < 1):
         raise ConfigError("--n and --tasks are at least 1")
     parent = target.run_dir if target is not None and target.run_dir is not None else settings.run.dir
-    job = Job(
+    job = EvalJob(
         settings=settings,
         directory=arguments.out or next_directory(parent / "evals"),
         endpoint=endpoint,
@@ -112,7 +112,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         sets=[name for name in (arguments.sets or "").split(",") if name],
         tasks=arguments.tasks,
     )
-    progress = Progress("evaluation")
+    progress = EvalProgress("evaluation")
     shield_process()
     results = asyncio.run(evaluate(job, progress, progress.note))
     if arguments.json:
@@ -151,8 +151,8 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
     return settings.model_copy(update=changed)
 
 
-def _endpoint(arguments: argparse.Namespace, target: Target | None) -> Endpoint | None:
-    from tidegate.evaluation.direct import Endpoint
+def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndpoint | None:
+    from tidegate.evaluation.direct import ModelEndpoint
 
     if arguments.url is None:
         for name in ("model", "api_key_env"):
@@ -175,7 +175,7 @@ def _endpoint(arguments: argparse.Namespace, target: Target | None) -> Endpoint 
         key = os.environ.get(arguments.api_key_env, "")
         if not key:
             raise ConfigError(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
-    return Endpoint(arguments.url.rstrip("/"), arguments.model, key)
+    return ModelEndpoint(arguments.url.rstrip("/"), arguments.model, key)
 
 
 def _check_weights(settings: Settings) -> None:

@@ -99,10 +99,10 @@ def _options(
     arguments: argparse.Namespace, limits: dict[str, int], secrets: dict[str, Any]
 ) -> GatewayOptions:
     from tidegate.envs.base import check_reward_timeout, load_environment
-    from tidegate.gateway.limits import Limits
+    from tidegate.gateway.limits import SessionLimits
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.pool import PoolOptions
-    from tidegate.gateway.shards import journal_of, mark_of
+    from tidegate.gateway.shards import id_prefix, journal_of
 
     rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
@@ -123,10 +123,10 @@ def _options(
         untrained_models=arguments.untrained_model,
         rewarders=rewarders,
         reward_timeout_s=arguments.reward_timeout,
-        limits=Limits(**limits),
+        limits=SessionLimits(**limits),
         journal=journal,
         pool=PoolOptions(shards=shards),
-        mark=mark_of(index) if shards > 1 else "",
+        mark=id_prefix(index) if shards > 1 else "",
     )
 
 

@@ -55,12 +55,12 @@ def add(actions: Verbs) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.build import Plan, build
-    from tidegate.rag.news import News
-    from tidegate.rag.prefixes import Prefixes
+    from tidegate.rag.news import BuildProgress
+    from tidegate.rag.prefixes import EncoderPrefixes
 
     prefixes = None
     if arguments.query_prefix is not None or arguments.passage_prefix is not None:
-        prefixes = Prefixes(arguments.query_prefix or "", arguments.passage_prefix or "")
+        prefixes = EncoderPrefixes(arguments.query_prefix or "", arguments.passage_prefix or "")
     plan = Plan(
         sources=arguments.corpus,
         out=arguments.out,
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         prefixes=prefixes,
         replace=arguments.replace,
     )
-    manifest = build(plan, News())
+    manifest = build(plan, BuildProgress())
     print(f"{arguments.out}: {manifest.documents:,} documents, {', '.join(manifest.modes)}")
     return 0
 

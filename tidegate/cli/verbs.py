@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
-from tidegate.loading import nearest
+from tidegate.loading import did_you_mean
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -19,13 +19,13 @@ else:
 RUNS = Path("runs")
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Names the nearest word to one that is none of those to choose from."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(one) for one in action.choices]
-            words = f"there is no {value!r} among {', '.join(known)}{nearest(str(value), known)}"
+            words = f"there is no {value!r} among {', '.join(known)}{did_you_mean(str(value), known)}"
             raise argparse.ArgumentError(action, words)
 
 
@@ -37,7 +37,7 @@ def run_directory(wanted: Path, parent: Path = RUNS) -> Path:
         return parent / wanted
     near = {str(one): one.name for one in _directories(wanted.parent)}
     near |= {one.name: one.name for one in _directories(parent)} if len(wanted.parts) == 1 else {}
-    raise ConfigError(f"{wanted}: there is no such directory{nearest(str(wanted), near)}")
+    raise ConfigError(f"{wanted}: there is no such directory{did_you_mean(str(wanted), near)}")
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from tidegate.doctor.deadline import within
 from tidegate.doctor.findings import Finding, error, ok, warning
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.render import Renderer
 from tidegate.tracebacks import where
 from tidegate.types import Task
@@ -109,7 +109,7 @@ def _wire(task: Task) -> Iterator[Finding]:
 def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Finding]:
     try:
         size = len(renderer.root(list(task.messages), None, {}))
-    except Refusal as failure:
+    except ApiError as failure:
         yield error("environment", "prompt_refused", f"the task {task.id}: {failure}")
         return
     context = settings.engine.context

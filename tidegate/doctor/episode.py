@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
-from tidegate.gateway.client import GatewayClient, Summary
+from tidegate.gateway.client import GatewayClient, SessionSummary
 from tidegate.gateway.formats.registry import MARKERS
 from tidegate.gateway.render import Renderer
 from tidegate.trainer.workers import AgentResult, AgentWorker
@@ -17,11 +17,11 @@ ERROR_SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class TrialEpisode:
     """What the agent did by its own process's account, and what the gateway recorded."""
 
     told: AgentResult
-    summary: Summary
+    summary: SessionSummary
     trajectory: Trajectory
     refusals: dict[str, int]
     overridden: dict[str, int]
@@ -31,7 +31,7 @@ class Episode:
 
 async def run_episode(
     settings: Settings, gateway: GatewayClient, worker: AgentWorker, task: Task, name: str
-) -> Episode:
+) -> TrialEpisode:
     """Open a session, run the agent on it, finish it. Raises GatewayError, StartError."""
     sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
     before = await gateway.metrics()
@@ -58,7 +58,7 @@ async def run_episode(
     trajectory = await gateway.trajectory(access.session_id)
     after = await gateway.metrics()
     new = [_new(before, after, name) for name in ("refusals_total", "overridden_parameters_total")]
-    return Episode(told, summary, trajectory, *new)
+    return TrialEpisode(told, summary, trajectory, *new)
 
 
 def _new(before: str, after: str, name: str) -> dict[str, int]:
@@ -79,7 +79,7 @@ def counted(prometheus: str, name: str) -> dict[str, int]:
     return found
 
 
-def judge_episode(episode: Episode, settings: Settings, renderer: Renderer) -> list[Finding]:
+def judge_episode(episode: TrialEpisode, settings: Settings, renderer: Renderer) -> list[Finding]:
     """Everything that is to be said of one episode."""
     found = [*_ending(episode, settings), *_refused(episode), *_overridden(episode)]
     turns = episode.trajectory.turns
@@ -102,7 +102,7 @@ def judge_episode(episode: Episode, settings: Settings, renderer: Renderer) -> l
     return [*found, ok("episode", text)]
 
 
-def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
+def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
     told, summary = episode.told, episode.summary
     why = (summary.error or told.error or "")[:ERROR_SHOWN].strip()
     silent = "" if episode.trajectory.turns or episode.refusals else "; it never called the gateway"
@@ -151,7 +151,7 @@ def _ending(episode: Episode, settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _hint(episode: Episode) -> str:
+def _hint(episode: TrialEpisode) -> str:
     if "context_length_exceeded" in episode.refusals:
         return "its prompt is longer than the engine's context (engine.max_context of an embedded one)"
     if not episode.trajectory.turns and "Connection" in (episode.told.error or ""):
@@ -159,7 +159,7 @@ def _hint(episode: Episode) -> str:
     return ""
 
 
-def _refused(episode: Episode) -> Iterator[Finding]:
+def _refused(episode: TrialEpisode) -> Iterator[Finding]:
     for code, number in episode.refusals.items():
         yield warning(
             "episode",
@@ -169,7 +169,7 @@ def _refused(episode: Episode) -> Iterator[Finding]:
         )
 
 
-def _overridden(episode: Episode) -> Iterator[Finding]:
+def _overridden(episode: TrialEpisode) -> Iterator[Finding]:
     if episode.overridden:
         yield note(
             "episode",
@@ -262,7 +262,7 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
         )
 
 
-def _delivery(episode: Episode) -> Iterator[Finding]:
+def _delivery(episode: TrialEpisode) -> Iterator[Finding]:
     lost = sum(not turn.delivered for turn in episode.trajectory.turns)
     if lost and episode.told.outcome is None:
         yield warning(
@@ -273,7 +273,7 @@ def _delivery(episode: Episode) -> Iterator[Finding]:
         )
 
 
-def _version(episode: Episode) -> Iterator[Finding]:
+def _version(episode: TrialEpisode) -> Iterator[Finding]:
     trainable = list(episode.trajectory.trainable_turns())
     if trainable and episode.trajectory.oldest_version() is None:
         yield error(

@@ -21,7 +21,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.render import Renderer
-from tidegate.trainer.local import Local
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.processes import admin_key
 from tidegate.trainer.workers import AgentWorker
 
@@ -94,7 +94,7 @@ class Examination:
         if settings.engine.urls:
             return [url.rstrip("/") for url in settings.engine.urls]
         weights = settings.model.path.absolute()
-        engine = Local().engines(settings, self.folder, lambda: (weights, 0))[0]
+        engine = LocalProcesses().engines(settings, self.folder, lambda: (weights, 0))[0]
         stack.push_async_callback(engine.stop)
         try:
             return [await engine.start()]
@@ -124,7 +124,7 @@ class Examination:
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
         key = admin_key(self.settings)
-        service = Local().gateway(self.settings, self.folder, key, None)
+        service = LocalProcesses().gateway(self.settings, self.folder, key, None)
         stack.push_async_callback(service.stop)
         client = None
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tidegate.doctor.findings import Finding, error, note, ok, warning
-from tidegate.gateway.certify import Judgement, certify
+from tidegate.gateway.certify import CaseResult, check_conformance
 from tidegate.gateway.formats.registry import choose
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.render import Renderer
 from tidegate.types import Message
 
@@ -28,9 +28,9 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
     """
     try:
         first = renderer.root(ASKED, None, {}).tolist()
-    except Refusal as failure:
+    except ApiError as failure:
         return [error("template", "template_fails", f"it fails on a plain question: {failure}")]
-    certificate = certify(renderer)
+    certificate = check_conformance(renderer)
     form, why = choose(tool_parser, renderer.write)
     found = [ok("template", f"tool calls are read as {form.name}: {why}")]
     if exact := certificate.of("exact"):
@@ -71,13 +71,13 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
     return found
 
 
-def _kinds(judgements: list[Judgement]) -> str:
+def _kinds(judgements: list[CaseResult]) -> str:
     return ", ".join(one.kind for one in judgements)
 
 
-def _told(judgements: list[Judgement]) -> str:
+def _told(judgements: list[CaseResult]) -> str:
     """Kinds with their reasons, those with one reason together."""
-    by_reason: dict[str, list[Judgement]] = {}
+    by_reason: dict[str, list[CaseResult]] = {}
     for one in judgements:
         by_reason.setdefault(one.why, []).append(one)
     return "; ".join(f"{_kinds(kinds)} ({why})" for why, kinds in by_reason.items())

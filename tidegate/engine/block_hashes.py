@@ -8,7 +8,7 @@ BLOCK = 16
 """Tokens of one block."""
 
 
-class Chain:
+class BlockHashes:
     """The block hashes of a sequence that only grows."""
 
     __slots__ = ("hashes",)

@@ -20,7 +20,7 @@ VIEW_STEP = 16
 
 
 @dataclass(slots=True)
-class Place:
+class CachePlace:
     """Where the forward pass that runs now writes: rows `first..end`.
 
     `positions` [rows, tokens] says where in the rows; the queries then see the first `length` keys of
@@ -66,7 +66,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, place: Place, room: Room) -> None:
+    def __init__(self, place: CachePlace, room: Room) -> None:
         super().__init__()
         self.keys: Tensor
         self.values: Tensor
@@ -161,7 +161,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     """All layers. `begin`, `extend` or `scatter` says where the next forward pass writes."""
 
     def __init__(self, layers: int, room: Room, device: torch.device) -> None:
-        self.place = Place()
+        self.place = CachePlace()
         super().__init__(layers=[SlotLayer(self.place, room) for _ in range(layers)])
         self._row_numbers = torch.arange(room.rows, device=device)
 

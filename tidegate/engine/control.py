@@ -16,7 +16,7 @@ HEALTH_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """`/update_weights_from_disk`."""
 
     directory: Path
@@ -44,13 +44,13 @@ def read_mode(body: Mapping[str, Any], modes: Sequence[Mode]) -> Mode:
     raise RequestError(f"mode = {asked!r}: it is one of {', '.join(modes)}")
 
 
-def read_update(body: Mapping[str, Any]) -> Update:
+def read_update(body: Mapping[str, Any]) -> WeightUpdate:
     path = body.get("model_path")
     if not isinstance(path, str) or not path:
         raise RequestError(f"model_path = {path!r}: give a directory of safetensors")
     version = read_version(body.get("weight_version"), "weight_version")
     keep_cache, abort_all = body.get("flush_cache", True) is False, body.get("abort_all_requests") is True
-    return Update(Path(path), version, keep_cache, abort_all)
+    return WeightUpdate(Path(path), version, keep_cache, abort_all)
 
 
 def read_relabel(body: Mapping[str, Any]) -> tuple[str, bool]:

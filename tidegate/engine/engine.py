@@ -12,10 +12,10 @@ from typing import TypeVar
 from tidegate.engine.grammar import Grammars
 from tidegate.engine.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import Generation
 from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.text import Text
+from tidegate.engine.text import TokenDecoder
 from tidegate.engine.weights import CheckedWeights
 from tidegate.engine.weights_receiver import WeightsReceiver
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 class Engine:
     """Made in any thread; `start` binds it to the event loop that serves its requests."""
 
-    def __init__(self, options: EngineOptions, model: Model, text: Text) -> None:
+    def __init__(self, options: EngineOptions, model: Model, text: TokenDecoder) -> None:
         self.options = options
         self.model = model
         self.text = text
-        self.limits = Limits(
+        self.limits = TokenLimits(
             model.vocab_size, options.max_context, model.eos_ids | text.eos_ids, text.tokenizer is not None
         )
         self.grammars = Grammars(text.tokenizer, model.vocab_size, self.limits.eos_ids)
@@ -50,7 +50,7 @@ class Engine:
     @classmethod
     def load(cls, options: EngineOptions) -> Engine:
         """Raises StartError."""
-        return cls(options, load_model(options), Text.load(options.model))
+        return cls(options, load_model(options), TokenDecoder.load(options.model))
 
     def start(self, on_death: Callable[[], None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

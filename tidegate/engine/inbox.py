@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SchedulerCall:
     """Something to be run in the scheduler's thread; its caller hears what it returns or raises."""
 
     action: Callable[[], Any]
@@ -36,22 +36,22 @@ class Inbox:
     def __init__(self) -> None:
         self.death: BaseException | None = None
         """What closed it."""
-        self._items: queue.SimpleQueue[Generation | Call] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Generation | SchedulerCall] = queue.SimpleQueue()
 
     def submit(self, generation: Generation) -> None:
         self._put(generation)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
-        self._put(Call(action, result))
+        self._put(SchedulerCall(action, result))
         return result
 
-    def _put(self, item: Generation | Call) -> None:
+    def _put(self, item: Generation | SchedulerCall) -> None:
         self._items.put(item)
         if self.death is not None:  # else what is taken after the closing holds the item
             raise EngineError(f"the engine's scheduler died: {self.death!r}", retryable=True)
 
-    def take(self, *, wait: bool) -> Iterator[Generation | Call]:
+    def take(self, *, wait: bool) -> Iterator[Generation | SchedulerCall]:
         """All that came in; with `wait` blocks for the first."""
         while True:
             try:

@@ -33,7 +33,7 @@ class GrammarSource(NamedTuple):
     text: str
 
 
-class Limits(NamedTuple):
+class TokenLimits(NamedTuple):
     """What the loaded model allows."""
 
     vocab_size: int
@@ -71,7 +71,7 @@ class SamplingParams:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
 
-def read_params(given: Mapping[str, Any], limits: Limits) -> SamplingParams:
+def read_params(given: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
     """Raises RequestError that names the parameter."""
     rest = dict(given)
     ignore_eos = boolean(rest, "ignore_eos", False, PARAMS)
@@ -147,7 +147,7 @@ def _grammar(rest: dict[str, Any]) -> GrammarSource | None:
     return GrammarSource(*next(iter(asked.items()))) if asked else None
 
 
-def _stop(value: Any, limits: Limits) -> tuple[str, ...]:
+def _stop(value: Any, limits: TokenLimits) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value or []
     if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
         raise refusal("stop", value, "it is a list of strings that are not empty")

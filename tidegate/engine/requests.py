@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tidegate.engine.block_hashes import Chain
+from tidegate.engine.block_hashes import BlockHashes
 from tidegate.engine.checks import RequestError, boolean, mapping, refuse_rest
 from tidegate.engine.grammar import Grammar
-from tidegate.engine.params import Limits, SamplingParams, read_params
+from tidegate.engine.params import SamplingParams, TokenLimits, read_params
 
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "text": (None,),
@@ -63,7 +63,7 @@ class Generation:
     """Prompt tokens whose keys and values were there when it first got a row."""
     grammar: Grammar | None = None
     """Where its reply is bound to one, compiled."""
-    chain: Chain = field(default_factory=Chain)
+    chain: BlockHashes = field(default_factory=BlockHashes)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
     refused: bool = False
@@ -92,7 +92,7 @@ class Generation:
             self.spans.append((version, start, end))
 
 
-def parse_generate(body: Any, limits: Limits) -> Generation:
+def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     """Check the body of `/generate`; raises RequestError that names what is wrong."""
     fields = dict(mapping(body, "the body"))
     prompt_ids = _prompt(fields.pop("input_ids", None), limits)
@@ -109,7 +109,7 @@ def parse_generate(body: Any, limits: Limits) -> Generation:
     return Generation(rid, prompt_ids, params, limit, stream, return_logprob)
 
 
-def _prompt(ids: Any, limits: Limits) -> list[int]:
+def _prompt(ids: Any, limits: TokenLimits) -> list[int]:
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise RequestError("input_ids: give the prompt as a list of token ids")
     if not ids:

@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
 
 @dataclass(slots=True)
-class _Begun:
+class _PartialPrefill:
     """A request that is being prefilled in the row after the running ones: `done` tokens are cached,
     `reused` of which were found."""
 
@@ -43,7 +43,7 @@ class _Begun:
     done: int
 
 
-class Rows:
+class RunningBatch:
     """Rows, their key-value cache, and the prefix cache behind it. Used by one thread."""
 
     def __init__(self, model: Decoder, max_slots: int, prefix_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Rows:
         self.prefixes = PrefixStore(prefix_bytes)
         self.tokens_prefilled = 0
         self.tokens_reused = 0
-        self._begun: _Begun | None = None
+        self._begun: _PartialPrefill | None = None
 
     @property
     def owners(self) -> list[Generation]:
@@ -121,14 +121,14 @@ class Rows:
             self.remember(row)
         return list(batch)
 
-    def _begin(self, row: int, generation: Generation) -> _Begun:
+    def _begin(self, row: int, generation: Generation) -> _PartialPrefill:
         if self._begun is not None and self._begun.generation is generation:
             return self._begun
         past = generation.past
         length, snapshot = self.prefixes.find(past, generation.chain.upto(past))
         if snapshot is not None:
             self.model.restore(row, snapshot, length)
-        return _Begun(generation, length, length)
+        return _PartialPrefill(generation, length, length)
 
     def abandon(self, generation: Generation) -> None:
         """It will not be prefilled to its end."""

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from tidegate.engine.inbox import Call, Inbox
+from tidegate.engine.inbox import Inbox, SchedulerCall
 from tidegate.engine.inflight import InFlight
 from tidegate.engine.requests import Generation
-from tidegate.engine.rows import Decoder, Rows
+from tidegate.engine.rows import Decoder, RunningBatch
 from tidegate.errors import EngineError
 
 log = logging.getLogger("tidegate.engine")
@@ -71,7 +71,7 @@ class Scheduler:
         self._deliver = deliver
         self._finds_stop = finds_stop
         self._on_death = on_death
-        self._rows = Rows(model, max_slots, prefix_bytes)
+        self._rows = RunningBatch(model, max_slots, prefix_bytes)
         self._in_flight = InFlight()
         self._inbox = Inbox()
         self._notices: list[Generation] = []
@@ -222,7 +222,7 @@ class Scheduler:
     def _take_inbox(self) -> None:
         idle = self.paused is not None or not (self.num_waiting or self._rows.count)
         for item in self._inbox.take(wait=idle):
-            if isinstance(item, Call):
+            if isinstance(item, SchedulerCall):
                 item.run()
             else:
                 self._accept(item)
@@ -335,7 +335,7 @@ class Scheduler:
         self._rows.clear()
         self._in_flight.waiting.clear()
         for item in self._inbox.take(wait=False):
-            if isinstance(item, Call):
+            if isinstance(item, SchedulerCall):
                 item.result.set_exception(EngineError(why, retryable=True))
             else:
                 item.error = why

@@ -11,14 +11,14 @@ from tidegate.errors import StartError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-class Text:
+class TokenDecoder:
     """The tokenizer of the model directory; without one, replies have no text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
 
     @classmethod
-    def load(cls, directory: Path) -> Text:
+    def load(cls, directory: Path) -> TokenDecoder:
         """Raises StartError where there is a tokenizer that cannot be read."""
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return cls(None)
@@ -59,18 +59,18 @@ class Text:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
-    def follow(self, generation: Generation) -> Following:
-        return Following(self, generation)
+    def follow(self, generation: Generation) -> IncrementalDecoder:
+        return IncrementalDecoder(self, generation)
 
 
-class Following:
+class IncrementalDecoder:
     """The text of a reply while it grows, decoding only its newest tokens each time.
 
     The offsets are those of vLLM's incremental detokenizer: text is added once it no longer ends in
     half a character.
     """
 
-    def __init__(self, text: Text, generation: Generation) -> None:
+    def __init__(self, text: TokenDecoder, generation: Generation) -> None:
         self._text = text
         self._generation = generation
         self._so_far = ""

@@ -19,7 +19,7 @@ TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
 
 
 @dataclass(slots=True)
-class Update:
+class IncomingWeights:
     """What came so far, and how it is to be made live."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class WeightsReceiver:
     def __init__(self, device: torch.device = HOST) -> None:
         self._device = device
         self._groups: dict[str, WeightsGroup] = {}
-        self._update: Update | None = None
+        self._update: IncomingWeights | None = None
 
     def join(self, address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
         """Meet the trainer there; a group of the same name is left. Raises RequestError."""
@@ -69,9 +69,9 @@ class WeightsReceiver:
         """Open an update. Raises RequestError while one is open."""
         if self._update is not None:
             raise RequestError("an update is open already; /end_weight_update closes it")
-        self._update = Update()
+        self._update = IncomingWeights()
 
-    def receive(self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> Update:
+    def receive(self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> IncomingWeights:
         """Take tensors, each (name, type, shape), over a group; returns the update that they belong to.
 
         Raises RequestError; where the group broke it is left.
@@ -94,12 +94,12 @@ class WeightsReceiver:
         update.take(empty)
         return update
 
-    def end(self) -> Update:
+    def end(self) -> IncomingWeights:
         """Close the update. Raises RequestError where none is open."""
         update, self._update = self._open(), None
         return update
 
-    def _open(self) -> Update:
+    def _open(self) -> IncomingWeights:
         if self._update is None:
             raise RequestError("no update is open; /begin_weight_update opens one")
         return self._update

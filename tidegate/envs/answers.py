@@ -53,21 +53,21 @@ _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ParsedAnswer:
     """A number that was read, and the extractor that read it."""
 
     extractor: str
     value: Fraction
 
 
-def read_answer(text: str | None) -> Found | None:
+def read_answer(text: str | None) -> ParsedAnswer | None:
     """The answer that a text gives, by the first way that finds one; None where it holds no number."""
     if not text:
         return None
     for name, extract in EXTRACTORS.items():
         value = extract(text)
         if value is not None:
-            return Found(name, value)
+            return ParsedAnswer(name, value)
     return None
 
 

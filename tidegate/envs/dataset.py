@@ -13,10 +13,10 @@ from tidegate.envs.finite import Finite
 from tidegate.envs.graders import GRADERS
 from tidegate.envs.prompts import Prompt
 from tidegate.envs.rewards import Reward
-from tidegate.envs.rows import Row, read_rows
+from tidegate.envs.rows import DataRow, read_rows
 from tidegate.envs.verifier import require_math_verify
 from tidegate.errors import ConfigError
-from tidegate.loading import load_object, nearest
+from tidegate.loading import did_you_mean, load_object
 from tidegate.types import Task
 
 EVAL_FRACTION = 0.1
@@ -70,10 +70,10 @@ class Dataset(Finite):
         answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer
         return None if answer is None else str(answer)
 
-    def _tasks(self, rows: Sequence[Row], kind: str) -> list[Task]:
+    def _tasks(self, rows: Sequence[DataRow], kind: str) -> list[Task]:
         return [self._task(f"{kind}-{row.number}", row) for row in rows]
 
-    def _task(self, id: str, row: Row) -> Task:
+    def _task(self, id: str, row: DataRow) -> Task:
         messages = self._prompt.messages(row)
         answer = None
         if self._answer is not None:
@@ -125,7 +125,7 @@ def _reward(given: Any) -> Reward:
         raise ConfigError(f"dataset: the reward {given!r} needs a 'use': a built-in name or file.py:function")
     for key in table:
         if key not in _REWARD_KEYS:
-            raise ConfigError(f"dataset: a reward has no setting {key!r}{nearest(key, _REWARD_KEYS)}")
+            raise ConfigError(f"dataset: a reward has no setting {key!r}{did_you_mean(key, _REWARD_KEYS)}")
     use, weight = table["use"], table.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"dataset: the reward {use!r} has the weight {weight!r}, which is no number")

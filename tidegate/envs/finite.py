@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tidegate.envs.base import Environment
-from tidegate.envs.order import Order
+from tidegate.envs.order import EpochShuffle
 from tidegate.types import Task
 
 
@@ -18,7 +18,7 @@ class Finite(Environment):
     def _hold(self, train: Sequence[Task], held_out: Mapping[str, Sequence[Task]], seed: int) -> None:
         self._train = train
         self._held_out = held_out
-        self._order = Order(len(train), seed)
+        self._order = EpochShuffle(len(train), seed)
 
     def train_task(self, index: int) -> Task:
         return self._train[self._order[index]]

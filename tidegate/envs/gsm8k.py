@@ -11,10 +11,10 @@ from tidegate.envs.finite import Finite
 from tidegate.envs.graders import GRADERS
 from tidegate.envs.prompts import Prompt
 from tidegate.envs.rewards import Reward
-from tidegate.envs.rows import Row, read_rows
+from tidegate.envs.rows import DataRow, read_rows
 from tidegate.envs.verifier import require_math_verify
 from tidegate.errors import ConfigError
-from tidegate.loading import nearest
+from tidegate.loading import did_you_mean
 from tidegate.types import Task
 
 MODES = {
@@ -52,7 +52,7 @@ class GSM8K(Finite):
     ) -> None:
         if mode not in MODES:
             raise ConfigError(
-                f"gsm8k: there is no mode {mode!r}{nearest(mode, MODES)}; there are {', '.join(MODES)}"
+                f"gsm8k: there is no mode {mode!r}{did_you_mean(mode, MODES)}; there are {', '.join(MODES)}"
             )
         if mode == "math_verify":
             require_math_verify("gsm8k: mode = 'math_verify'")
@@ -70,7 +70,7 @@ class GSM8K(Finite):
         solution: str = task.info["solution"]
         return solution
 
-    def _task(self, id: str, row: Row) -> Task:
+    def _task(self, id: str, row: DataRow) -> Task:
         solution = row.text("answer")
         answer = verl.strict(solution)
         if answer is None:
@@ -78,7 +78,7 @@ class GSM8K(Finite):
         return Task(id, self.name, self._prompt.messages(row), answer, {"solution": solution})
 
 
-def _load(path: str) -> dict[str, list[Row]]:
+def _load(path: str) -> dict[str, list[DataRow]]:
     directory = Path(path)
     if directory.is_dir():
         return {split: read_rows(directory / f"{split}.jsonl") for split in ("train", "test")}
@@ -91,7 +91,7 @@ def _load(path: str) -> dict[str, list[Row]]:
     return _from_hub(path)
 
 
-def _from_hub(dataset_id: str) -> dict[str, list[Row]]:
+def _from_hub(dataset_id: str) -> dict[str, list[DataRow]]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -109,5 +109,5 @@ def _from_hub(dataset_id: str) -> dict[str, list[Row]]:
         ) from error
 
 
-def _rows(dataset_id: str, split: str, found: Any) -> list[Row]:
-    return [Row(Path(f"{dataset_id}/{split}"), number, dict(one)) for number, one in enumerate(found, 1)]
+def _rows(dataset_id: str, split: str, found: Any) -> list[DataRow]:
+    return [DataRow(Path(f"{dataset_id}/{split}"), number, dict(one)) for number, one in enumerate(found, 1)]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tidegate.envs.base import Environment, load_environment
 from tidegate.errors import ConfigError
-from tidegate.loading import nearest
+from tidegate.loading import did_you_mean
 from tidegate.types import Message, Scored, Task, Trajectory
 
 CYCLE = 1000
@@ -120,7 +120,7 @@ def _checked(table: Any, place: int) -> Mapping[str, Any]:
         raise ConfigError(f"mixture: part {place} needs a 'use': an environment's name or file.py:Name")
     for key in table:
         if key not in _KEYS:
-            raise ConfigError(f"mixture: part {place} has no setting {key!r}{nearest(key, _KEYS)}")
+            raise ConfigError(f"mixture: part {place} has no setting {key!r}{did_you_mean(key, _KEYS)}")
     weight = table.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         raise ConfigError(f"mixture: part {place} has the weight {weight!r}; it must be a number above 0")

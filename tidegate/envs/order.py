@@ -6,7 +6,7 @@ import functools
 from random import Random
 
 
-class Order:
+class EpochShuffle:
     """Epoch after epoch, each a permutation of its own that the seed alone determines."""
 
     def __init__(self, size: int, seed: int) -> None:

@@ -6,7 +6,7 @@ import re
 from string import Formatter
 from typing import Any
 
-from tidegate.envs.rows import Row
+from tidegate.envs.rows import DataRow
 from tidegate.errors import ConfigError
 from tidegate.types import Message
 
@@ -26,7 +26,7 @@ class Prompt:
         self.columns = _columns(prompt) or [prompt]
         self._is_column = "{" not in prompt and "}" not in prompt
 
-    def messages(self, row: Row) -> list[Message]:
+    def messages(self, row: DataRow) -> list[Message]:
         """Raises ConfigError that names the row and the column that will not do."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         if not self._is_column:
@@ -36,7 +36,7 @@ class Prompt:
             return [*system, *_checked(row, self._template, value)]
         return [*system, {"role": "user", "content": row.text(self._template)}]
 
-    def _fill(self, row: Row) -> str:
+    def _fill(self, row: DataRow) -> str:
         values = {}
         for name in self.columns:
             value = row[name]
@@ -61,7 +61,7 @@ def _columns(template: str) -> list[str]:
     return list(dict.fromkeys(name for name, _, _ in fields))
 
 
-def _checked(row: Row, key: str, messages: list[Any]) -> list[Message]:
+def _checked(row: DataRow, key: str, messages: list[Any]) -> list[Message]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.error(f"{key!r} is a list, but not of messages with a role and a content")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
-from tidegate.loading import nearest
+from tidegate.loading import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row; `number` is its line (JSONL) or its place (parquet), counted from 1."""
 
     file: Path
@@ -25,7 +25,7 @@ class Row:
         """A column's value; raises ConfigError that names file, line and key."""
         if key not in self.values:
             has = ", ".join(map(repr, self.values)) or "none"
-            raise self.error(f"there is no key {key!r}{nearest(key, self.values)} (it has {has})")
+            raise self.error(f"there is no key {key!r}{did_you_mean(key, self.values)} (it has {has})")
         return self.values[key]
 
     def text(self, key: str) -> str:
@@ -46,7 +46,7 @@ class Row:
         return f"{'row' if is_parquet(self.file) else 'line'} {self.number}"
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[DataRow]:
     """All rows of a `.jsonl` or `.parquet` file.
 
     Raises ConfigError that names the file, and the line where there is one.
@@ -65,7 +65,7 @@ def is_parquet(path: Path) -> bool:
     return path.suffix == ".parquet"
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[DataRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -81,7 +81,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 raise ConfigError(f"{where}: not valid JSON: {error}; one object a line is needed") from None
             if not isinstance(values, dict):
                 raise ConfigError(f"{where}: {_short(values)}, not an object with keys")
-            yield Row(path, number, values)
+            yield DataRow(path, number, values)
 
 
 def _no_constant(name: str) -> Any:
@@ -109,7 +109,7 @@ def _check_characters(values: Any) -> None:
         raise ValueError(f"{half} is half of a character") from None
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[DataRow]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -121,7 +121,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file that can be read: {error}") from None
     for number, values in enumerate(table, 1):
-        yield Row(path, number, {key: _plain(value) for key, value in values.items()})
+        yield DataRow(path, number, {key: _plain(value) for key, value in values.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tidegate.envs.rows import Row, read_rows
+from tidegate.envs.rows import DataRow, read_rows
 
 _QUESTION = ("question", "query")
 _ANSWERS = ("golden_answers", "answers", "answer")
@@ -19,7 +19,7 @@ _ID = ("id", "_id", "query_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LabelledQuestion:
     """A question of a data set. `gold` is its documents: id or title → text, "" where that isn't given."""
 
     id: str
@@ -28,7 +28,7 @@ class Asked:
     gold: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_questions(path: Path, canary: str | None = None) -> list[Asked]:
+def read_questions(path: Path, canary: str | None = None) -> list[LabelledQuestion]:
     """All questions of a `.jsonl` or `.parquet` file.
 
     A row has a `question`; its answers in `golden_answers`, `answers` or `answer`, a text or a list of
@@ -38,7 +38,7 @@ def read_questions(path: Path, canary: str | None = None) -> list[Asked]:
     """
     rows = read_rows(path)
     if canary is not None:
-        rows = [Row(row.file, row.number, _deciphered(row, canary)) for row in rows]
+        rows = [DataRow(row.file, row.number, _deciphered(row, canary)) for row in rows]
     return [_asked(row) for row in rows]
 
 
@@ -53,7 +53,7 @@ def decipher(text: str, canary: str) -> str:
     ).decode()
 
 
-def _deciphered(row: Row, canary: str) -> dict[str, Any]:
+def _deciphered(row: DataRow, canary: str) -> dict[str, Any]:
     """The columns that are read, in the clear; `query_id` was never enciphered."""
 
     def plain(value: Any) -> Any:
@@ -75,7 +75,7 @@ def _deciphered(row: Row, canary: str) -> dict[str, Any]:
     return {"query_id": row.values.get("query_id"), **read}
 
 
-def _asked(row: Row) -> Asked:
+def _asked(row: DataRow) -> LabelledQuestion:
     question = row.text(_first(row, _QUESTION))
     key = _first(row, _ANSWERS)
     value = row[key]
@@ -83,10 +83,10 @@ def _asked(row: Row) -> Asked:
     if not answers:
         raise row.error(f"{key!r} holds no answer")
     named = next((row.values[one] for one in _ID if row.values.get(one) is not None), row.number)
-    return Asked(str(named), question, answers, dict(_gold(row)))
+    return LabelledQuestion(str(named), question, answers, dict(_gold(row)))
 
 
-def _gold(row: Row) -> Iterator[tuple[str, str]]:
+def _gold(row: DataRow) -> Iterator[tuple[str, str]]:
     """The gold documents that a row names."""
     facts = row.values.get("supporting_facts")
     if isinstance(facts, Mapping):  # as parquet has them: columns
@@ -102,7 +102,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _first(row: Row, keys: tuple[str, ...]) -> str:
+def _first(row: DataRow, keys: tuple[str, ...]) -> str:
     found = next((key for key in keys if key in row.values), None)
     if found is None:
         raise row.error(

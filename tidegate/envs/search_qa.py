@@ -12,9 +12,9 @@ from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.search_data import read_questions
 from tidegate.envs.search_grade import METRICS, extract, recall, well_formed
 from tidegate.envs.search_judge import Judge
-from tidegate.envs.search_world import Question, World, make_world
+from tidegate.envs.search_world import SyntheticWorld, WorldQuestion, make_world
 from tidegate.errors import ConfigError
-from tidegate.loading import construct, nearest
+from tidegate.loading import construct, did_you_mean
 from tidegate.types import Message, Task
 
 
@@ -51,7 +51,7 @@ class SearchQA(Finite):
         if metric != "judge" and metric not in METRICS:
             known = (*METRICS, "judge")
             raise ConfigError(
-                f"search_qa: there is no metric {metric!r}{nearest(metric, known)}; "
+                f"search_qa: there is no metric {metric!r}{did_you_mean(metric, known)}; "
                 f"there are {', '.join(known)}"
             )
         if (metric == "judge") != (judge is not None):
@@ -107,7 +107,7 @@ class SearchQA(Finite):
             for one in read_questions(Path(path), canary)
         ]
 
-    def _of_world(self, world: World, hops: int, seed: int) -> list[Task]:
+    def _of_world(self, world: SyntheticWorld, hops: int, seed: int) -> list[Task]:
         """The world's questions in an order of their own: the first of them are of every kind."""
         questions = list(world.questions(hops))
         if not questions:
@@ -115,7 +115,7 @@ class SearchQA(Finite):
         Random(f"search_qa/{seed}").shuffle(questions)
         return [self._about(question, number) for number, question in enumerate(questions)]
 
-    def _about(self, question: Question, number: int) -> Task:
+    def _about(self, question: WorldQuestion, number: int) -> Task:
         gold = {fact.id: fact.text for fact in question.facts}
         split = question.facts[0].id.rpartition("-")[0]
         return self._task(f"{split}-{question.hops}-{number}", question.text, [question.answer], gold)

@@ -82,7 +82,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class WorldQuestion:
     """A question with the facts that answer it, in the order in which they are found."""
 
     kind: Kind
@@ -99,24 +99,26 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SyntheticWorld:
     """All facts of a world."""
 
     facts: tuple[Fact, ...]
 
-    def questions(self, hops: int) -> Iterator[Question]:
+    def questions(self, hops: int) -> Iterator[WorldQuestion]:
         """Every question of so many hops, in the facts' order."""
         by_subject = {fact.subject: fact for fact in self.facts}
         for start in self.facts:
             for kind in KINDS:
                 if len(kind.path) == hops and kind.path[0] == start.relation:
-                    yield Question(kind, kind.text.format(start.subject), _follow(start, hops, by_subject))
+                    yield WorldQuestion(
+                        kind, kind.text.format(start.subject), _follow(start, hops, by_subject)
+                    )
 
     def entities(self) -> set[str]:
         return {name for fact in self.facts for name in (fact.subject, fact.object)}
 
 
-def make_world(seed: int | str, split: WorldSplit) -> World:
+def make_world(seed: int | str, split: WorldSplit) -> SyntheticWorld:
     """85 people, 85 companies and 30 cities with a mayor each: 200 facts, the same for the same seed."""
     rng = Random(f"world/{seed}/{split}")
     names = [one for one in _names() if held_out_name(one) == (split == "held_out")]
@@ -129,7 +131,7 @@ def make_world(seed: int | str, split: WorldSplit) -> World:
         *(("seat", company, rng.choice(cities)) for company in companies),
         *(("mayor", city, mayor) for city, mayor in zip(cities, mayors, strict=True)),
     ]
-    return World(tuple(Fact(f"{split}-{n}", *one) for n, one in enumerate(told)))
+    return SyntheticWorld(tuple(Fact(f"{split}-{n}", *one) for n, one in enumerate(told)))
 
 
 def held_out_name(name: str) -> bool:
@@ -138,7 +140,7 @@ def held_out_name(name: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
-def documents(worlds: Sequence[World]) -> list[dict[str, str]]:
+def documents(worlds: Sequence[SyntheticWorld]) -> list[dict[str, str]]:
     """The passages of some worlds as a corpus has them: `id`, `title` (the subject) and `text`."""
     return [
         {"id": fact.id, "title": fact.subject, "text": fact.text} for world in worlds for fact in world.facts

@@ -26,7 +26,7 @@ MAX_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MathVerdict:
     """Whether the output could be parsed, and whether it equals the answer."""
 
     parsed: bool
@@ -39,7 +39,7 @@ def require_math_verify(what: str) -> None:
         raise ConfigError(f"{what} needs math-verify, which is not installed: pip install 'tidegate[math]'")
 
 
-def verify(output: str, answer: str) -> Verdict:
+def verify(output: str, answer: str) -> MathVerdict:
     """Compare by math-verify. Raises RewardError where it takes longer than LIMIT_S or cannot run."""
     return _shared().ask(output[-MAX_TEXT:], answer)
 
@@ -61,7 +61,7 @@ class Verifier:
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: SimpleQueue[bytes] = SimpleQueue()
 
-    def ask(self, output: str, answer: str) -> Verdict:
+    def ask(self, output: str, answer: str) -> MathVerdict:
         with self._lock:
             process = self._live()
             assert process.stdin is not None
@@ -80,7 +80,7 @@ class Verifier:
         reply = json.loads(line)
         if "error" in reply:
             raise RewardError(f"math-verify: {reply['error']}")
-        return Verdict(reply["parsed"], reply["equal"])
+        return MathVerdict(reply["parsed"], reply["equal"])
 
     def close(self) -> None:
         with self._lock:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.evaluation.sampler import Attempt
+from tidegate.evaluation.sampler import SampledAttempt
 from tidegate.gateway.rewards import Scorer
 from tidegate.trainer.workers import AgentResult, AgentWorker
 from tidegate.types import Outcome, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ModelEndpoint:
     """Where the model is: the base URL as an OpenAI client takes it, the model's name there, the key."""
 
     base_url: str
@@ -31,7 +31,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class _Attempt:
-    endpoint: Endpoint
+    endpoint: ModelEndpoint
     worker: AgentWorker
     scorer: Scorer
     deadline_s: float
@@ -55,8 +55,8 @@ class _Attempt:
 
 @contextlib.asynccontextmanager
 async def direct(
-    settings: Settings, environment: Environment, endpoint: Endpoint, directory: Path
-) -> AsyncIterator[Attempt]:
+    settings: Settings, environment: Environment, endpoint: ModelEndpoint, directory: Path
+) -> AsyncIterator[SampledAttempt]:
     """The way to run an episode against the endpoint. Raises StartError or ConfigError."""
     worker = await AgentWorker.start(
         settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"

@@ -18,12 +18,12 @@ import orjson
 from tidegate.config import Settings
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, ConfigError
-from tidegate.evaluation.direct import Endpoint, direct
+from tidegate.evaluation.direct import ModelEndpoint, direct
 from tidegate.evaluation.hosted import hosted
-from tidegate.evaluation.sampler import Attempt, Episode, Sampler
-from tidegate.evaluation.tally import Tally
-from tidegate.loading import nearest
-from tidegate.trainer.guard import Guard
+from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
+from tidegate.evaluation.tally import EvalResults
+from tidegate.loading import did_you_mean
+from tidegate.trainer.guard import TaskSupervisor
 from tidegate.trainer.trajectories import bounded_answer, readable
 from tidegate.types import Sampling, Task
 
@@ -32,7 +32,7 @@ EPISODES = "episodes.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EvalJob:
     """What to evaluate, and how.
 
     `settings` name the agent, the environment and, where there is no `endpoint`, the weights.
@@ -41,7 +41,7 @@ class Job:
     settings: Settings
     directory: Path
     """Where the results go; it must not hold any yet."""
-    endpoint: Endpoint | None = None
+    endpoint: ModelEndpoint | None = None
     temperature: float = 1.0
     samples: int = 1
     ks: Sequence[int] = (1,)
@@ -64,7 +64,7 @@ class Job:
 
 
 async def evaluate(
-    job: Job, progress: Callable[[int, int], None], note: Callable[[str], None]
+    job: EvalJob, progress: Callable[[int, int], None], note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run it and write `results.json` and `episodes.jsonl`; returns what the former holds.
 
@@ -78,14 +78,14 @@ async def evaluate(
     if (job.directory / RESULTS).exists():
         raise ConfigError(f"{job.directory} holds results already; choose another directory")
     job.directory.mkdir(parents=True, exist_ok=True)
-    tally, began = Tally(job.threshold, job.ks), time.monotonic()
+    tally, began = EvalResults(job.threshold, job.ks), time.monotonic()
     with (job.directory / EPISODES).open("wb") as file:
 
-        def keep(episode: Episode) -> None:
+        def keep(episode: SampledEpisode) -> None:
             tally.add(episode)
             file.write(_line(episode, job.temperature))
 
-        guard = Guard()
+        guard = TaskSupervisor()
         status = "failed"
         reasons: Counter[str] = Counter()
         try:
@@ -115,7 +115,7 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{environment.name}: there is no held-out set {name!r}{nearest(name, known)}; "
+                f"{environment.name}: there is no held-out set {name!r}{did_you_mean(name, known)}; "
                 f"there are {', '.join(known)}"
             )
     chosen = {name: found[:tasks] for name, found in sets.items() if not names or (name or "main") in names}
@@ -134,8 +134,8 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
 
 @contextlib.asynccontextmanager
 async def _attempts(
-    job: Job, environment: Environment, guard: Guard, note: Callable[[str], None]
-) -> AsyncIterator[Attempt]:
+    job: EvalJob, environment: Environment, guard: TaskSupervisor, note: Callable[[str], None]
+) -> AsyncIterator[SampledAttempt]:
     if job.endpoint is not None:
         async with direct(job.settings, environment, job.endpoint, job.directory) as attempt:
             yield attempt
@@ -170,7 +170,7 @@ async def _until_stopped(work: Any) -> str:
             loop.remove_signal_handler(number)
 
 
-def _described(job: Job) -> dict[str, Any]:
+def _described(job: EvalJob) -> dict[str, Any]:
     settings = job.settings
     sampling: dict[str, Any] | None = job.sampling.to_wire() if job.endpoint is None else None
     return {
@@ -184,7 +184,7 @@ def _described(job: Job) -> dict[str, Any]:
     }
 
 
-def _line(episode: Episode, temperature: float) -> bytes:
+def _line(episode: SampledEpisode, temperature: float) -> bytes:
     line = {
         "eval_set": episode.eval_set,
         "mode": "sampled" if temperature > 0 else "greedy",

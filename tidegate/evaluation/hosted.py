@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.evaluation.sampler import Attempt
+from tidegate.evaluation.sampler import SampledAttempt
 from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.guard import Guard
-from tidegate.trainer.local import Local
+from tidegate.trainer.guard import TaskSupervisor
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes import start_processes
 from tidegate.types import Sampling, Task, Trajectory
@@ -36,9 +36,9 @@ async def hosted(
     settings: Settings,
     sampling: Sampling,
     directory: Path,
-    guard: Guard,
+    guard: TaskSupervisor,
     note: Callable[[str], None],
-) -> AsyncIterator[Attempt]:
+) -> AsyncIterator[SampledAttempt]:
     """Serves `settings.model.path` (or uses `settings.engine.urls`) and gives the way to run an episode.
 
     Logs go to `<directory>/logs`; news go to `note`. A process that dies for good ends what `guard` runs.
@@ -49,7 +49,7 @@ async def hosted(
     async with contextlib.AsyncExitStack() as stack:
         try:
             processes = await start_processes(
-                settings, directory, lambda: (weights, 0), guard, note, stack, Local()
+                settings, directory, lambda: (weights, 0), guard, note, stack, LocalProcesses()
             )
             episodes = Episodes(processes.gateway, processes.worker, settings.agent.deadline_s)
             yield _Attempt(episodes, sampling)

@@ -9,7 +9,7 @@ _LINES = 10
 _REDRAW_S = 0.1
 
 
-class Progress:
+class EvalProgress:
     """Called with (done, total) as things end."""
 
     def __init__(self, what: str) -> None:

@@ -17,14 +17,14 @@ GIVE_UP_AFTER = 16
 _RETRY_S = 1.0
 
 
-class Attempt(Protocol):
+class SampledAttempt(Protocol):
     """One run of the agent on a task, rewarded. Raises GatewayError where it could not be made."""
 
     async def __call__(self, name: str, task: Task, seed: int) -> Trajectory: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class SampledEpisode:
     """One sample: the held-out set it is of, its number (from 0), and what came of it."""
 
     eval_set: str
@@ -40,13 +40,13 @@ class Sampler:
     An episode that ends as `infra_error` is attempted `max_attempts` times; every other one once.
     """
 
-    attempt: Attempt
+    attempt: SampledAttempt
     sets: Mapping[str, Sequence[Task]]
     samples: int
     concurrency: int
     seed: int
     max_attempts: int
-    keep: Callable[[Episode], None]
+    keep: Callable[[SampledEpisode], None]
     """Is handed every episode as it ends."""
     progress: Callable[[int, int], None]
     done: int = 0
@@ -88,7 +88,7 @@ class Sampler:
                 self.reasons[_reason(trajectory)] += 1
             else:
                 self.succeeded += 1
-            self.keep(Episode(name, task, sample, trajectory))
+            self.keep(SampledEpisode(name, task, sample, trajectory))
             self.progress(self.done, self.total)
             if not self.succeeded and self.done >= GIVE_UP_AFTER:
                 raise self._hopeless()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from tidegate.evaluation.sampler import Episode
+from tidegate.evaluation.sampler import SampledEpisode
 from tidegate.evaluation.stats import estimate, pass_at_k
 from tidegate.types import Outcome
 
@@ -31,14 +31,14 @@ class Grading:
 
 
 @dataclass(slots=True)
-class Tally:
+class EvalResults:
     """Counts the episodes of every held-out set; right is a reward of at least `threshold`."""
 
     threshold: float
     ks: Sequence[int]
     gradings: dict[str, list[Grading]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, episode: Episode) -> None:
+    def add(self, episode: SampledEpisode) -> None:
         one = episode.trajectory
         self.gradings[episode.eval_set].append(
             Grading(

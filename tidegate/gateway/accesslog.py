@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from tidegate.gateway.sessions import Session
+    from tidegate.gateway.sessions import GatewaySession
     from tidegate.types import Turn
 
 access = logging.getLogger("tidegate.gateway.access")
 
 
-def log_turn(session: Session, turn: Turn, prompt_tokens: int) -> None:
+def log_turn(session: GatewaySession, turn: Turn, prompt_tokens: int) -> None:
     if not access.isEnabledFor(logging.INFO):
         return
     row = {

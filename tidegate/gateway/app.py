@@ -21,14 +21,14 @@ from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway import bodies, openapi
 from tidegate.gateway.ask import RawBody
-from tidegate.gateway.dataplane import CountEndpoint, Endpoint, ModelsEndpoint
+from tidegate.gateway.dataplane import CountEndpoint, DialectEndpoint, ModelsEndpoint
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.exchange import respond
 from tidegate.gateway.exposition import exposition
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.request_body import ClientGone, read_body
-from tidegate.key import Key
+from tidegate.key import ApiKey
 from tidegate.types import Trajectory
 
 
@@ -39,10 +39,10 @@ def create_app(gateway: Gateway) -> ASGIApp:
     """
     control = _control_plane(gateway)
     endpoints: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/chat/completions", Endpoint(gateway, chat)),
-        ("POST", "/completions", Endpoint(gateway, completions)),
-        ("POST", "/responses", Endpoint(gateway, responses)),
-        ("POST", "/messages", Endpoint(gateway, messages)),
+        ("POST", "/chat/completions", DialectEndpoint(gateway, chat)),
+        ("POST", "/completions", DialectEndpoint(gateway, completions)),
+        ("POST", "/responses", DialectEndpoint(gateway, responses)),
+        ("POST", "/messages", DialectEndpoint(gateway, messages)),
         ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
         ("GET", "/models", ModelsEndpoint(gateway)),
         ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
@@ -52,7 +52,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    data = Router(routes, default=Guard(gateway, control))
+    data = Router(routes, default=AuthMiddleware(gateway, control))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (data if scope["type"] == "http" else control)(scope, receive, send)
@@ -60,7 +60,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     return app
 
 
-class Guard:
+class AuthMiddleware:
     """Before the control plane: the key first, then the body, which is bounded in size and time."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
@@ -81,7 +81,7 @@ class Guard:
         except GatewayError as error:
             await _answer(str(error), error.status or 400)(scope, receive, send)
             return
-        except Refusal as refusal:
+        except ApiError as refusal:
             await _answer(str(refusal), refusal.status)(scope, receive, send)
             return
         await self._control(scope, _replayed(body, receive), send)
@@ -140,8 +140,8 @@ class ControlPlane(FastAPI):
         return self.openapi_schema
 
 
-def _admin(gateway: Gateway) -> Key:
-    return Key(
+def _admin(gateway: Gateway) -> ApiKey:
+    return ApiKey(
         gateway.options.admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401)
     )
 

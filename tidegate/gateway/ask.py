@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from tidegate.gateway.sampling import Wishes
+from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.toolcalls import ToolUse
 from tidegate.types import Message
 
@@ -15,11 +15,11 @@ RawBody = bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """What every dialect is translated to."""
 
     messages: list[Message]
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: RequestedSampling = field(default_factory=RequestedSampling)
     tools: list[Any] | None = None
     tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: dict[str, Any] = field(default_factory=dict)

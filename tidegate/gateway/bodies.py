@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from yarl import URL
 
 from tidegate.gateway.groups import GroupStore
-from tidegate.gateway.limits import Limits
-from tidegate.gateway.session_store import Sessions
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.session_store import SessionStore
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import Outcome, Sampling, Split, Task
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -68,7 +68,7 @@ class OpenSession(Body):
             "epoch": epoch,
             "task": None if self.task is None else Task(**dict(self.task)),
             "sampling": Sampling(**dict(self.sampling)),
-            "limits": Limits(**dict(self.limits)),
+            "limits": SessionLimits(**dict(self.limits)),
         }
 
 
@@ -178,7 +178,7 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def session_row(session: Session) -> dict[str, Any]:
+def session_row(session: GatewaySession) -> dict[str, Any]:
     """A session as the control plane shows it: no key, no answer."""
     return {
         "session_id": session.id,
@@ -196,7 +196,7 @@ def session_row(session: Session) -> dict[str, Any]:
     }
 
 
-def group_rows(sessions: Sessions, groups: GroupStore) -> list[dict[str, Any]]:
+def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any]]:
     """All groups: those that are not sealed yet, then the others in the order of sealing."""
     rows = []
     for group_id, members in sessions.groups().items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidegate.gateway.lines import Line
+from tidegate.gateway.lines import RequestHistory
 
 
-def branch_reason(line: Line, earlier: Sequence[Line], parent: int | None, start: int, newest: int) -> str:
+def branch_reason(
+    line: RequestHistory, earlier: Sequence[RequestHistory], parent: int | None, start: int, newest: int
+) -> str:
     """Names the first difference from the earlier request that `line` resembles most.
 
     `line` extends turn `parent` by its messages from `start` on; `newest` is the newest turn, and another

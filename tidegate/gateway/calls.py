@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.gateway.ask import Ask
+from tidegate.gateway.ask import TurnRequest
 from tidegate.gateway.names import unique_name
-from tidegate.gateway.protocol import Order, Sampled, trainable_tokens
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.protocol import GenerateRequest, GenerateResult, trainable_tokens
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.reply import ReplyReader, begins_with, read_through
-from tidegate.gateway.tree import Node, Place, Request
+from tidegate.gateway.tree import Attachment, TurnNode, TurnRequestInfo
 from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PendingTurn:
     """One request on its way to becoming a turn."""
 
     digest: bytes
-    place: Place
+    place: Attachment
     delta: Ids
     said: list[Message]
-    order: Order
+    order: GenerateRequest
     reader: ReplyReader
     branch: str | None = None
     exempt: str | None = None
@@ -44,8 +44,8 @@ class Call:
     started: float = field(default_factory=time.time)
     prompt_tokens: int = 0
     task: asyncio.Task[None] | None = None
-    node: Node | None = None
-    refusal: Refusal | None = None
+    node: TurnNode | None = None
+    refusal: ApiError | None = None
     cached_tokens: int = 0
     reread: Callable[[], ReplyReader] | None = None
     """Makes a reader of this reply from its beginning."""
@@ -79,7 +79,7 @@ class Call:
         first = max((end for end in reader.ends if end < last), default=0)
         return read_through(self.reread, ids[:last], reader.message(), first) or last
 
-    def quoted_by(self, ask: Ask) -> bool:
+    def quoted_by(self, ask: TurnRequest) -> bool:
         """Whether a request has the beginning of this reply in its history, while it is still streamed."""
         if ask.prompt is not None:
             before = self.order.prompt.tolist() if isinstance(ask.prompt, list) else self.said[-1]["content"]
@@ -93,10 +93,10 @@ class Call:
         return begins_with(self.reader.message(), message)
 
     @property
-    def request(self) -> Request:
-        return Request(self.id, self.digest, self.idempotency_key, self.ordinal)
+    def request(self) -> TurnRequestInfo:
+        return TurnRequestInfo(self.id, self.digest, self.idempotency_key, self.ordinal)
 
-    def turn(self, sampled: Sampled) -> Turn:
+    def turn(self, sampled: GenerateResult) -> Turn:
         """The turn that the sampled tokens make; undelivered as yet."""
         return Turn(
             index=-1,
@@ -120,27 +120,27 @@ class Call:
         )
 
 
-class Calls:
+class PendingTurns:
     """The calls of one session that are under way or may be asked for again."""
 
     def __init__(self) -> None:
         self.begun = 0
-        self.live: set[Call] = set()
-        self._by_key: dict[str, Call | Node] = {}
-        self._undelivered: list[Call] = []
-        self._recorded: list[Node] = []
-        self._delivered: dict[bytes, Node] = {}
+        self.live: set[PendingTurn] = set()
+        self._by_key: dict[str, PendingTurn | TurnNode] = {}
+        self._undelivered: list[PendingTurn] = []
+        self._recorded: list[TurnNode] = []
+        self._delivered: dict[bytes, TurnNode] = {}
         """The newest delivered turn of each digest: a retry shows that its reply was lost on the way."""
         self._abandoned: Counter[bytes] = Counter()
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PendingTurn) -> None:
         self.begun += 1
         self.live.add(call)
         self._undelivered.append(call)
         if call.idempotency_key is not None:
             self._by_key[call.idempotency_key] = call
 
-    def remember(self, node: Node) -> None:
+    def remember(self, node: TurnNode) -> None:
         """A turn without a call, recorded by a gateway that was killed, or kept back: it may be asked for."""
         self.begun = max(self.begun, node.request.ordinal + 1)
         if node.turn.delivered:
@@ -150,15 +150,17 @@ class Calls:
         if node.request.idempotency_key is not None:
             self._by_key[node.request.idempotency_key] = node
 
-    def retried(self, digest: bytes, idempotency_key: str | None, retry: bool) -> Call | Node | None:
+    def retried(
+        self, digest: bytes, idempotency_key: str | None, retry: bool
+    ) -> PendingTurn | TurnNode | None:
         """The call, or the recorded turn, that this request repeats, if it repeats one.
 
         Raises Refusal where an idempotency key comes back with another body.
         """
         if idempotency_key is not None and (known := self._by_key.get(idempotency_key)) is not None:
-            if (known.digest if isinstance(known, Call) else known.request.digest) != digest:
-                raise Refusal("this Idempotency-Key came with another body before", param="Idempotency-Key")
-            if isinstance(known, Call) and (known.refusal is not None or known.order.closed):
+            if (known.digest if isinstance(known, PendingTurn) else known.request.digest) != digest:
+                raise ApiError("this Idempotency-Key came with another body before", param="Idempotency-Key")
+            if isinstance(known, PendingTurn) and (known.refusal is not None or known.order.closed):
                 return None
             return known
         if not retry:
@@ -171,7 +173,7 @@ class Calls:
         # Else it is under way for a client whose going was not noticed yet.
         return unheard or next(iter(alike), None) or self._recalled(digest, idempotency_key)
 
-    def _recalled(self, digest: bytes, idempotency_key: str | None) -> Node | None:
+    def _recalled(self, digest: bytes, idempotency_key: str | None) -> TurnNode | None:
         """The recorded turn whose reply the retry did not get; None where its client has the reply."""
         self._recorded = [node for node in self._recorded if not node.turn.delivered]
         if kept := next((node for node in self._recorded if node.request.digest == digest), None):
@@ -181,19 +183,19 @@ class Calls:
             return None
         return node
 
-    def settle(self, call: Call) -> None:
+    def settle(self, call: PendingTurn) -> None:
         """Its generation ended. What failed or was abandoned cannot be asked for again."""
         self.live.discard(call)
         call.order.prompt = call.order.prompt[:0].copy()  # what is kept for a retry is the reply
         if call.node is None:
             self._forget(call)
 
-    def abandoned(self, call: Call) -> None:
+    def abandoned(self, call: PendingTurn) -> None:
         """Its last listener left before there was a reply."""
         self._abandoned[call.digest] += 1
         self._forget(call)
 
-    def delivered(self, call: Call) -> None:
+    def delivered(self, call: PendingTurn) -> None:
         """A retry, or its Idempotency-Key again, still gets this turn, for which the record is enough."""
         self._forget(call)
         assert call.node is not None, "only a recorded turn is delivered"
@@ -201,21 +203,21 @@ class Calls:
         if call.idempotency_key is not None:
             self._by_key[call.idempotency_key] = call.node
 
-    def closed(self, call: Call) -> None:
+    def closed(self, call: PendingTurn) -> None:
         """Its last listener left with a part of the reply."""
         self._forget(call)
 
-    def superseded(self, node: Node) -> None:
+    def superseded(self, node: TurnNode) -> None:
         """Its client asked again, and did not get what was delivered of it."""
         self._delivered.pop(node.request.digest, None)
         if node.request.idempotency_key is not None:
             self._by_key.pop(node.request.idempotency_key, None)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: PendingTurn) -> None:
         if call in self._undelivered:
             self._undelivered.remove(call)
 
-    def cancel(self, why: Refusal) -> None:
+    def cancel(self, why: ApiError) -> None:
         """End every generation under way; who listens is told why."""
         for call in list(self.live):
             call.refusal = call.refusal or why

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.render import Renderer, Unrenderable
 from tidegate.types import Message
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class CaseResult:
     """What becomes of one kind of continuation, and why it is not exact."""
 
     kind: str
@@ -45,13 +45,13 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class ConformanceReport:
     """What is known of one template; `shields`: text that looks like a control token stays text."""
 
-    judgements: tuple[Judgement, ...]
+    judgements: tuple[CaseResult, ...]
     shields: bool
 
-    def of(self, verdict: Verdict) -> list[Judgement]:
+    def of(self, verdict: Verdict) -> list[CaseResult]:
         return [one for one in self.judgements if one.verdict == verdict]
 
     def line(self) -> str:
@@ -68,9 +68,9 @@ class Certificate:
         return "; ".join(told)
 
 
-def certify(renderer: Renderer) -> Certificate:
+def check_conformance(renderer: Renderer) -> ConformanceReport:
     """Try the battery; takes milliseconds, and belongs off the event loop nevertheless."""
-    return Certificate(tuple(_judge(renderer, case) for case in _battery()), _shields(renderer))
+    return ConformanceReport(tuple(_judge(renderer, case) for case in _battery()), _shields(renderer))
 
 
 def _battery() -> Iterator[Case]:
@@ -96,34 +96,34 @@ def _battery() -> Iterator[Case]:
     yield Case("whitespace at a reply's edges", ask, _assistant(_EDGES), [more], sampled=_EDGES)
 
 
-def _judge(renderer: Renderer, case: Case) -> Judgement:
+def _judge(renderer: Renderer, case: Case) -> CaseResult:
     """The best that comes of any way in which the model may have sampled the reply."""
     try:
         prompt = renderer.root(case.before, case.tools, {}).tolist()
         replies = list(_sampled(renderer, case, len(renderer.codec.spell(prompt))))
-    except Refusal as refusal:
-        return Judgement(case.kind, "refused", str(refusal))
+    except ApiError as refusal:
+        return CaseResult(case.kind, "refused", str(refusal))
     judgements = [_compare(renderer, case, prompt, output) for output in replies]
     return next((one for one in judgements if one.verdict == "exact"), judgements[0])
 
 
-def _compare(renderer: Renderer, case: Case, prompt: list[int], output: list[int]) -> Judgement:
+def _compare(renderer: Renderer, case: Case, prompt: list[int], output: list[int]) -> CaseResult:
     recorded = prompt + output
     whole = _whole(renderer, case)
     try:
         delta = _follow_up(renderer, case, recorded[-1])
     except Unrenderable as error:
-        return Judgement(case.kind, "refused" if whole is None else "branch", str(error))
+        return CaseResult(case.kind, "refused" if whole is None else "branch", str(error))
     text = renderer.codec.spell(recorded + delta)
     if text == whole:
-        return Judgement(case.kind, "exact")
+        return CaseResult(case.kind, "exact")
     if whole is None:
-        return Judgement(case.kind, "kept", "the template refuses such a history as a whole")
+        return CaseResult(case.kind, "kept", "the template refuses such a history as a whole")
     at = next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(text))
     if at < len(renderer.codec.spell(prompt)):
-        return Judgement(case.kind, "kept", "the template moves or rewrites the first prompt")
+        return CaseResult(case.kind, "kept", "the template moves or rewrites the first prompt")
     part = "the past reply" if at < len(renderer.codec.spell(recorded)) else "what follows the reply"
-    return Judgement(case.kind, "kept", f"the template writes {part} otherwise: {whole[at : at + 40]!r}")
+    return CaseResult(case.kind, "kept", f"the template writes {part} otherwise: {whole[at : at + 40]!r}")
 
 
 def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]:
@@ -166,7 +166,7 @@ def _whole(renderer: Renderer, case: Case) -> str | None:
     """The template's own rendering, read back from its ids: some tokens swallow whitespace."""
     try:
         ids = renderer.root([*case.before, case.reply, *case.new], case.tools, {})
-    except Refusal:
+    except ApiError:
         return None
     return renderer.codec.spell(ids.tolist())
 

@@ -38,7 +38,7 @@ class SessionAccess:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SessionSummary:
     """A finished session in brief; `oldest_version` None: unknown for some token, or no turn."""
 
     session_id: str
@@ -149,7 +149,7 @@ class GatewayClient:
         error: str | None = None,
         epoch: int | None = None,
         timeout_s: float = FINISH_S,
-    ) -> Summary:
+    ) -> SessionSummary:
         """End a session and have it rewarded, however long the rewards of others before it take.
 
         `timeout_s`: how long the gateway may be silent. Raises GatewayError: 404 where it is not there any
@@ -167,7 +167,7 @@ class GatewayClient:
         row: dict[str, Any] = {}
         while "outcome" not in row:  # it is still being rewarded
             row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
-        return Summary(**{**row, "outcome": Outcome(row["outcome"])})
+        return SessionSummary(**{**row, "outcome": Outcome(row["outcome"])})
 
     async def post_reward(
         self, session_id: str, value: float, name: str = "reward", turn: int | None = None

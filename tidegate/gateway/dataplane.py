@@ -10,15 +10,15 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from tidegate.gateway.ask import digest_of
-from tidegate.gateway.calls import Call
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import chat, messages
-from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
-from tidegate.gateway.exchange import Exchange, refuse, respond
+from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
+from tidegate.gateway.exchange import ResponseWriter, refuse, respond
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.intake import Intake
-from tidegate.gateway.refusal import Refusal, unknown_model
+from tidegate.gateway.refusal import ApiError, unknown_model
 from tidegate.gateway.request_body import ClientGone
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
@@ -26,7 +26,7 @@ TRAIN_HEADER = b"x-tidegate-train"
 """`no` exempts the request's turn from training, `yes` trains on it whatever its model's name is."""
 
 
-class Endpoint:
+class DialectEndpoint:
     """What makes turns in one dialect: `POST …/chat/completions` and its like."""
 
     def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
@@ -41,21 +41,23 @@ class Endpoint:
             request, calls = await self._take(session, headers, receive)
         except ClientGone:
             return
-        except Refusal as refusal:
+        except ApiError as refusal:
             if session is not None:
                 session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, gateway.metrics)
             return
         except Exception as error:  # noqa: BLE001 - logged, told to the client, and held against no agent
-            await refuse(send, self._dialect, puzzled(session, error), gateway.metrics)
+            await refuse(send, self._dialect, internal_error(session, error), gateway.metrics)
             return
         model = ServedModel(MODEL_NAME, gateway.renderer.token_text, gateway.turns.prompts.thought_end)
-        exchange = Exchange(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
+        exchange = ResponseWriter(
+            session, self._dialect, request, calls, gateway.turns, gateway.metrics, model
+        )
         await exchange.run(receive, send)
 
     async def _take(
-        self, session: Session, headers: dict[bytes, bytes], receive: Receive
-    ) -> tuple[Request, list[Call]]:
+        self, session: GatewaySession, headers: dict[bytes, bytes], receive: Receive
+    ) -> tuple[ParsedRequest, list[PendingTurn]]:
         """The request, and the calls that it is answered with. Each of them can be asked for again by its
         place in the request; where one is refused all are."""
         gateway = self._gateway
@@ -63,7 +65,7 @@ class Endpoint:
         retries = headers.get(b"x-stainless-retry-count", b"0")
         retry = retries.isdigit() and bool(retries.strip(b"0"))
         kind = self._dialect.__name__.encode()
-        calls: list[Call] = []
+        calls: list[PendingTurn] = []
         async with Intake(session, gateway.turns, gateway.threads) as intake:
             body = await intake.body(receive)
             parsed = await intake.parse(body)
@@ -108,11 +110,11 @@ class CountEndpoint:
                 tokens = await intake.count(ask)
         except ClientGone:
             return
-        except Refusal as refusal:
+        except ApiError as refusal:
             await refuse(send, messages, refusal, gateway.metrics)
             return
         except Exception as error:  # noqa: BLE001 - as above
-            await refuse(send, messages, puzzled(session, error), gateway.metrics)
+            await refuse(send, messages, internal_error(session, error), gateway.metrics)
             return
         await respond(send, 200, orjson.dumps({"input_tokens": tokens}))
 
@@ -131,25 +133,25 @@ class ModelsEndpoint:
             authenticate(self._gateway, scope, headers)
             if name not in (None, MODEL_NAME):
                 raise unknown_model(name, MODEL_NAME)
-        except Refusal as refusal:
+        except ApiError as refusal:
             await refuse(send, dialect, refusal, self._gateway.metrics)
             return
         await respond(send, 200, dialect.models(MODEL_NAME) if name is None else dialect.model(MODEL_NAME))
 
 
-def exemption(session: Session, payload: dict[str, Any], headers: dict[bytes, bytes]) -> str | None:
+def exemption(session: GatewaySession, payload: dict[str, Any], headers: dict[bytes, bytes]) -> str | None:
     """Why a request's turn is not trained on, None where it is; the header goes over the model's name."""
     told = headers.get(TRAIN_HEADER)
     if told is not None:
         if told.lower() not in (b"yes", b"no"):
             name = TRAIN_HEADER.decode()
-            raise Refusal(f"{name}: {told.decode('latin-1')!r} is neither yes nor no"[:300], param=name)
+            raise ApiError(f"{name}: {told.decode('latin-1')!r} is neither yes nor no"[:300], param=name)
         return f"header {TRAIN_HEADER.decode()}: no" if told.lower() == b"no" else None
     model = payload.get("model")
     return f"model name {model!r}" if model in session.untrained_models else None
 
 
-def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> Session:
+def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:
     """The session that the call's key opens; a path that names another one is refused alike."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
@@ -158,9 +160,9 @@ def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) ->
     return gateway.sessions.authenticate(token, scope.get("path_params", {}).get("session_id"))
 
 
-def puzzled(session: Session | None, error: Exception) -> Refusal:
+def internal_error(session: GatewaySession | None, error: Exception) -> ApiError:
     """A request on which the gateway itself failed: that is not the agent's fault."""
     log.error("a request could not be read", exc_info=error)
     if session is not None:
         session.gave_up = f"the gateway failed on a request: {error!r}"
-    return Refusal(f"the gateway cannot make sense of this: {type(error).__name__}")
+    return ApiError(f"the gateway cannot make sense of this: {type(error).__name__}")

@@ -12,8 +12,8 @@ import asyncio
 from dataclasses import dataclass
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines import Engine, Seat
-from tidegate.gateway.fairqueue import FairQueue, Ticket, Tickets
+from tidegate.gateway.engines import Affinity, EngineEndpoint
+from tidegate.gateway.fairqueue import FairQueue, QueueTicket, Tickets
 from tidegate.gateway.ring import place
 
 
@@ -23,27 +23,27 @@ class QueueFullError(EngineError):
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    seat: Seat
-    ticket: Ticket
-    slot: asyncio.Future[Engine]
+    seat: Affinity
+    ticket: QueueTicket
+    slot: asyncio.Future[EngineEndpoint]
 
 
-class Dispatch:
+class Dispatcher:
     """Hands out the slots of engines. While anyone waits, no slot is free."""
 
     def __init__(self, most_waiting: int) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineEndpoint] = {}
         self.waiting = 0
         self._most_waiting = most_waiting
         self._tickets = Tickets()
-        self._lines: dict[Engine | None, FairQueue[_Waiter]] = {None: FairQueue()}
+        self._lines: dict[EngineEndpoint | None, FairQueue[_Waiter]] = {None: FairQueue()}
         """By the engine whose cache they want; None: there was no engine."""
 
-    def add(self, engine: Engine) -> None:
+    def add(self, engine: EngineEndpoint) -> None:
         self.engines[engine.url] = engine
         self._lines[engine] = FairQueue()
 
-    def remove(self, url: str) -> Engine | None:
+    def remove(self, url: str) -> EngineEndpoint | None:
         """It gets no new calls; those under way go on."""
         engine = self.engines.pop(url, None)
         if engine is not None:
@@ -52,7 +52,7 @@ class Dispatch:
             del self._lines[engine]
         return engine
 
-    def seat(self, seat: Seat) -> Engine | None:
+    def seat(self, seat: Affinity) -> EngineEndpoint | None:
         """The engine where a session sits; None where no engine is well."""
         if seat.engine is not None and seat.engine.serves:
             return seat.engine
@@ -63,7 +63,7 @@ class Dispatch:
         seat.take(engine)
         return engine
 
-    async def enter(self, seat: Seat, *, fresh: bool = True) -> Engine:
+    async def enter(self, seat: Affinity, *, fresh: bool = True) -> EngineEndpoint:
         """A slot on an engine, to be given back by `leave`; waits until there is one.
 
         Raises QueueFullError where the line is full and the call is `fresh`: one that was let in before
@@ -88,11 +88,11 @@ class Dispatch:
                 self._give_up(waiter)
             raise
 
-    def leave(self, engine: Engine) -> None:
+    def leave(self, engine: EngineEndpoint) -> None:
         engine.busy -= 1
         self.serve(engine)
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: EngineEndpoint) -> None:
         """Give an engine's free slots to those who wait: first its own sessions and those that have no
         engine, then any; the one that came first among them."""
         while engine.free and self.waiting:
@@ -108,17 +108,17 @@ class Dispatch:
             engine.busy += 1
             waiter.slot.set_result(engine)
 
-    def down(self, engine: Engine) -> None:
+    def down(self, engine: EngineEndpoint) -> None:
         """It does not serve any more: who waited for it waits for another one."""
         for waiter in self._lines[engine].drain():
             self.waiting -= 1
             self._wait(self.seat(waiter.seat), waiter)
 
-    def _freest(self) -> Engine | None:
+    def _freest(self) -> EngineEndpoint | None:
         free = [one for one in self.engines.values() if one.free]
         return min(free, key=lambda one: one.busy / one.limit, default=None)
 
-    def _wait(self, engine: Engine | None, waiter: _Waiter) -> None:
+    def _wait(self, engine: EngineEndpoint | None, waiter: _Waiter) -> None:
         waiter.seat.disturbances += engine is None
         self._lines[engine].push(waiter.ticket, waiter)
         self.waiting += 1

@@ -8,25 +8,25 @@ import logging
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.journal import Journal
-from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.session_store import Sessions
-from tidegate.gateway.sessions import Ending, Session, Told, decide, trajectory_of
+from tidegate.gateway.session_store import SessionStore
+from tidegate.gateway.sessions import FinishReport, GatewaySession, SessionResult, decide, trajectory_of
 from tidegate.types import Outcome, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
 
 
-class Endings:
+class SessionFinisher:
     """Ends the sessions of one gateway; a session that is being rewarded has a task of its own."""
 
     def __init__(
         self,
         journal: Journal,
-        sessions: Sessions,
+        sessions: SessionStore,
         groups: GroupStore,
         scorer: Scorer,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         *,
         grace_s: float,
         retention_s: float,
@@ -42,7 +42,7 @@ class Endings:
     # -- finished --------------------------------------------------------------------------------
 
     async def finish(
-        self, session: Session, told: Told, now: float, wait_s: float | None
+        self, session: GatewaySession, told: FinishReport, now: float, wait_s: float | None
     ) -> Trajectory | None:
         """Refuse further calls, reward it, keep its trajectory. Repeating it changes nothing.
 
@@ -62,7 +62,7 @@ class Endings:
             raise GatewayError(f"session {session.id} was deleted meanwhile", status=404)
         return finishing.result() if finishing.done() else None
 
-    def go_on(self, session: Session) -> asyncio.Task[Trajectory]:
+    def go_on(self, session: GatewaySession) -> asyncio.Task[Trajectory]:
         """Reward and keep a session whose ending is decided."""
         assert session.ending is not None, "how it ends is decided before"
         task = asyncio.create_task(self._finish(session, session.ending), name=f"finish {session.id}")
@@ -70,7 +70,7 @@ class Endings:
         session.finishing = task
         return task
 
-    async def _finish(self, session: Session, ending: Ending) -> Trajectory:
+    async def _finish(self, session: GatewaySession, ending: SessionResult) -> Trajectory:
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
         await self._scorer.reward(trajectory, session.task, session.rewards, ending.claimed)
@@ -80,7 +80,7 @@ class Endings:
         self._metrics.outcomes[trajectory.outcome.value] += 1
         return trajectory
 
-    def _ended(self, session: Session, task: asyncio.Task[Trajectory]) -> None:
+    def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
         """One that could not be written may be tried again: whoever waits for it is told."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("session %s could not be finished: %s", session.id, error)
@@ -93,19 +93,19 @@ class Endings:
         for session in filter(self.orphaned, self._sessions.all()):
             self.cancel(session)
 
-    def orphaned(self, session: Session) -> bool:
+    def orphaned(self, session: GatewaySession) -> bool:
         return session.epoch is not None and session.epoch < self._groups.epoch and session.ending is None
 
-    def cancel(self, session: Session) -> None:
+    def cancel(self, session: GatewaySession) -> None:
         why = f"the trainer of epoch {session.epoch}, which ran it, is over"
         session.close(why)
         # Whether a reply in doubt arrived nobody will ever know: it stays undelivered.
-        session.ending = Ending(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        session.ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
         self.go_on(session)
 
     # -- forgotten -------------------------------------------------------------------------------
 
-    async def forget(self, sessions: list[Session]) -> None:
+    async def forget(self, sessions: list[GatewaySession]) -> None:
         """Delete sessions and what they recorded, for good. Raises GatewayError."""
         for session in sessions:
             session.stop("it was deleted")
@@ -128,10 +128,10 @@ class Endings:
         except GatewayError as error:
             log.error("%d expired sessions are kept: %s", len(expired), error)
 
-    def _kept_until(self, session: Session) -> float:
+    def _kept_until(self, session: GatewaySession) -> float:
         if session.forget_at is not None:
             return session.forget_at
         return session.deadline + self._grace_s
 
-    def _sealed(self, session: Session) -> bool:
+    def _sealed(self, session: GatewaySession) -> bool:
         return session.group_id is not None and self._groups.get(session.group_id) is not None

@@ -10,7 +10,7 @@ DEFAULT_CALLS = 256
 """Calls at once on an engine that does not tell how many it can run."""
 
 
-class Placed(NamedTuple):
+class EngineRecord(NamedTuple):
     """What is kept of an engine over a restart of the gateway."""
 
     url: str
@@ -20,7 +20,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Engine:
+class EngineEndpoint:
     """One address that samples: an engine, or a router with the engines behind it."""
 
     url: str
@@ -63,8 +63,8 @@ class Engine:
         return self.serves and self.busy < self.limit
 
     @property
-    def placed(self) -> Placed:
-        return Placed(self.url, self.control, self.joined, self.admitted)
+    def placed(self) -> EngineRecord:
+        return EngineRecord(self.url, self.control, self.joined, self.admitted)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -84,7 +84,7 @@ class Engine:
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class Affinity:
     """Where a session sits: the engine that has its prefix in cache.
 
     `flow` is the session, between which waiting calls take turns; `key` says what belongs together: the
@@ -93,11 +93,11 @@ class Seat:
 
     flow: str
     key: str
-    engine: Engine | None = None
+    engine: EngineEndpoint | None = None
     disturbances: int = 0
     """How often a call of the session found no engine, or lost the one that it was on."""
 
-    def take(self, engine: Engine) -> None:
+    def take(self, engine: EngineEndpoint) -> None:
         self.leave()
         self.engine = engine
         engine.seats += 1

@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from tidegate.gateway.calls import Call
-from tidegate.gateway.dialects.base import Dialect, Request, ServedModel
-from tidegate.gateway.metrics import Metrics
-from tidegate.gateway.refusal import Refusal, session_over
-from tidegate.gateway.sessions import Session
-from tidegate.gateway.turns import Turns
+from tidegate.gateway.calls import PendingTurn
+from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
+from tidegate.gateway.metrics import GatewayMetrics
+from tidegate.gateway.refusal import ApiError, session_closed
+from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.turns import TurnPipeline
 
 KEEP_ALIVE_S = 10.0
 JSON = b"application/json"
@@ -21,17 +21,17 @@ _EVENTS = b"text/event-stream; charset=utf-8"
 _NO_RETRY = (b"x-should-retry", b"false")
 
 
-class Exchange:
+class ResponseWriter:
     """Sends what its calls give; a client that leaves before the end abandons or closes them."""
 
     def __init__(
         self,
-        session: Session,
+        session: GatewaySession,
         dialect: Dialect,
-        request: Request,
-        calls: Sequence[Call],
-        turns: Turns,
-        metrics: Metrics,
+        request: ParsedRequest,
+        calls: Sequence[PendingTurn],
+        turns: TurnPipeline,
+        metrics: GatewayMetrics,
         model: ServedModel,
     ) -> None:
         self._session = session
@@ -135,7 +135,7 @@ class Exchange:
     def _done(self) -> bool:
         return all(call.done for call in self._calls)
 
-    def _refusal(self) -> Refusal | None:
+    def _refusal(self) -> ApiError | None:
         """The first refusal among the calls: one that fails fails them all."""
         for call in self._calls:
             if call.refusal is not None:
@@ -145,7 +145,7 @@ class Exchange:
             return None
         # The session ended between the reply and its delivery: what is recorded must not change any more.
         taken = all(call.node is not None and call.node.turn.delivered for call in self._calls)
-        return None if taken else session_over(closed)
+        return None if taken else session_closed(closed)
 
     def _deliver(self) -> None:
         for call in self._calls:
@@ -180,11 +180,11 @@ class _Repeated:
         self._handle = self._loop.call_at(self._due, self._fire)
 
 
-def count(metrics: Metrics, refusal: Refusal) -> None:
+def count(metrics: GatewayMetrics, refusal: ApiError) -> None:
     metrics.refusals[refusal.code or refusal.type] += 1
 
 
-async def refuse(send: Send, dialect: Dialect, refusal: Refusal, metrics: Metrics) -> None:
+async def refuse(send: Send, dialect: Dialect, refusal: ApiError, metrics: GatewayMetrics) -> None:
     """Answer with a refusal, in the dialect's own shape."""
     count(metrics, refusal)
     headers = [] if refusal.retryable else [_NO_RETRY]

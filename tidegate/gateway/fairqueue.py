@@ -16,7 +16,7 @@ T = TypeVar("T")
 _TICKET = itemgetter(0)
 
 
-class Ticket(NamedTuple):
+class QueueTicket(NamedTuple):
     """A place in line; the lower one is served first."""
 
     round: int
@@ -40,14 +40,14 @@ class Tickets:
         """The highest of those that were served: a flow that comes now begins after it."""
         self._flows: dict[str, _Flow] = {}
 
-    def draw(self, flow: str) -> Ticket:
+    def draw(self, flow: str) -> QueueTicket:
         number = next(self._numbers)
         known = self._flows.setdefault(flow, _Flow(number, self._round))
         known.round = max(known.round, self._round) + 1
         known.waiting += 1
-        return Ticket(known.round, known.entered, number)
+        return QueueTicket(known.round, known.entered, number)
 
-    def served(self, flow: str, ticket: Ticket) -> None:
+    def served(self, flow: str, ticket: QueueTicket) -> None:
         self._round = max(self._round, ticket.round)
         self.given_up(flow)
 
@@ -62,24 +62,24 @@ class FairQueue(Generic[T]):
     """One line, in the order of tickets."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[Ticket, T]] = []
+        self._items: list[tuple[QueueTicket, T]] = []
 
     def __len__(self) -> int:
         return len(self._items)
 
     @property
-    def first(self) -> Ticket:
+    def first(self) -> QueueTicket:
         """The ticket that is served next; raises IndexError where nothing waits."""
         return self._items[0][0]
 
-    def push(self, ticket: Ticket, item: T) -> None:
+    def push(self, ticket: QueueTicket, item: T) -> None:
         insort(self._items, (ticket, item), key=_TICKET)
 
     def pop(self) -> T:
         """The next item; raises IndexError where there is none."""
         return self._items.pop(0)[1]
 
-    def discard(self, ticket: Ticket) -> bool:
+    def discard(self, ticket: QueueTicket) -> bool:
         """Take an item out of the line; whether it was in it."""
         at = bisect_left(self._items, ticket, key=_TICKET)
         found = at < len(self._items) and self._items[at][0] == ticket

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.ask import RawBody
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 
 WINDOW = 64 * 1024
 _PAUSE_S = 0.0002
@@ -79,7 +79,7 @@ def fold(body: RawBody, most_values: int) -> Folded:
             values += sum(body.count(one, start, end) for one in (b",", b"[", b"{"))
             small += body[start:end]
             if values > most_values:
-                raise Refusal(f"the body has more than {most_values} values; send fewer", status=413)
+                raise ApiError(f"the body has more than {most_values} values; send fewer", status=413)
         if quote < 0:
             break
         end = _plain(body[quote + 1 : quote + 1 + _LONG]).find(b'"')
@@ -109,7 +109,7 @@ def _long_string(body: RawBody, at: int) -> tuple[list[str], int]:
         ended = size >= 0
         if not ended:
             if at + len(plain) == len(body):
-                raise Refusal(f"the body is not JSON: a string breaks off at its end, byte {len(body)}")
+                raise ApiError(f"the body is not JSON: a string breaks off at its end, byte {len(body)}")
             size = _cut(plain)
         pieces.append(_loads(b'"' + body[at : at + size] + b'"'))
         time.sleep(_PAUSE_S)
@@ -139,4 +139,4 @@ def _loads(text: RawBody) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Refusal(f"the body is not JSON: {error}") from None
+        raise ApiError(f"the body is not JSON: {error}") from None

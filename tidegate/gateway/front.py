@@ -28,13 +28,13 @@ from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway import bodies
 from tidegate.gateway.exposition import PREFIX
 from tidegate.gateway.fleet import Answer, Fleet, Refused, checked
-from tidegate.gateway.leasing import Leasing
+from tidegate.gateway.leasing import LeaseAggregator
 from tidegate.gateway.names import new_id
-from tidegate.gateway.passage import Passage
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.passage import ReverseProxy
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.request_body import ClientGone, read_body
-from tidegate.gateway.shards import Shard, home, owner
-from tidegate.key import Key
+from tidegate.gateway.shards import Shard, shard_of_group, shard_of_id
+from tidegate.key import ApiKey
 from tidegate.prometheus import merged, prometheus
 
 log = logging.getLogger("tidegate.gateway.shards")
@@ -43,7 +43,7 @@ _OPEN = frozenset({"/health", "/ready"})
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Front:
+class ShardRouter:
     """The routes of a front. `create_app` makes the ASGI app, whose lifespan owns the shards.
 
     `on_death` is called once, with the reason, when a shard cannot be kept alive.
@@ -55,13 +55,13 @@ class Front:
         self.instance = new_id()
         self.failed: str | None = None
         self.fleet = Fleet(shards, admin_key, self._died)
-        self._key = Key(admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401))
-        self._leasing = Leasing(self.fleet)
+        self._key = ApiKey(admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401))
+        self._leasing = LeaseAggregator(self.fleet)
         self._on_death = on_death
         self._next = count()
 
     def create_app(self) -> ASGIApp:
-        passage, key = Passage(self.fleet), self._key
+        passage, key = ReverseProxy(self.fleet), self._key
         routes = [
             Route(path, _guarded(handler, None if path in _OPEN else key), methods=[method])
             for method, path, handler in (
@@ -118,7 +118,9 @@ class Front:
         body = await _body(request)
         group_id = _field(body, "group_id")
         shards = self.fleet.shards
-        index = home(group_id, len(shards)) if group_id is not None else next(self._next) % len(shards)
+        index = (
+            shard_of_group(group_id, len(shards)) if group_id is not None else next(self._next) % len(shards)
+        )
         host = request.url.hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         address = f"{host}:{urlsplit(shards[index].url).port}"
@@ -127,7 +129,7 @@ class Front:
 
     async def _session(self, request: Request) -> Response:
         session_id = request.path_params["id"]
-        index = owner(session_id, len(self.fleet.shards))
+        index = shard_of_id(session_id, len(self.fleet.shards))
         if index is None:
             raise GatewayError(f"there is no session {session_id}", status=404)
         return await self._to(index, request)
@@ -135,7 +137,7 @@ class Front:
     # -- groups ----------------------------------------------------------------------------------
 
     async def _group(self, request: Request) -> Response:
-        return await self._to(home(request.path_params["id"], len(self.fleet.shards)), request)
+        return await self._to(shard_of_group(request.path_params["id"], len(self.fleet.shards)), request)
 
     async def _groups(self, request: Request) -> Response:
         answers = await self.fleet.ask_all("GET", "/groups", None, _right(request))
@@ -144,7 +146,7 @@ class Front:
     async def _ack(self, request: Request) -> Response:
         body = await _body(request)
         lease_id = _field(body, "lease_id") or ""
-        index = owner(lease_id, len(self.fleet.shards))
+        index = shard_of_id(lease_id, len(self.fleet.shards))
         if index is None:
             raise GatewayError(f"there is no lease {lease_id}", status=404)
         return _passed(await self.fleet.ask(index, "POST", "/groups/ack", body, _right(request)))
@@ -257,7 +259,7 @@ class Front:
         return _passed(await self.fleet.ask(index, request.method, path, body or None, _right(request)))
 
 
-def _guarded(handler: Handler, key: Key | None) -> Handler:
+def _guarded(handler: Handler, key: ApiKey | None) -> Handler:
     """The key is checked before anything else of the request is read."""
 
     async def endpoint(request: Request) -> Response:
@@ -278,7 +280,7 @@ def _guarded(handler: Handler, key: Key | None) -> Handler:
 async def _body(request: Request) -> bytes:
     try:
         return bytes(await read_body(request.receive))
-    except Refusal as refusal:
+    except ApiError as refusal:
         raise GatewayError(str(refusal), status=refusal.status) from None
 
 

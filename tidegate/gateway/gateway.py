@@ -10,25 +10,25 @@ from typing import Any
 import msgpack
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.certify import certify
-from tidegate.gateway.endings import Endings
-from tidegate.gateway.engines import Engine, Placed
+from tidegate.gateway.certify import check_conformance
+from tidegate.gateway.endings import SessionFinisher
+from tidegate.gateway.engines import EngineEndpoint, EngineRecord
 from tidegate.gateway.formats.registry import choose
 from tidegate.gateway.groups import GroupStore
 from tidegate.gateway.intake import Threads
 from tidegate.gateway.journal import Journal, Recovered
 from tidegate.gateway.journal_disk import DiskJournal
-from tidegate.gateway.limits import Limits
-from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.names import hash_key, new_id, new_key
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.pool import EnginePool
 from tidegate.gateway.prompts import model_context
 from tidegate.gateway.render import Renderer
 from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.session_store import Sessions
-from tidegate.gateway.sessions import Ending, Session, Told, trajectory_of
-from tidegate.gateway.turns import Turns
+from tidegate.gateway.session_store import SessionStore
+from tidegate.gateway.sessions import FinishReport, GatewaySession, SessionResult, trajectory_of
+from tidegate.gateway.turns import TurnPipeline
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
@@ -45,8 +45,8 @@ class Gateway:
         self.form, self.form_why = choose(options.tool_parser, self.renderer.write)
         """What replies call the model; asked of the file system once, not with every reply."""
         self.instance = new_id()
-        self.metrics = Metrics()
-        self.sessions = Sessions()
+        self.metrics = GatewayMetrics()
+        self.sessions = SessionStore()
         self.threads = Threads()
         self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin where the journal ends. Raises StartError where it cannot be used."""
-        certificate = await asyncio.to_thread(certify, self.renderer)
+        certificate = await asyncio.to_thread(check_conformance, self.renderer)
         log.info("chat template: %s", certificate.line())
         log.info("tool calls: %s, %s", self.form.name, self.form_why)
         recovered = self.journal.start()
@@ -70,7 +70,7 @@ class Gateway:
             superseded=lambda: self.endings.cancel_older(),
         )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
-        self.endings = Endings(
+        self.endings = SessionFinisher(
             self.journal,
             self.sessions,
             self.groups,
@@ -80,7 +80,7 @@ class Gateway:
             retention_s=self.options.retention_s,
         )
         self.pool = EnginePool(self.options.pool, self._died)
-        self.turns = Turns(
+        self.turns = TurnPipeline(
             self.renderer,
             self.pool,
             self.metrics,
@@ -91,7 +91,7 @@ class Gateway:
         )
         await self.pool.start()
         self.pool.led = recovered.led
-        for placed in (*map(Placed, self.options.engine_urls), *recovered.engines):
+        for placed in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
             await self.pool.add(placed)
         self._take_up(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
@@ -131,10 +131,10 @@ class Gateway:
         slot: int | None = None,
         seed: int | None = None,
         metadata: dict[str, Any] | None = None,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         untrained_models: Sequence[str] = (),
         epoch: int | None = None,
-    ) -> tuple[Session, str]:
+    ) -> tuple[GatewaySession, str]:
         """A new session and its key, of which only a hash is kept. Raises GatewayError.
 
         One that a trainer opens carries its epoch, and ends `cancelled` when a newer trainer comes.
@@ -152,7 +152,7 @@ class Gateway:
         await self.groups.enter(epoch)
         now = asyncio.get_running_loop().time()
         key = new_key(self.options.mark)
-        session = Session(
+        session = GatewaySession(
             id=new_id(self.options.mark),
             key_hash=hash_key(key),
             task=task,
@@ -165,7 +165,7 @@ class Gateway:
             slot=slot,
             seed=seed,
             metadata=metadata or {},
-            limits=(limits or Limits()).over(self.options.limits),
+            limits=(limits or SessionLimits()).over(self.options.limits),
             untrained_models=(*self.options.untrained_models, *untrained_models),
             number=self.sessions.number(),
             epoch=epoch,
@@ -176,7 +176,7 @@ class Gateway:
             self.endings.cancel(session)
         return session, key
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> GatewaySession:
         session = self.sessions.get(session_id)
         if session is None:
             raise GatewayError(f"there is no session {session_id}", status=404)
@@ -217,7 +217,7 @@ class Gateway:
         session = self.session(session_id)
         await self.turns.close_streams(session)
         now = asyncio.get_running_loop().time()
-        told = Told(outcome, error, output, reward, metrics or {})
+        told = FinishReport(outcome, error, output, reward, metrics or {})
         return await self.endings.finish(session, told, now, wait_s)
 
     async def forget(self, session_id: str) -> None:
@@ -291,7 +291,7 @@ class Gateway:
         why = "its group was dropped"
         for session in self.sessions.of_group(group_id):
             session.stop(why)
-        ending = Ending(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
         recorded = []
         for session in await self.groups.drop(group_id, epoch):
             recorded.append(session.trajectory or trajectory_of(session, ending))
@@ -300,7 +300,9 @@ class Gateway:
 
     # -- engines ---------------------------------------------------------------------------------
 
-    async def add_engine(self, url: str, control: Sequence[str] = (), admitted: bool | None = None) -> Engine:
+    async def add_engine(
+        self, url: str, control: Sequence[str] = (), admitted: bool | None = None
+    ) -> EngineEndpoint:
         """Take an engine in, here and after a restart. Idempotent.
 
         `admitted` is a trainer's word: whether the engine is at the live version and serves. From the first
@@ -312,11 +314,11 @@ class Gateway:
             self._led_by_trainer(known)
         else:
             admitted = not self.pool.led if known is None else known.admitted
-        engine = await self.pool.add(Placed(url, tuple(control), joined, admitted), wait_s=2.0)
+        engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted), wait_s=2.0)
         await self._note_engines()
         return engine
 
-    async def admit_engine(self, url: str, admitted: bool) -> Engine:
+    async def admit_engine(self, url: str, admitted: bool) -> EngineEndpoint:
         """A trainer's word on an engine that is there; else GatewayError."""
         known = self.pool.get(url)
         if known is None:
@@ -326,7 +328,7 @@ class Gateway:
         await self._note_engines()
         return known
 
-    def _led_by_trainer(self, engine: Engine | None) -> None:
+    def _led_by_trainer(self, engine: EngineEndpoint | None) -> None:
         self.pool.led = True
         if engine is not None:
             engine.weight_version = None  # the trainer knows what it has; the next probe believes it

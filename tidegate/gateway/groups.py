@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.journal import REMEMBERED, Entry, Journal, Recovered
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.journal import REMEMBERED, Journal, Recovered, StoredGroup
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.types import Group
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class GroupStore:
     def __init__(
         self,
         journal: Journal,
-        members: Callable[[str], list[Session]],
+        members: Callable[[str], list[GatewaySession]],
         recovered: Recovered,
         mark: str = "",
         superseded: Callable[[], None] = lambda: None,
@@ -59,10 +59,10 @@ class GroupStore:
         self.sealed = 0
         self.acked: dict[str, int] = {}
 
-    def get(self, group_id: str) -> Entry | None:
+    def get(self, group_id: str) -> StoredGroup | None:
         return self._entries.get(group_id)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredGroup]:
         return list(self._entries.values())
 
     def done(self, group_id: str) -> str | None:
@@ -77,7 +77,7 @@ class GroupStore:
                 return
             if group.id in self._done:
                 raise GatewayError(f"group {group.id} has ended: {self._done[group.id]}", status=410)
-            entry = Entry(group, self._orders + 1)
+            entry = StoredGroup(group, self._orders + 1)
             await self._journal.sealed(entry)
             self._orders += 1
             self.sealed += 1
@@ -155,7 +155,7 @@ class GroupStore:
                 self._release(entry)
         await self._notify()
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[Session]:
+    async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[GatewaySession]:
         """End a lease and its group; the group's sessions, none where this was done before."""
         await self.enter(epoch)
         async with self._changing:
@@ -172,13 +172,13 @@ class GroupStore:
             self.acked[outcome] = self.acked.get(outcome, 0) + 1
             return members
 
-    async def drop(self, group_id: str, epoch: int | None = None) -> list[Session]:
+    async def drop(self, group_id: str, epoch: int | None = None) -> list[GatewaySession]:
         """End a group, whoever holds it, for the trainer of that epoch; its sessions."""
         async with self._changing:
             self._check(epoch)
             return await self._end(group_id, "dropped")
 
-    async def _end(self, group_id: str, why: str) -> list[Session]:
+    async def _end(self, group_id: str, why: str) -> list[GatewaySession]:
         entry = self._entries.get(group_id)
         lease_id = entry.lease_id if entry is not None else None
         members = self._members(group_id)
@@ -190,7 +190,7 @@ class GroupStore:
         self._done.note(group_id, why)
         return members
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: StoredGroup) -> None:
         if entry.lease_id is not None:
             self._leases.pop(entry.lease_id, None)
         entry.lease_id, entry.group.lease_id, entry.key, entry.answers = None, "", "", 0
@@ -198,10 +198,10 @@ class GroupStore:
     def _has(self, key: str) -> bool:
         return bool(self._held(key)) or any(entry.lease_id is None for entry in self._entries.values())
 
-    def _held(self, key: str) -> list[Entry]:
+    def _held(self, key: str) -> list[StoredGroup]:
         return [entry for entry in self._leases.values() if key and entry.key == key]
 
-    def _ready(self) -> list[Entry]:
+    def _ready(self) -> list[StoredGroup]:
         ready = [entry for entry in self._entries.values() if entry.lease_id is None]
         return sorted(ready, key=lambda entry: entry.order)
 

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tidegate.gateway.engines import DEFAULT_CALLS, Engine
-from tidegate.gateway.wire import EngineWire, Silence
+from tidegate.gateway.engines import DEFAULT_CALLS, EngineEndpoint
+from tidegate.gateway.wire import EngineClient, ProbeTimeout
 
 log = logging.getLogger("tidegate.gateway.engines")
 
@@ -19,7 +19,7 @@ _SILENCES_TO_QUARANTINE = 2
 _FIRST_WAIT_S = 0.05
 
 
-class Watch:
+class HealthProbe:
     """Probes one engine for ever: soon after a failure, at leisure while it is well.
 
     `on_change(engine)` is called when it came up, went down, or tells another limit. Where a trainer leads
@@ -28,11 +28,11 @@ class Watch:
 
     def __init__(
         self,
-        engine: Engine,
-        wire: EngineWire,
+        engine: EngineEndpoint,
+        wire: EngineClient,
         every_s: float,
         most_calls: Callable[[int | None], int],
-        on_change: Callable[[Engine], None],
+        on_change: Callable[[EngineEndpoint], None],
         led: Callable[[], bool],
     ) -> None:
         self._engine = engine
@@ -59,7 +59,7 @@ class Watch:
             try:
                 answered = await self._probe()
                 silent = 0
-            except Silence:
+            except ProbeTimeout:
                 answered, silent = False, silent + 1
             if answered:
                 wait = _FIRST_WAIT_S
@@ -122,7 +122,7 @@ class Watch:
         """One of several that is silent is the router's affair."""
         try:
             return await self._wire.info(url)
-        except Silence:
+        except ProbeTimeout:
             if routed:
                 return None
             raise

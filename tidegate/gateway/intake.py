@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive
 
-from tidegate.gateway.ask import Ask, RawBody
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import RawBody, TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.folding import Folded
 from tidegate.gateway.prompts import Rendered
 from tidegate.gateway.render import LargeText
 from tidegate.gateway.request_body import LARGE, parse, parse_large, read_body
-from tidegate.gateway.sessions import Session
-from tidegate.gateway.turns import Turns
+from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.turns import TurnPipeline
 
 T = TypeVar("T")
 _MOST_VALUES = 100_000
@@ -59,7 +59,7 @@ class Threads:
 class Intake:
     """One request of a session; `async with` it, as it may hold the session's only piece of large work."""
 
-    def __init__(self, session: Session, turns: Turns, threads: Threads) -> None:
+    def __init__(self, session: GatewaySession, turns: TurnPipeline, threads: Threads) -> None:
         self._session = session
         self._turns = turns
         self._threads = threads
@@ -98,7 +98,7 @@ class Intake:
         self,
         parsed: Parsed,
         read: Callable[[Any], T],
-        asks: Callable[[T], Sequence[Ask]],
+        asks: Callable[[T], Sequence[TurnRequest]],
         *,
         counts: bool = True,
     ) -> T:
@@ -109,13 +109,17 @@ class Intake:
         return await self._threads.run(True, self._read_large, parsed.folded, read, asks, counts)
 
     def _read_large(
-        self, folded: Folded, read: Callable[[Any], T], asks: Callable[[T], Sequence[Ask]], counts: bool
+        self,
+        folded: Folded,
+        read: Callable[[Any], T],
+        asks: Callable[[T], Sequence[TurnRequest]],
+        counts: bool,
     ) -> T:
         for ask in asks(read(folded.value)):
             self._turns.prompts.check_fits(self._session if counts else None, ask, folded)
         return read(folded.whole())
 
-    async def call(self, ask: Ask) -> Call:
+    async def call(self, ask: TurnRequest) -> PendingTurn:
         """The call that answers an ask. Raises Refusal."""
         try:
             return self._turns.call(self._session, ask, inline=not self._large)
@@ -123,7 +127,7 @@ class Intake:
             await self._hold()
         return self._turns.call(self._session, ask, await self._rendered(ask))
 
-    async def _rendered(self, ask: Ask) -> Rendered:
+    async def _rendered(self, ask: TurnRequest) -> Rendered:
         prompts, session = self._turns.prompts, self._session
         return await self._threads.run(self._large, prompts.render, session, ask, prompts.place(session, ask))
 
@@ -132,7 +136,7 @@ class Intake:
             return digest(place, body)
         return await self._threads.run(True, digest, place, body)
 
-    async def count(self, ask: Ask) -> int:
+    async def count(self, ask: TurnRequest) -> int:
         """How many tokens the prompt of an ask has. Raises Refusal."""
         self._turns.check_open(self._session)
         prompts = self._turns.prompts

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from tidegate.types import Group
 
 if TYPE_CHECKING:
-    from tidegate.gateway.engines import Placed
-    from tidegate.gateway.sessions import Session
-    from tidegate.gateway.tree import Node
+    from tidegate.gateway.engines import EngineRecord
+    from tidegate.gateway.sessions import GatewaySession
+    from tidegate.gateway.tree import TurnNode
     from tidegate.types import Trajectory
 
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Recovered:
     """What a journal held when its gateway started."""
 
-    sessions: list[Session] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    sessions: list[GatewaySession] = field(default_factory=list)
+    entries: list[StoredGroup] = field(default_factory=list)
     """Groups that are ready or leased, in the order of sealing."""
     ended_groups: dict[str, str] = field(default_factory=dict)
     """What became of them, the oldest first."""
@@ -46,7 +46,7 @@ class Recovered:
     epoch: int = 0
     orders: int = 0
     """The highest order that a group was ever sealed with."""
-    engines: list[Placed] = field(default_factory=list)
+    engines: list[EngineRecord] = field(default_factory=list)
     led: bool = False
     """A trainer says which of them serve."""
 
@@ -66,30 +66,30 @@ class Journal:
     async def close(self) -> None:
         """Write what is under way, and let go."""
 
-    async def opened(self, session: Session) -> None: ...
+    async def opened(self, session: GatewaySession) -> None: ...
 
-    def recorded(self, session: Session, nodes: Sequence[Node]) -> asyncio.Future[None]:
+    def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         """Turns, before their replies go out: done when they are kept."""
         kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         kept.set_result(None)
         return kept
 
-    def sent(self, session: Session, index: int) -> None:
+    def sent(self, session: GatewaySession, index: int) -> None:
         """The reply of a turn went out; written soon, waited for by nobody."""
 
-    async def rewarded(self, session: Session, name: str, value: float, turn: int | None) -> None:
+    async def rewarded(self, session: GatewaySession, name: str, value: float, turn: int | None) -> None:
         """A reward was posted, for one turn or for the whole session."""
 
-    async def closing(self, session: Session) -> None:
+    async def closing(self, session: GatewaySession) -> None:
         """A session's `ending` is decided, and with it which of its turns were delivered."""
 
-    async def finished(self, session: Session, trajectory: Trajectory, forget_at: float) -> None:
+    async def finished(self, session: GatewaySession, trajectory: Trajectory, forget_at: float) -> None:
         """A session has its trajectory; it may be forgotten at `forget_at`, in the loop's time."""
 
-    async def forgotten(self, sessions: Sequence[Session]) -> None:
+    async def forgotten(self, sessions: Sequence[GatewaySession]) -> None:
         """Everything of these sessions is gone for good."""
 
-    async def sealed(self, entry: Entry) -> None: ...
+    async def sealed(self, entry: StoredGroup) -> None: ...
 
     async def entered(self, epoch: int, fenced: Sequence[str]) -> None:
         """A newer trainer came; the leases `fenced` have ended."""
@@ -100,10 +100,12 @@ class Journal:
     async def returned(self, groups: Sequence[str]) -> None:
         """Groups whose leases reached nobody are ready again."""
 
-    async def ended(self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[Session]) -> None:
+    async def ended(
+        self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[GatewaySession]
+    ) -> None:
         """A group is over, with all of its sessions."""
 
-    async def engines(self, engines: Sequence[Placed], led: bool) -> None:
+    async def engines(self, engines: Sequence[EngineRecord], led: bool) -> None:
         """All engines there are, and whether a trainer says which of them serve."""
 
 
@@ -112,7 +114,7 @@ REMEMBERED = 65_536
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class StoredGroup:
     group: Group
     order: int
     lease_id: str | None = None

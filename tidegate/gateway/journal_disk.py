@@ -16,12 +16,12 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway import journal_layout as layout
-from tidegate.gateway.engines import Placed
-from tidegate.gateway.journal import REMEMBERED, Entry, Journal, Recovered
+from tidegate.gateway.engines import EngineRecord
+from tidegate.gateway.journal import REMEMBERED, Journal, Recovered, StoredGroup
 from tidegate.gateway.journal_load import load
 from tidegate.gateway.journal_writer import Statement, Writer
-from tidegate.gateway.sessions import Session
-from tidegate.gateway.tree import Node
+from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.tree import TurnNode
 from tidegate.types import CLIENT_CLOSED, Trajectory
 
 FILE = "journal.sqlite"
@@ -78,18 +78,18 @@ class DiskJournal(Journal):
 
     # -- sessions and turns ----------------------------------------------------------------------
 
-    async def opened(self, session: Session) -> None:
+    async def opened(self, session: GatewaySession) -> None:
         row = (
             session.number, session.id, session.key_hash, layout.about(session),
             _wall(session.opened), _wall(session.deadline), None, None, None, None,
         )  # fmt: skip
         await self._writer.write("opened", (f"INSERT INTO sessions VALUES ({', '.join('?' * 10)})", [row]))
 
-    def recorded(self, session: Session, nodes: Sequence[Node]) -> asyncio.Future[None]:
+    def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         rows = [layout.turn_row(session.number, node) for node in nodes]
         return self._writer.write("recorded", (layout.INSERT_TURN, rows), *_closed(session, nodes))
 
-    def sent(self, session: Session, index: int) -> None:
+    def sent(self, session: GatewaySession, index: int) -> None:
         self._sent.append(layout.turn_id(session.number, index))
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_later(LAZY_S, self._flush)
@@ -103,11 +103,11 @@ class DiskJournal(Journal):
             # What could not be written stays in doubt, which later requests resolve.
             done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
-    async def rewarded(self, session: Session, name: str, value: float, turn: int | None) -> None:
+    async def rewarded(self, session: GatewaySession, name: str, value: float, turn: int | None) -> None:
         row = (session.number, layout.WHOLE if turn is None else turn, name, value)
         await self._writer.write("rewarded", ("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", [row]))
 
-    async def closing(self, session: Session) -> None:
+    async def closing(self, session: GatewaySession) -> None:
         assert session.ending is not None, "a session closes with an ending"
         delivered = bytes(node.turn.delivered for node in session.tree.nodes)
         told = layout.ending_row(session.ending, _wall(session.ending.at))
@@ -117,17 +117,17 @@ class DiskJournal(Journal):
             "closing", (layout.INSERT_TURN, late), (update, [(told, delivered, session.number)])
         )
 
-    async def finished(self, session: Session, trajectory: Trajectory, forget_at: float) -> None:
+    async def finished(self, session: GatewaySession, trajectory: Trajectory, forget_at: float) -> None:
         row = (layout.result_row(trajectory), _wall(forget_at), session.number)
         await self._writer.write(
             "finished", ("UPDATE sessions SET result = ?, forget_at = ? WHERE number = ?", [row])
         )
 
-    async def forgotten(self, sessions: Sequence[Session]) -> None:
+    async def forgotten(self, sessions: Sequence[GatewaySession]) -> None:
         if sessions:
             await self._writer.write("forgotten", *self._deletion(sessions))
 
-    def _deletion(self, sessions: Sequence[Session]) -> list[Statement]:
+    def _deletion(self, sessions: Sequence[GatewaySession]) -> list[Statement]:
         numbers = {session.number for session in sessions}
         self._sent = [one for one in self._sent if layout.session_and_index(one)[0] not in numbers]
         ranges = [layout.turn_range(number) for number in numbers]
@@ -140,7 +140,7 @@ class DiskJournal(Journal):
 
     # -- groups ----------------------------------------------------------------------------------
 
-    async def sealed(self, entry: Entry) -> None:
+    async def sealed(self, entry: StoredGroup) -> None:
         members = json.dumps([trajectory.session_id for trajectory in entry.group.trajectories])
         row = (entry.group.id, entry.order, entry.group.task_id, members)
         await self._writer.write(
@@ -165,7 +165,9 @@ class DiskJournal(Journal):
         update = "UPDATE groups SET lease_id = NULL, lease_key = '' WHERE id = ?"
         await self._writer.write("returned", (update, [(one,) for one in groups]))
 
-    async def ended(self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[Session]) -> None:
+    async def ended(
+        self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[GatewaySession]
+    ) -> None:
         over = [("group", group_id, why), *([("lease", lease_id, why)] if lease_id is not None else [])]
         await self._writer.write(
             "ended",
@@ -175,7 +177,7 @@ class DiskJournal(Journal):
             *self._deletion(sessions),
         )
 
-    async def engines(self, engines: Sequence[Placed], led: bool) -> None:
+    async def engines(self, engines: Sequence[EngineRecord], led: bool) -> None:
         rows = [(one.url, json.dumps(one.control), one.joined, one.admitted) for one in engines]
         await self._writer.write(
             "engines",
@@ -202,7 +204,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _closed(session: Session, nodes: Sequence[Node]) -> list[Statement]:
+def _closed(session: GatewaySession, nodes: Sequence[TurnNode]) -> list[Statement]:
     """Whether the turns of closed streams were delivered, which is known as they are written."""
     statements: list[Statement] = []
     for node in nodes:

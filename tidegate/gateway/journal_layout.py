@@ -13,9 +13,9 @@ import msgpack
 import numpy as np
 import orjson
 
-from tidegate.gateway.limits import Limits
-from tidegate.gateway.sessions import Ending, Session
-from tidegate.gateway.tree import Node, Request
+from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.sessions import GatewaySession, SessionResult
+from tidegate.gateway.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
 
 VERSION = 4
@@ -65,7 +65,7 @@ def session_and_index(row_id: int) -> tuple[int, int]:
     return row_id >> TURN_BITS, row_id & (1 << TURN_BITS) - 1
 
 
-def turn_row(number: int, node: Node) -> tuple[Any, ...]:
+def turn_row(number: int, node: TurnNode) -> tuple[Any, ...]:
     turn, request = node.turn, node.request
     return (
         turn_id(number, turn.index), turn.parent,
@@ -78,7 +78,7 @@ def turn_row(number: int, node: Node) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def read_turn(row: tuple[Any, ...]) -> Node:
+def read_turn(row: tuple[Any, ...]) -> TurnNode:
     """The turn of a row, undelivered as yet; its `length` is for the tree to set."""
     (
         row_id, parent, request, digest, idempotency_key, ordinal, root, asked, key, said, reply, delta,
@@ -105,23 +105,23 @@ def read_turn(row: tuple[Any, ...]) -> Node:
         exempt=exempt,
         structured=structured,
     )
-    asking = Request(request, digest, idempotency_key, ordinal)
-    return Node(turn, asking, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
+    asking = TurnRequestInfo(request, digest, idempotency_key, ordinal)
+    return TurnNode(turn, asking, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
 
 
-def lost_turn(index: int) -> Node:
+def lost_turn(index: int) -> TurnNode:
     """Stands for a turn that was never written and never went out, so that others keep their places."""
     ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     turn = Turn(index, None, ids, ids, logprobs, (), "lost", 1.0, delivered=False, branch="lost: not written")
     reply = {"role": "assistant", "content": ""}
-    return Node(turn, Request(), b"", b"", b"", [], reply, 0)
+    return TurnNode(turn, TurnRequestInfo(), b"", b"", b"", [], reply, 0)
 
 
 def _bytes(array: Any, kind: str) -> bytes:
     return np.ascontiguousarray(array, dtype=kind).tobytes()
 
 
-def about(session: Session) -> str:
+def about(session: GatewaySession) -> str:
     """What a session was opened with. Python's json: it writes whatever JSON a body may have brought."""
     return json.dumps(
         {
@@ -142,16 +142,18 @@ def about(session: Session) -> str:
 
 def read_session(
     number: int, session_id: str, key_hash: bytes, told: str, opened: float, end: float
-) -> Session:
+) -> GatewaySession:
     fields = json.loads(told)
     task = fields["task"]
     fields["task"] = None if task is None else Task.from_wire(task)
     fields["untrained_models"] = tuple(fields["untrained_models"])
-    fields["sampling"], fields["limits"] = Sampling(**fields["sampling"]), Limits(**fields["limits"])
-    return Session(id=session_id, key_hash=key_hash, opened=opened, deadline=end, number=number, **fields)
+    fields["sampling"], fields["limits"] = Sampling(**fields["sampling"]), SessionLimits(**fields["limits"])
+    return GatewaySession(
+        id=session_id, key_hash=key_hash, opened=opened, deadline=end, number=number, **fields
+    )
 
 
-def ending_row(ending: Ending, at: float) -> str:
+def ending_row(ending: SessionResult, at: float) -> str:
     return json.dumps(
         {
             "outcome": ending.outcome.value,
@@ -164,11 +166,11 @@ def ending_row(ending: Ending, at: float) -> str:
     )
 
 
-def read_ending(told: str, loop_offset: float) -> Ending:
+def read_ending(told: str, loop_offset: float) -> SessionResult:
     fields = json.loads(told)
     fields["outcome"] = Outcome(fields["outcome"])
     fields["at"] += loop_offset
-    return Ending(**fields)
+    return SessionResult(**fields)
 
 
 _RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds")

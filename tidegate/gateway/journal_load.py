@@ -11,10 +11,10 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.gateway import journal_layout as layout
-from tidegate.gateway.engines import Placed
-from tidegate.gateway.journal import Entry, Recovered
-from tidegate.gateway.sessions import Session, trajectory_of
-from tidegate.gateway.tree import Node, Tree
+from tidegate.gateway.engines import EngineRecord
+from tidegate.gateway.journal import Recovered, StoredGroup
+from tidegate.gateway.sessions import GatewaySession, trajectory_of
+from tidegate.gateway.tree import TurnNode, TurnTree
 from tidegate.types import CLIENT_CLOSED, Group
 
 INTERRUPTED = "the gateway was restarted while this session ran"
@@ -47,7 +47,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
         epoch=meta.get("epoch", 0),
         orders=next((top or 0 for (top,) in connection.execute("SELECT max(place) FROM groups")), 0),
         engines=[
-            Placed(url, tuple(json.loads(control)), bool(joined), bool(admitted))
+            EngineRecord(url, tuple(json.loads(control)), bool(joined), bool(admitted))
             for url, control, joined, admitted in engines
         ],
         led=bool(meta.get("led", False)),
@@ -61,10 +61,10 @@ def _drop_orphans(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
 
 
-def _turns(connection: sqlite3.Connection) -> dict[int, list[Node]]:
+def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
     """Every session's turns in their order. One that is missing never went out."""
     sent = {row_id for (row_id,) in connection.execute("SELECT id FROM sent")}
-    turns: dict[int, list[Node]] = defaultdict(list)
+    turns: dict[int, list[TurnNode]] = defaultdict(list)
     for row in connection.execute("SELECT * FROM turns ORDER BY id"):
         node = layout.read_turn(row)
         number, index = layout.session_and_index(row[0])
@@ -75,7 +75,7 @@ def _turns(connection: sqlite3.Connection) -> dict[int, list[Node]]:
     return turns
 
 
-def _session(row: tuple[Any, ...], nodes: list[Node], offset: float) -> Session:
+def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> GatewaySession:
     number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
     session = layout.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
     if ending is None:
@@ -87,7 +87,7 @@ def _session(row: tuple[Any, ...], nodes: list[Node], offset: float) -> Session:
             node.turn.delivered = bool(went_out)
         session.ending = layout.read_ending(ending, offset)
         session.closed = "it was finished"
-    session.tree = Tree.restored(nodes)
+    session.tree = TurnTree.restored(nodes)
     for node in nodes:
         session.calls.remember(node)
     if session.ending is not None and result is not None:
@@ -97,7 +97,7 @@ def _session(row: tuple[Any, ...], nodes: list[Node], offset: float) -> Session:
     return session
 
 
-def _doubt(nodes: list[Node]) -> None:
+def _doubt(nodes: list[TurnNode]) -> None:
     """What is known of the replies of a session that goes on: who quoted one had it."""
     for node in nodes:
         if node.turn.parent is not None:
@@ -107,7 +107,7 @@ def _doubt(nodes: list[Node]) -> None:
         node.in_doubt = not node.turn.delivered and bool(node.key) and not closed
 
 
-def _entries(connection: sqlite3.Connection, sessions: dict[str, Session]) -> list[Entry]:
+def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]) -> list[StoredGroup]:
     entries = []
     columns = "id, place, task_id, members, lease_id, lease_key"
     for group_id, place, task_id, members, lease_id, key in connection.execute(
@@ -115,7 +115,7 @@ def _entries(connection: sqlite3.Connection, sessions: dict[str, Session]) -> li
     ):
         found = [sessions[one].trajectory for one in json.loads(members)]
         group = Group(group_id, task_id, [one for one in found if one is not None], lease_id or "")
-        entries.append(Entry(group, place, lease_id, key))
+        entries.append(StoredGroup(group, place, lease_id, key))
     return entries
 
 

@@ -10,13 +10,13 @@ import msgpack
 
 from tidegate.gateway.bodies import Lease
 from tidegate.gateway.fleet import Answer, Fleet, Refused, first
-from tidegate.gateway.shards import owner
+from tidegate.gateway.shards import shard_of_id
 
 _ROUND_S = 5.0
 """How long one wait for a ready group lasts; what nobody waits for any more ends with it."""
 
 
-class Leasing:
+class LeaseAggregator:
     """Gathers up to `max` groups, from one shard after another, each time beginning with another one.
 
     Every shard learns of the trainer's epoch before any group is leased. Within a shard the earliest
@@ -74,7 +74,7 @@ class Leasing:
         """What was leased for a trainer that has left is for the next one who asks."""
         by_shard: dict[int, list[str]] = {}
         for group in groups:
-            index = owner(group["lease_id"], len(self._fleet.shards))
+            index = shard_of_id(group["lease_id"], len(self._fleet.shards))
             if index is not None:
                 by_shard.setdefault(index, []).append(group["lease_id"])
         for index, lease_ids in by_shard.items():

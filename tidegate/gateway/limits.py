@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """A session's budgets; None: no bound."""
 
     turns: int | None = None
@@ -33,10 +33,10 @@ class Limits:
     calls: int | None = None
     """At once."""
 
-    def over(self, default: Limits) -> Limits:
+    def over(self, default: SessionLimits) -> SessionLimits:
         """These, and the default's where these say nothing."""
         mine, its = self.to_wire(), default.to_wire()
-        return Limits(**{name: its[name] if mine[name] is None else mine[name] for name in mine})
+        return SessionLimits(**{name: its[name] if mine[name] is None else mine[name] for name in mine})
 
     def to_wire(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}

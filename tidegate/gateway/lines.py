@@ -19,7 +19,7 @@ MOST = 32
 
 
 @dataclass(eq=False, slots=True)
-class Line:
+class RequestHistory:
     """One request: `keys[i]` is the key of its history up to `messages[i]`."""
 
     root: bytes
@@ -33,7 +33,7 @@ class Line:
         """The key of its whole history."""
         return self.keys[-1] if self.keys else self.root
 
-    def agreement(self, other: Line) -> int:
+    def agreement(self, other: RequestHistory) -> int:
         """How many messages both begin with, by meaning."""
         count = 0
         for mine, theirs in zip(self.keys, other.keys, strict=False):
@@ -63,32 +63,32 @@ class Line:
         return count
 
 
-class Lines:
+class RequestHistories:
     """The lines of one session, the newest first."""
 
     def __init__(self) -> None:
-        self._lines: list[Line] = []
-        self._empty = Line(root_key(None, None))
+        self._lines: list[RequestHistory] = []
+        self._empty = RequestHistory(root_key(None, None))
 
     @property
-    def newest(self) -> Line:
+    def newest(self) -> RequestHistory:
         return self._lines[0] if self._lines else self._empty
 
-    def all(self) -> list[Line]:
+    def all(self) -> list[RequestHistory]:
         """The newest first."""
         return list(self._lines)
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
-    def keep(self, line: Line) -> None:
+    def keep(self, line: RequestHistory) -> None:
         self._lines.insert(0, line)
         del self._lines[MOST:]
 
     def drop_newest(self) -> None:
         del self._lines[:1]
 
-    def read(self, messages: Sequence[Message], tools: Any, options: Any) -> Line:
+    def read(self, messages: Sequence[Message], tools: Any, options: Any) -> RequestHistory:
         """The line of a request. Raises Refusal for messages that cannot be rendered, and is unchanged."""
         newest = self.newest
         same = tools == newest.tools and options == newest.options
@@ -100,13 +100,13 @@ class Lines:
             key = chain(key, template_form(messages[index], index))
             keys.append(key)
         held = before.messages[:shared] if before is not None else []
-        line = Line(root, tools, options, [*held, *messages[shared:]], keys)
+        line = RequestHistory(root, tools, options, [*held, *messages[shared:]], keys)
         if before is not None and shared == len(before.messages):
             self._lines.remove(before)  # it is continued
         self.keep(line)
         return line
 
-    def _nearest(self, root: bytes, messages: Sequence[Message]) -> tuple[Line | None, int]:
+    def _nearest(self, root: bytes, messages: Sequence[Message]) -> tuple[RequestHistory | None, int]:
         """The line that a request shares most with, and how many messages that are."""
         best, most = None, 0
         for line in self._lines:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.nesting import MOST_LEVELS, too_deep
-from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.refusal import ApiError, unsupported
 from tidegate.types import Message
 
 _ROLES = {
@@ -36,7 +36,7 @@ def template_form(message: Any, index: int) -> Message:
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise Refusal(f"{where} is not an object", param="messages")
+        raise ApiError(f"{where} is not an object", param="messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise unsupported(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
@@ -46,7 +46,7 @@ def template_form(message: Any, index: int) -> Message:
     form: Message = {"role": _ROLES[role], "content": text_of(message.get("content"), where)}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            raise Refusal(f"{where}.tool_calls is not a list", param="messages")
+            raise ApiError(f"{where}.tool_calls is not a list", param="messages")
         form["tool_calls"] = [_call_form(call, f"{where}.tool_calls") for call in calls]
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):
@@ -61,7 +61,7 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refusal(f"{where}.content is neither text nor a list of parts", param="messages")
+        raise ApiError(f"{where}.content is neither text nor a list of parts", param="messages")
     return "".join(_part_text(part, where) for part in content)
 
 
@@ -79,7 +79,7 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
         raise unsupported(where, "only function calls with a name are supported")
     arguments = read_arguments(function.get("arguments"))
     if too_deep(arguments):
-        raise Refusal(
+        raise ApiError(
             f"{where}: the arguments of {function['name']!r} are nested more than {MOST_LEVELS} levels deep; "
             "send flatter ones"[:300],
             param="messages",

@@ -12,7 +12,7 @@ TURN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 30
 
 
 @dataclass(slots=True)
-class Metrics:
+class GatewayMetrics:
     """What was counted since the start."""
 
     turns: int = 0

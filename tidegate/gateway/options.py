@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.gateway.limits import Limits
+from tidegate.gateway.limits import SessionLimits
 from tidegate.gateway.pool import PoolOptions
 from tidegate.gateway.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
@@ -39,7 +39,7 @@ class GatewayOptions:
     """How long after its deadline a session may still be finished before it is forgotten."""
     retention_s: float = 3600.0
     """How long a finished session that is in no sealed group is kept."""
-    limits: Limits = field(default_factory=Limits)
+    limits: SessionLimits = field(default_factory=SessionLimits)
     """Of a session that is opened without its own."""
     journal: Path | None = None
     """The directory in which everything is kept; None: all is lost with the process."""

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from tidegate.gateway.fleet import Fleet
-from tidegate.gateway.shards import Shard, owner
+from tidegate.gateway.shards import Shard, shard_of_id
 
 log = logging.getLogger("tidegate.gateway.shards")
 
@@ -64,7 +64,7 @@ def as_it_came(shard: Shard, scope: Scope) -> URL:
     return URL(shard.url + path + ("?" + query if query else ""), encoded=True)
 
 
-class Passage:
+class ReverseProxy:
     """Passes a request to the shard that its key names, and the answer back as it comes.
 
     What a key does not tell is told by the first shard: that the key is wrong, in the dialect's shape.
@@ -99,7 +99,7 @@ class Passage:
             bearer.decode("latin-1").strip(),
             headers.get(b"x-api-key", b"").decode("latin-1"),
         ):
-            if (index := owner(token, len(shards))) is not None:
+            if (index := shard_of_id(token, len(shards))) is not None:
                 return shards[index]
         return shards[0]
 

@@ -20,12 +20,18 @@ from dataclasses import dataclass
 import aiohttp
 
 from tidegate.errors import EngineError
-from tidegate.gateway.dispatch import Dispatch
-from tidegate.gateway.engines import Engine, Placed, Seat
-from tidegate.gateway.health import Watch, most_calls
+from tidegate.gateway.dispatch import Dispatcher
+from tidegate.gateway.engines import Affinity, EngineEndpoint, EngineRecord
+from tidegate.gateway.health import HealthProbe, most_calls
 from tidegate.gateway.names import unique_name
-from tidegate.gateway.protocol import WHOLE_CALL_PARAMS, Order, RequestRefusedError, Sampled, request_body
-from tidegate.gateway.wire import EngineWire
+from tidegate.gateway.protocol import (
+    WHOLE_CALL_PARAMS,
+    GenerateRequest,
+    GenerateResult,
+    RequestRefusedError,
+    request_body,
+)
+from tidegate.gateway.wire import EngineClient
 
 log = logging.getLogger("tidegate.gateway.engines")
 
@@ -58,17 +64,17 @@ class EnginePool:
     ) -> None:
         self._options = options or PoolOptions()
         self._on_death = on_death
-        self._dispatch = Dispatch(self._options.waiting_calls)
+        self._dispatch = Dispatcher(self._options.waiting_calls)
         self.led = False
         """A trainer says which engines serve: what others add waits until it is admitted."""
-        self._watches: dict[Engine, Watch] = {}
-        self._probes: dict[Engine, asyncio.Task[None]] = {}
+        self._watches: dict[EngineEndpoint, HealthProbe] = {}
+        self._probes: dict[EngineEndpoint, asyncio.Task[None]] = {}
         self.errors = 0
         self.continued = 0
         """Replies that went on in a further engine call, with the tokens so far."""
 
     async def start(self) -> None:
-        self._wire = EngineWire(self._options.connect_s, self._options.probe_timeout_s)
+        self._wire = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
 
     async def close(self) -> None:
         for probe in self._probes.values():
@@ -78,7 +84,7 @@ class EnginePool:
 
     # -- membership ------------------------------------------------------------------------------
 
-    async def add(self, placed: Placed, wait_s: float = 0.0) -> Engine:
+    async def add(self, placed: EngineRecord, wait_s: float = 0.0) -> EngineEndpoint:
         """Take an engine in, or change what was known of it; waits up to `wait_s` for its first probe to
         end. Idempotent.
 
@@ -87,7 +93,7 @@ class EnginePool:
         url = placed.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
         if engine is None:
-            engine = Engine(url, (url,))
+            engine = EngineEndpoint(url, (url,))
             self._dispatch.add(engine)
             self._observe(engine)
         engine.control = tuple(one.rstrip("/") for one in placed.control) or (url,)
@@ -99,10 +105,10 @@ class EnginePool:
                     await self._watches[engine].probed.wait()
         return engine
 
-    def _observe(self, engine: Engine) -> None:
+    def _observe(self, engine: EngineEndpoint) -> None:
         options = self._options
         calls = functools.partial(most_calls, fixed=options.engine_calls, shards=options.shards)
-        watch = Watch(engine, self._wire, options.probe_every_s, calls, self._changed, lambda: self.led)
+        watch = HealthProbe(engine, self._wire, options.probe_every_s, calls, self._changed, lambda: self.led)
         probe = asyncio.create_task(watch.run(), name=f"probe {engine.url}")
         probe.add_done_callback(self._probe_ended)
         self._watches[engine], self._probes[engine] = watch, probe
@@ -116,10 +122,10 @@ class EnginePool:
         self._probes.pop(engine).cancel()
         return True
 
-    def get(self, url: str) -> Engine | None:
+    def get(self, url: str) -> EngineEndpoint | None:
         return self._dispatch.engines.get(url.rstrip("/"))
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[EngineEndpoint]:
         return list(self._dispatch.engines.values())
 
     @property
@@ -133,7 +139,7 @@ class EnginePool:
         known = [engine.max_context for engine in self.engines() if engine.max_context]
         return min(known, default=None)
 
-    def _changed(self, engine: Engine) -> None:
+    def _changed(self, engine: EngineEndpoint) -> None:
         if engine.url not in self._dispatch.engines:
             return
         if engine.serves:
@@ -141,7 +147,7 @@ class EnginePool:
         else:
             self._dispatch.down(engine)
 
-    def _failed(self, engine: Engine, *, at_once: bool = False, counts: bool = True) -> None:
+    def _failed(self, engine: EngineEndpoint, *, at_once: bool = False, counts: bool = True) -> None:
         self.errors += 1
         if engine in self._watches:  # else it was removed meanwhile
             self._watches[engine].failed(at_once=at_once, counts=counts)
@@ -153,8 +159,12 @@ class EnginePool:
     # -- sampling --------------------------------------------------------------------------------
 
     async def sample(
-        self, order: Order, seat: Seat, deadline: float, on_ids: Callable[[list[int]], None] | None = None
-    ) -> Sampled:
+        self,
+        order: GenerateRequest,
+        seat: Affinity,
+        deadline: float,
+        on_ids: Callable[[list[int]], None] | None = None,
+    ) -> GenerateResult:
         """Sample one reply, whatever happens to engines meanwhile; `deadline` is in the loop's time.
 
         `on_ids` is called with all ids so far as a stream brings them. Cancelling aborts upstream.
@@ -163,7 +173,7 @@ class EnginePool:
         reply broke off that was delivered in part and cannot go on. An order that is closed gives what
         was sampled until then.
         """
-        sampled = Sampled()
+        sampled = GenerateResult()
         wait, last, fresh = _FIRST_WAIT_S, "there is no engine", True
         try:
             async with asyncio.timeout_at(deadline) as timeout:
@@ -190,7 +200,7 @@ class EnginePool:
                                 f"a reply broke off after {len(sampled.ids)} tokens, and one with "
                                 f"{', '.join(sorted(order.params.keys() & WHOLE_CALL_PARAMS))} cannot go on"
                             )
-                        sampled, before = Sampled(), 0
+                        sampled, before = GenerateResult(), 0
                     self.continued += bool(sampled.ids)
                     wait = _FIRST_WAIT_S if len(sampled.ids) > before else min(wait * 2, _LONGEST_WAIT_S)
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
@@ -201,7 +211,7 @@ class EnginePool:
         finally:
             order.on_close = lambda: None  # a timeout that has ended cannot be rescheduled
 
-    def _close(self, order: Order, timeout: asyncio.Timeout) -> None:
+    def _close(self, order: GenerateRequest, timeout: asyncio.Timeout) -> None:
         """Abort the call that samples the order, and give it time for its last event."""
         wait_s = 0.0
         if order.abort is not None:
@@ -212,15 +222,19 @@ class EnginePool:
         timeout.reschedule(min(timeout.when() or math.inf, asyncio.get_running_loop().time() + wait_s))
 
     async def _call(
-        self, engine: Engine, order: Order, sampled: Sampled, on_ids: Callable[[list[int]], None] | None
+        self,
+        engine: EngineEndpoint,
+        order: GenerateRequest,
+        sampled: GenerateResult,
+        on_ids: Callable[[list[int]], None] | None,
     ) -> None:
         """One `/generate`; adds to `sampled` what it gave, also where a stream broke off."""
         # Engines match ids by prefix when they abort, so no id may begin another one: fixed length.
         rid = unique_name()
         begun = list(sampled.ids)
-        piece, stopped = Sampled(), False
+        piece, stopped = GenerateResult(), False
 
-        def take(newer: Sampled) -> None:
+        def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
             piece = newer
             if on_ids is not None:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.folding import Folded
-from tidegate.gateway.formats.base import Form, forced_start, single_call_stop
+from tidegate.gateway.formats.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.messages import template_form
-from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.pool import EnginePool
-from tidegate.gateway.protocol import Order
+from tidegate.gateway.protocol import GenerateRequest
 from tidegate.gateway.raw import place_raw, raw_ids
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
@@ -27,11 +27,11 @@ from tidegate.gateway.reasoning import ReasoningParser
 from tidegate.gateway.refusal import context_exceeded, unsupported
 from tidegate.gateway.render import LargeText, Renderer, Unrenderable
 from tidegate.gateway.reply import ReplyReader, read_through, stop_after
-from tidegate.gateway.sampling import SamplingRules, StructuredOutput, Wishes, token_budget
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sampling import RequestedSampling, SamplingRules, StructuredOutput, token_budget
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.token_bound import TokenBound, weight
-from tidegate.gateway.toolcalls import Parser, PlainParser
-from tidegate.gateway.tree import Node, Place, drifts
+from tidegate.gateway.toolcalls import PlainParser, ReplyParser
+from tidegate.gateway.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.types import Ids, Message
 
 log = logging.getLogger("tidegate.gateway")
@@ -42,14 +42,14 @@ _INLINE = 4096
 class Rendered(NamedTuple):
     """What a request adds, and where."""
 
-    place: Place | None
+    place: Attachment | None
     """None: it is found by the ids, which are the whole prompt."""
     delta: Ids
     branch: str | None = None
     """Why it could not extend the turn that it follows."""
 
 
-class Prompts:
+class PromptBuilder:
     """Places requests in their session's tree and renders what they add to it. Raises Refusal.
 
     `quoted` is called for every turn that a request quotes: its client has the reply.
@@ -59,10 +59,10 @@ class Prompts:
         self,
         renderer: Renderer,
         pool: EnginePool,
-        metrics: Metrics,
-        form: Form,
+        metrics: GatewayMetrics,
+        form: ToolCallFormat,
         model_context: int | None,
-        quoted: Callable[[Session, int], None],
+        quoted: Callable[[GatewaySession, int], None],
         structured_output: StructuredOutput = "text",
     ) -> None:
         self._renderer = renderer
@@ -84,7 +84,7 @@ class Prompts:
         """Tokens of the model's context, where it is known."""
         return self._pool.max_context or self._model_context
 
-    def check_fits(self, session: Session | None, ask: Ask, folded: Folded) -> None:
+    def check_fits(self, session: GatewaySession | None, ask: TurnRequest, folded: Folded) -> None:
         """Raises Refusal for a prompt that certainly has more tokens than the context, without encoding it;
         `folded` has the long texts that the ask has marks for. The session, where there is one, has
         outgrown the context with it."""
@@ -97,16 +97,18 @@ class Prompts:
                 self._note_overflow(session, least)
             raise context_exceeded(least, self.context, at_least=True)
 
-    def _note_overflow(self, session: Session, tokens: int) -> None:
+    def _note_overflow(self, session: GatewaySession, tokens: int) -> None:
         if session.tree.newest() is not None:
             session.overflowed = f"the model's context is full ({tokens} of {self.context} tokens)"
 
-    def place(self, session: Session, ask: Ask) -> Place | None:
+    def place(self, session: GatewaySession, ask: TurnRequest) -> Attachment | None:
         """Where a request of messages belongs in its session's tree, on the event loop; None for a prompt
         that comes as it is, which is placed by its ids."""
         return None if ask.prompt is not None else self._place(session, self._as_read(ask))
 
-    def render(self, session: Session, ask: Ask, place: Place | None, inline: bool = False) -> Rendered:
+    def render(
+        self, session: GatewaySession, ask: TurnRequest, place: Attachment | None, inline: bool = False
+    ) -> Rendered:
         """What a request adds to its session's tree. Nothing of the session is changed: a thread may do it.
 
         Raises Refusal, and LargeText where a long text must be encoded `inline`, on the event loop.
@@ -117,7 +119,9 @@ class Prompts:
             return self._raw(session, ask.prompt, most)
         return self._delta(session, self._as_read(ask), place, most)
 
-    def prepare(self, session: Session, ask: Ask, rendered: Rendered, left: int | None) -> Call:
+    def prepare(
+        self, session: GatewaySession, ask: TurnRequest, rendered: Rendered, left: int | None
+    ) -> PendingTurn:
         """A new call, which may sample the `left` tokens of the session's budget."""
         ask = self._as_read(ask)
         place, delta, branch = self._taken(session, rendered)
@@ -128,7 +132,9 @@ class Prompts:
         if reader.begun:
             delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
         prompt = session.tree.prompt(place.parent, delta)
-        if place.parent is not None and drifts(prompt, session.tree.nodes[place.parent].turn, len(delta)):
+        if place.parent is not None and prefix_mismatch(
+            prompt, session.tree.nodes[place.parent].turn, len(delta)
+        ):
             branch = f"drift: the prompt does not start with what turn {place.parent} recorded"
             log.error("session %s: %s; it is recorded as a branch", session.id, branch)
             self._metrics.drifted_turns += 1
@@ -139,7 +145,7 @@ class Prompts:
         budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, self.context, left)
         order = self._order(session, ask, prompt, budget)
         self._metrics.rendered_tokens += len(delta)
-        return Call(
+        return PendingTurn(
             ask.digest,
             place,
             delta,
@@ -155,23 +161,25 @@ class Prompts:
             reread=reread,
         )
 
-    def _order(self, session: Session, ask: Ask, prompt: Ids, budget: int) -> Order:
+    def _order(self, session: GatewaySession, ask: TurnRequest, prompt: Ids, budget: int) -> GenerateRequest:
         params = self._sampling.params(
             ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
         )
         if ask.tools and (end := single_call_stop(self._form, ask.tool_use)):
             params["stop"] = [*ask.wishes.stop, end]
-        order = Order(prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split))
+        order = GenerateRequest(
+            prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split)
+        )
         if stops := params.get("stop"):
             order.stop_after = partial(stop_after, self._renderer.decode, stops)
         return order
 
-    def count(self, session: Session, rendered: Rendered) -> int:
+    def count(self, session: GatewaySession, rendered: Rendered) -> int:
         """How many tokens a prompt has."""
         place, delta, _ = self._taken(session, rendered)
         return len(session.tree.prompt(place.parent, delta))
 
-    def _taken(self, session: Session, rendered: Rendered) -> tuple[Place, Ids, str | None]:
+    def _taken(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
         """A rendered request counts, and with it what it says of earlier ones."""
         place, delta = rendered.place, rendered.delta
         if place is None:
@@ -182,22 +190,22 @@ class Prompts:
             self._quoted(session, place.parent)  # who quotes a reply has it
         return place, delta, rendered.branch
 
-    def recall(self, ask: Ask, node: Node) -> Call:
+    def recall(self, ask: TurnRequest, node: TurnNode) -> PendingTurn:
         """A call whose reply is there already: the same request, whose turn is `node`, came again."""
         delta = node.turn.delta_ids
-        place = Place(node.turn.parent, 0, node.asked, None, node.root)
-        order = Order(delta[:0], {}, 0, ask.stream)
+        place = Attachment(node.turn.parent, 0, node.asked, None, node.root)
+        order = GenerateRequest(delta[:0], {}, 0, ask.stream)
         reread = partial(self._reader, ask, delta)
-        call = Call(ask.digest, place, delta, node.said, order, reread(), reread=reread)
+        call = PendingTurn(ask.digest, place, delta, node.said, order, reread(), reread=reread)
         call.id, call.created = node.request.id, int(node.turn.started)
         call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
         return call
 
-    def _as_read(self, ask: Ask) -> Ask:
+    def _as_read(self, ask: TurnRequest) -> TurnRequest:
         """The request without template options that the template does not read."""
         return replace(ask, template_options=self._renderer.options_read(ask.template_options))
 
-    def _place(self, session: Session, ask: Ask) -> Place:
+    def _place(self, session: GatewaySession, ask: TurnRequest) -> Attachment:
         tools, options = ask.tools, ask.template_options
 
         def alike(one: list[Message], other: list[Message]) -> bool:
@@ -211,7 +219,7 @@ class Prompts:
             return place
         return place._replace(parent=ask.parent)
 
-    def _ended_at_quote(self, session: Session, ask: Ask, place: Place) -> Place:
+    def _ended_at_quote(self, session: GatewaySession, ask: TurnRequest, place: Attachment) -> Attachment:
         """The same place, after its parent was made to end where the request quotes it."""
         assert place.parent is not None, "a turn is quoted"
         node = session.tree.nodes[place.parent]
@@ -219,12 +227,12 @@ class Prompts:
         reply: Message = {"role": "assistant", "content": form["content"].rstrip()}
         if calls := form.get("tool_calls"):
             reply["tool_calls"] = node.reply["tool_calls"][: len(calls)]
-        reader = partial(self._reader, replace(ask, wishes=Wishes()), node.turn.delta_ids)
+        reader = partial(self._reader, replace(ask, wishes=RequestedSampling()), node.turn.delta_ids)
         ids = node.turn.output_ids.tolist()
         return self._split(session, place, read_through(reader, ids, reply) or len(ids), reply)
 
     @staticmethod
-    def _split(session: Session, place: Place, count: int, reply: Message) -> Place:
+    def _split(session: GatewaySession, place: Attachment, count: int, reply: Message) -> Attachment:
         assert place.parent is not None, "a turn is quoted"
         changed = session.tree.split(place.parent, count, reply)
         session.unwritten |= {node.turn.index: node for node in changed}
@@ -232,7 +240,9 @@ class Prompts:
             return place
         return place._replace(why=f"closed: turn {place.parent} is continued from where it is quoted")
 
-    def _delta(self, session: Session, ask: Ask, place: Place, most: int | None) -> Rendered:
+    def _delta(
+        self, session: GatewaySession, ask: TurnRequest, place: Attachment, most: int | None
+    ) -> Rendered:
         """The ids that the request adds to its parent; a root where the template permits no other."""
         options = ask.template_options
         why = None
@@ -258,7 +268,7 @@ class Prompts:
         whole = place._replace(parent=None, start=0)
         return Rendered(whole, self._renderer.root(forms, ask.tools, options, most), why)
 
-    def _raw(self, session: Session, prompt: str | list[int], most: int | None) -> Rendered:
+    def _raw(self, session: GatewaySession, prompt: str | list[int], most: int | None) -> Rendered:
         if most is not None and len(prompt) > most:
             raise LargeText
         ids = self._renderer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -267,7 +277,7 @@ class Prompts:
             raise context_exceeded(len(ids), self.context)
         return Rendered(None, raw_ids(ids, self._renderer.codec.vocabulary))
 
-    def _placed_raw(self, session: Session, prompt: Ids) -> tuple[Place, Ids]:
+    def _placed_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
         place, delta = place_raw(session.tree, prompt)
         if place.cut is not None and place.parent is not None:
             quoted = session.tree.nodes[place.parent].turn.output_ids[: place.cut].tolist()
@@ -278,12 +288,12 @@ class Prompts:
     def _ends_with_thought(self, last: tuple[int, ...]) -> bool:
         return self._renderer.decode(last).rstrip().endswith(THOUGHT_START)
 
-    def _reader(self, ask: Ask, delta: Ids) -> ReplyReader:
+    def _reader(self, ask: TurnRequest, delta: Ids) -> ReplyReader:
         """What reads the reply to a prompt that ends with `delta`."""
         if ask.prompt is not None:
             return ReplyReader(self._renderer.decode, ask.wishes.stop, PlainParser())
         calls = bool(ask.tools) and ask.tool_use.mode != "none"
-        parser: Parser = self._form.parser(ask.tools or ()) if calls else PlainParser()
+        parser: ReplyParser = self._form.parser(ask.tools or ()) if calls else PlainParser()
         forced = forced_start(self._form, ask.tool_use)
         if self.thought_end is not None:
             begun = self._opens_thought(tuple(delta[-4:].tolist()))

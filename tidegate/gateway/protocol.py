@@ -37,7 +37,7 @@ class RequestRefusedError(EngineError):
 
 
 @dataclass(slots=True)
-class Order:
+class GenerateRequest:
     """What is to be sampled: a prompt (shape [prompt]), how, and at most how much.
 
     `stop_after(ids)` says how many of a reply's ids there are up to the end of its first stop string,
@@ -69,12 +69,12 @@ class Order:
         the counts that penalties go by, anew with each call."""
         return not (self.params.keys() & WHOLE_CALL_PARAMS)
 
-    def streams(self, sampled: Sampled) -> bool:
+    def streams(self, sampled: GenerateResult) -> bool:
         """Whether the next call is streamed: also where a stop string may straddle two calls, for only
         what is seen as it comes can be ended in time."""
         return self.stream or bool(sampled.ids and self.params.get("stop"))
 
-    def settle(self, sampled: Sampled) -> bool:
+    def settle(self, sampled: GenerateResult) -> bool:
         """Whether the reply is over after one more call; its end is found where engines cannot see it."""
         end = self.stop_after(sampled.ids) if sampled.calls > 1 else None
         if end is not None:
@@ -86,7 +86,7 @@ class Order:
 
 
 @dataclass(slots=True)
-class Sampled:
+class GenerateResult:
     """What was sampled so far; several engine calls may have gone into it."""
 
     ids: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Sampled:
         del self.ids[end:], self.logprobs[end:], self.masses[end:]
         self.spans = spans_within(self.spans, 0, end)
 
-    def extend(self, piece: Sampled) -> None:
+    def extend(self, piece: GenerateResult) -> None:
         """Add what one more engine call gave; neighbouring spans of one version become one."""
         offset = len(self.ids)
         self.calls += bool(piece.ids)
@@ -128,7 +128,7 @@ class Sampled:
                 self.spans.append(VersionSpan(version, start + offset, end + offset))
 
 
-def trainable_tokens(sampled: Sampled) -> npt.NDArray[np.uint8]:
+def trainable_tokens(sampled: GenerateResult) -> npt.NDArray[np.uint8]:
     """Which tokens of a reply under a grammar may be trained on, [output]: those where the grammar took no
     probability from any id that the policy would have drawn.
 
@@ -140,7 +140,7 @@ def trainable_tokens(sampled: Sampled) -> npt.NDArray[np.uint8]:
     return (np.asarray(sampled.masses) >= 1 - FREE_WITHIN).astype(np.uint8)
 
 
-def request_body(order: Order, sampled: Sampled, rid: str) -> bytes:
+def request_body(order: GenerateRequest, sampled: GenerateResult, rid: str) -> bytes:
     """The JSON of one `/generate` call; it continues after the tokens that were sampled already.
 
     Engines draw by seed and position in what they sample, so a continuation has a seed of its own: with
@@ -162,7 +162,7 @@ def request_body(order: Order, sampled: Sampled, rid: str) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
+def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
     """One `/generate` reply, or (`partial`) one cumulative event of its stream.
 
     `finish` is "" until the last event; until then a stream may leave logprobs out.
@@ -176,16 +176,18 @@ def read_reply(payload: Any, *, partial: bool = False) -> Sampled:
     pairs = meta.get("output_token_logprobs")
     finish = _finish(meta.get("finish_reason"))
     if finish == "abort" and not ids:
-        return Sampled(finish=finish)  # ended before its first token: there may be neither list
+        return GenerateResult(finish=finish)  # ended before its first token: there may be neither list
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise EngineError("the engine returned no output_ids")
     if not finish and not partial:
         raise EngineError("the engine returned no finish_reason")
     if not finish and not pairs:
-        return Sampled(ids)
+        return GenerateResult(ids)
     if not isinstance(pairs, list) or (ids and not pairs):
         raise EngineError("the engine returned no logprobs; it must honour return_logprob")
-    sampled = Sampled(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
+    sampled = GenerateResult(
+        ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish
+    )
     masses = meta.get("output_token_masses")
     if isinstance(masses, list) and all(isinstance(one, float | int) for one in masses):
         sampled.masses = masses[: len(ids)]

@@ -8,8 +8,8 @@ from hashlib import blake2b
 import numpy as np
 
 from tidegate.gateway.messages import root_key
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.tree import Place, Tree
+from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.tree import Attachment, TurnTree
 from tidegate.types import CLIENT_CLOSED, Ids
 
 _ROOT = root_key(None, {"raw": True})
@@ -18,14 +18,14 @@ _ROOT = root_key(None, {"raw": True})
 def raw_ids(ids: Sequence[int], vocabulary: int) -> Ids:
     """A prompt's ids; shape [prompt]. Raises Refusal for a prompt that no engine can take."""
     if not ids:
-        raise Refusal("prompt: it has no tokens", param="prompt")
+        raise ApiError("prompt: it has no tokens", param="prompt")
     if min(ids) < 0 or max(ids) >= vocabulary:
         wrong = next(one for one in ids if not 0 <= one < vocabulary)
-        raise Refusal(f"prompt: {wrong} is not in the vocabulary of {vocabulary}", param="prompt")
+        raise ApiError(f"prompt: {wrong} is not in the vocabulary of {vocabulary}", param="prompt")
     return np.asarray(ids, dtype=np.int32)
 
 
-def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
+def place_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
     """Where a prompt belongs and what it adds: it extends the longest recorded sequence that it starts
     with, by its ids. Text that is encoded otherwise than it was sampled begins a tree of its own."""
     children: dict[int | None, list[int]] = {}
@@ -57,7 +57,7 @@ def place_raw(tree: Tree, prompt: Ids) -> tuple[Place, Ids]:
         why = "prompt: it starts with no sequence that was recorded"
     elif parent is not None and parent != newest:
         why = f"older: turn {parent} is continued, the newest is turn {newest}"
-    return Place(parent, 0, asked, why, _ROOT, cut), prompt[start:]
+    return Attachment(parent, 0, asked, why, _ROOT, cut), prompt[start:]
 
 
 def _shared(ids: Ids, others: Ids) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tidegate.gateway.toolcalls import Parser, Part, Reasoning, partial_suffix
+from tidegate.gateway.toolcalls import Part, Reasoning, ReplyParser, partial_suffix
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -16,7 +16,7 @@ OPEN, CLOSE = "<think>", "</think>"
 class ReasoningParser:
     """Gives the reasoning, and leaves what follows it to the parser of the answer."""
 
-    def __init__(self, answer: Parser, begun: bool = False) -> None:
+    def __init__(self, answer: ReplyParser, begun: bool = False) -> None:
         self._answer = answer
         self._begun = begun
         self._at: Literal["start", "reasoning", "gap", "answer"] = "start"

@@ -24,8 +24,8 @@ from tidegate.gateway.formats.registry import MARKERS
 from tidegate.gateway.messages import in_one_spelling
 from tidegate.gateway.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.reasoning import OPEN as THOUGHT_START
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.render_book import BARE, FrameBook
+from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.render_book import MINIMAL_PROMPT, SuffixCache
 from tidegate.gateway.render_calls import wants_short_ids, with_short_ids
 from tidegate.gateway.render_codec import Codec, load_tokenizer
 from tidegate.gateway.render_template import ChatTemplate, Suffixes, Unrenderable
@@ -53,7 +53,7 @@ class Renderer:
         eos = tokenizer.eos_token_id
         stops = {*extra_stop_ids, *([] if eos is None else [eos])}
         try:
-            self.template.render(BARE, None, {})
+            self.template.render(MINIMAL_PROMPT, None, {})
         except Exception as error:
             raise StartError(f"the model's chat template fails on a plain question: {error}") from error
         suffixes = Suffixes(self.template, self.codec.added, [self.token_text(stop) for stop in stops])
@@ -64,7 +64,7 @@ class Renderer:
         """Requests in whose messages something looked like a control token."""
         self._short_ids = wants_short_ids(self.template)
         self._stops = frozenset(self.stop_ids)
-        self._book = FrameBook(suffixes)
+        self._book = SuffixCache(suffixes)
         self._roots: OrderedDict[bytes, Ids] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -114,13 +114,13 @@ class Renderer:
         try:
             return self.template.render(messages, tools, options, prompt)
         except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
-            raise Refusal(f"messages: the model's chat template refuses them: {error}") from None
+            raise ApiError(f"messages: the model's chat template refuses them: {error}") from None
 
     def alike(self, one: list[Message], other: list[Message], tools: Any, options: dict[str, Any]) -> bool:
         """Whether the template writes two histories as the same text."""
         try:
             texts = [self.write(in_one_spelling(messages), tools, options) for messages in (one, other)]
-        except Refusal:
+        except ApiError:
             return False
         return texts[0] == texts[1]
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tidegate.gateway.render_frames import Described, Frame, describe, learn
+from tidegate.gateway.render_frames import MessageShape, SuffixTemplate, describe, infer
 from tidegate.gateway.render_template import Suffixes, Unrenderable
 from tidegate.types import Message
 
 _MOST = 512  # shapes; a client that sends more kinds of requests than that learns some of them twice
-BARE: list[Message] = [{"role": "user", "content": "."}]
+MINIMAL_PROMPT: list[Message] = [{"role": "user", "content": "."}]
 TOOL = {
     "type": "function",
     "function": {
@@ -32,16 +32,16 @@ _LONGER: list[list[Message]] = [
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ],
-    [*BARE, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+    [*MINIMAL_PROMPT, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ]
 
 
 class _Entry(NamedTuple):
-    frame: Frame | None  # None: this shape is rendered each time
+    frame: SuffixTemplate | None  # None: this shape is rendered each time
     by_tools: bool  # the frame holds for one list of tools
 
 
-class FrameBook:
+class SuffixCache:
     """Fills what follows a reply into the frame of its shape; learns the frame when it first comes."""
 
     def __init__(self, suffixes: Suffixes) -> None:
@@ -76,7 +76,7 @@ class FrameBook:
         text = entry.frame.fill(known.fields)
         entry.frame.uses += 1
         if entry.frame.uses & (entry.frame.uses - 1) == 0:  # again and again, ever more seldom
-            truth = self._suffixes.after(BARE, reply, new, tools, options)
+            truth = self._suffixes.after(MINIMAL_PROMPT, reply, new, tools, options)
             if truth != text:
                 self.dropped += 1
                 self._note(key, _Entry(None, False))
@@ -84,27 +84,27 @@ class FrameBook:
         return text
 
     def _learn(
-        self, key: Any, known: Described, reply: Message, new: list[Message], tools: Any, options: Any
+        self, key: Any, known: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
     ) -> _Entry:
         """Where is what follows the same: after any history, or after any with these tools?"""
         given = tools or [TOOL]
-        plain = self._try(BARE, reply, new, None, options)
+        plain = self._try(MINIMAL_PROMPT, reply, new, None, options)
         longer = [self._try(before, reply, new, given, options) for before in _LONGER]
         if plain is not None and _all_are(plain, longer):
             return self._note(key, _Entry(self._frame(known, reply, new, None, options), False))
-        with_tools = self._try(BARE, reply, new, given, options)
+        with_tools = self._try(MINIMAL_PROMPT, reply, new, given, options)
         if tools and with_tools is not None and _all_are(with_tools, longer):
             return self._note(key, _Entry(None, True))
         return self._note(key, _Entry(None, False))
 
     def _frame(
-        self, known: Described, reply: Message, new: list[Message], tools: Any, options: Any
-    ) -> Frame | None:
+        self, known: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
+    ) -> SuffixTemplate | None:
         def suffix(reply: Message, new: list[Message]) -> str:
-            return self._suffixes.after(BARE, reply, new, tools, options)
+            return self._suffixes.after(MINIMAL_PROMPT, reply, new, tools, options)
 
         try:
-            return learn(suffix, reply, new, known)
+            return infer(suffix, reply, new, known)
         except Unrenderable:
             return None
 

@@ -21,7 +21,7 @@ _MARK = re.compile("zQ([0-9]{5})Qz")  # nine letters and digits: some templates 
 _PROBES = (" \n \"quoted\" \\ é🍎 <b> & 'x' \t\n", "x", "\n\nlines\n\n", '{"a": [1, "b"]}')
 
 
-class Described(NamedTuple):
+class MessageShape(NamedTuple):
     """What kinds of messages these are, and the strings in them that vary."""
 
     shape: tuple[object, ...]
@@ -29,7 +29,7 @@ class Described(NamedTuple):
     contents: int  # of the fields, so many are contents; they come first
 
 
-def describe(reply: Message, new: list[Message]) -> Described | None:
+def describe(reply: Message, new: list[Message]) -> MessageShape | None:
     """None where messages are of a kind that templates treat by their content: replies and blanks."""
     calls = reply.get("tool_calls") or ()
     shape: list[object] = [len(calls)]
@@ -52,7 +52,7 @@ def describe(reply: Message, new: list[Message]) -> Described | None:
             shape.append((role, name is not None, answered is not None))
             if answered is not None:
                 rest.append(answered)
-    return Described(tuple(shape), contents + rest, len(contents))
+    return MessageShape(tuple(shape), contents + rest, len(contents))
 
 
 def with_fields(reply: Message, new: list[Message], fields: list[str]) -> tuple[Message, list[Message]]:
@@ -95,7 +95,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (
 )  # fmt: skip
 
 
-class Frame:
+class SuffixTemplate:
     """Text with slots: `texts[0]`, field `slots[0]` in its form, `texts[1]`, …"""
 
     def __init__(self, texts: list[str], slots: list[int], forms: dict[int, Callable[[str], str]]) -> None:
@@ -112,14 +112,16 @@ class Frame:
         return "".join(parts)
 
 
-def learn(suffix: Suffix, reply: Message, new: list[Message], known: Described) -> Frame | None:
+def infer(suffix: Suffix, reply: Message, new: list[Message], known: MessageShape) -> SuffixTemplate | None:
     """The frame around messages like these; None where the template does more than fill slots.
 
     Raises what `suffix` raises.
     """
     marks = [f"zQ{index:05d}Qz" for index in range(len(known.fields))]
     split = _MARK.split(suffix(*with_fields(reply, new, marks)))
-    frame = Frame(split[::2], [int(one) for one in split[1::2]], dict.fromkeys(range(len(marks)), _as_it_is))
+    frame = SuffixTemplate(
+        split[::2], [int(one) for one in split[1::2]], dict.fromkeys(range(len(marks)), _as_it_is)
+    )
     for slot in range(known.contents):
         fields = [*marks[:slot], _PROBES[0], *marks[slot + 1 :]]
         written = suffix(*with_fields(reply, new, fields))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidegate.gateway.messages import meaning, template_form
 from tidegate.gateway.names import unique_name
-from tidegate.gateway.toolcalls import Parser, Part, Reasoning, ToolCall
+from tidegate.gateway.toolcalls import Part, Reasoning, ReplyParser, ToolCall
 from tidegate.types import Message
 
 Decode = Callable[[Sequence[int]], str]
@@ -112,7 +112,7 @@ class ReplyReader:
     `begun` is text that the prompt ends with and that belongs to the reply.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser, begun: str = "") -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str], parser: ReplyParser, begun: str = "") -> None:
         self._text = Detokenizer(decode)
         self._cut = StopCutter(stops)
         self._parser = parser

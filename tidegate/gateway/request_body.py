@@ -12,7 +12,7 @@ from starlette.types import Receive
 from tidegate.gateway.ask import RawBody
 from tidegate.gateway.folding import Folded, fold
 from tidegate.gateway.nesting import MOST_BODY_LEVELS, too_deep
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 
 MAX_BODY = 64 * 2**20
 BODY_S = 60.0
@@ -39,7 +39,7 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
                 if len(whole) + len(chunk) > MAX_BODY:
-                    raise Refusal(f"the body is larger than {MAX_BODY} bytes", status=413)
+                    raise ApiError(f"the body is larger than {MAX_BODY} bytes", status=413)
                 if not message.get("more_body") and not whole:
                     return chunk
                 whole += chunk
@@ -52,7 +52,7 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
                     large = None
                 message = await receive()
     except TimeoutError:
-        raise Refusal(
+        raise ApiError(
             f"the body did not arrive within {BODY_S:g} s", status=408, type="timeout", retryable=True
         ) from None
 
@@ -62,7 +62,7 @@ def parse(body: RawBody) -> dict[str, Any]:
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refusal(f"the body is not JSON: {error}") from None
+        raise ApiError(f"the body is not JSON: {error}") from None
     brackets = body.count(b"{") + body.count(b"[")
     return _checked(payload, brackets > MOST_BODY_LEVELS)
 
@@ -76,7 +76,7 @@ def parse_large(body: RawBody, most_values: int) -> Folded:
 
 def _checked(payload: Any, may_be_deep: bool) -> dict[str, Any]:
     if not isinstance(payload, dict):
-        raise Refusal("the body is not a JSON object")
+        raise ApiError("the body is not a JSON object")
     if may_be_deep and too_deep(payload, MOST_BODY_LEVELS):
-        raise Refusal(f"the body is nested more than {MOST_BODY_LEVELS} levels deep; send flatter JSON")
+        raise ApiError(f"the body is nested more than {MOST_BODY_LEVELS} levels deep; send flatter JSON")
     return payload

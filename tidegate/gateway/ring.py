@@ -15,13 +15,13 @@ SLACK = 0.25
 """How far above the mean a member may be loaded before keys go to the next one."""
 
 
-def claim(key: str, member: str) -> bytes:
+def score(key: str, member: str) -> bytes:
     return blake2b(f"{member}\0{key}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
-def ranked(key: str, members: Mapping[str, float]) -> list[str]:
+def rank(key: str, members: Mapping[str, float]) -> list[str]:
     """The members in the order in which they claim a key."""
-    return sorted(members, key=lambda member: claim(key, member), reverse=True)
+    return sorted(members, key=lambda member: score(key, member), reverse=True)
 
 
 def place(key: str, loads: Mapping[str, float]) -> str:
@@ -34,4 +34,4 @@ def place(key: str, loads: Mapping[str, float]) -> str:
         raise ValueError("there is no member to place a key on")
     total = sum(loads.values()) + 1
     most = max(-(-total // len(loads)), int(total * (1 + SLACK) / len(loads)))
-    return next(one for one in ranked(key, loads) if loads[one] + 1 <= most)
+    return next(one for one in rank(key, loads) if loads[one] + 1 <= most)

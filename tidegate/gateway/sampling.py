@@ -31,7 +31,7 @@ class Schema(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestedSampling:
     """What the agent asked for; None where it did not say."""
 
     temperature: float | None = None
@@ -63,7 +63,13 @@ class SamplingRules:
         self._said: set[tuple[str, ...]] = set()
 
     def params(
-        self, wishes: Wishes, sampling: Sampling, env: str, split: Split, seed: int | None, turn: int
+        self,
+        wishes: RequestedSampling,
+        sampling: Sampling,
+        env: str,
+        split: Split,
+        seed: int | None,
+        turn: int,
     ) -> dict[str, Any]:
         """The engine's sampling parameters, `max_new_tokens` apart. Raises Refusal by name."""
         if split == "train":
@@ -89,13 +95,13 @@ class SamplingRules:
             params["sampling_seed"] = one
         return params
 
-    def structured(self, wishes: Wishes, split: Split) -> StructuredOutput | None:
+    def structured(self, wishes: RequestedSampling, split: Split) -> StructuredOutput | None:
         """How a reply that must have a schema is sampled; None where the agent asked for none."""
         if wishes.schema is None:
             return None
         return self._structured_output if split == "train" else "grammar"
 
-    def asked(self, wishes: Wishes, split: Split) -> dict[str, str]:
+    def asked(self, wishes: RequestedSampling, split: Split) -> dict[str, str]:
         """The engine's sampling parameters that are the agent's own wish, with the agent's names for them."""
         asked = {"stop": wishes.stop_param} if wishes.stop else {}
         if split != "train":
@@ -105,7 +111,7 @@ class SamplingRules:
             asked["json_schema"] = wishes.schema.param
         return asked
 
-    def _say(self, wishes: Wishes, sampling: Sampling, env: str, seed: int | None) -> None:
+    def _say(self, wishes: RequestedSampling, sampling: Sampling, env: str, seed: int | None) -> None:
         asked = {
             name: value
             for name, value in (

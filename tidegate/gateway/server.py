@@ -13,7 +13,7 @@ from typing import Any
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.app import create_app
-from tidegate.gateway.front import Front
+from tidegate.gateway.front import ShardRouter
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.shards import Shard
@@ -55,7 +55,7 @@ def serve_front(
         fleet = [
             Shard(index, arguments(index), Path(directory), secrets, listen.host) for index in range(shards)
         ]
-        run_app(Front(fleet, admin_key, end).create_app(), sock, listen)
+        run_app(ShardRouter(fleet, admin_key, end).create_app(), sock, listen)
     if failed:
         raise StartError(f"the gateway's front ended: {failed[0]}")
 

@@ -6,22 +6,22 @@ import hmac
 
 from tidegate.gateway.names import hash_key
 from tidegate.gateway.refusal import wrong_key
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sessions import GatewaySession
 
 
-class Sessions:
+class SessionStore:
     """All sessions of this gateway, by id, by key and by group."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Session] = {}
-        self._by_key: dict[bytes, Session] = {}
-        self._by_group: dict[str, dict[str, Session]] = {}
+        self._by_id: dict[str, GatewaySession] = {}
+        self._by_key: dict[bytes, GatewaySession] = {}
+        self._by_group: dict[str, dict[str, GatewaySession]] = {}
         self._numbers = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[GatewaySession]:
         return list(self._by_id.values())
 
     def number(self) -> int:
@@ -29,23 +29,23 @@ class Sessions:
         self._numbers += 1
         return self._numbers
 
-    def add(self, session: Session) -> None:
+    def add(self, session: GatewaySession) -> None:
         self._numbers = max(self._numbers, session.number)
         self._by_id[session.id] = session
         self._by_key[session.key_hash] = session
         if session.group_id is not None:
             self._by_group.setdefault(session.group_id, {})[session.id] = session
 
-    def get(self, session_id: str) -> Session | None:
+    def get(self, session_id: str) -> GatewaySession | None:
         return self._by_id.get(session_id)
 
-    def of_group(self, group_id: str) -> list[Session]:
+    def of_group(self, group_id: str) -> list[GatewaySession]:
         return list(self._by_group.get(group_id, {}).values())
 
-    def groups(self) -> dict[str, list[Session]]:
+    def groups(self) -> dict[str, list[GatewaySession]]:
         return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
 
-    def authenticate(self, key: str | None, session_id: str | None) -> Session:
+    def authenticate(self, key: str | None, session_id: str | None) -> GatewaySession:
         """The session that a key opens; raises Refusal, the same one whatever was wrong.
 
         Only hashes are held, so a look-up by hash tells nothing of a key by its duration.
@@ -58,7 +58,7 @@ class Sessions:
             raise wrong_key()
         return session
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: GatewaySession) -> None:
         session.stop("it was deleted")
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key_hash, None)

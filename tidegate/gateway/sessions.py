@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.gateway.calls import Calls
-from tidegate.gateway.engines import Seat
-from tidegate.gateway.limits import Limits
-from tidegate.gateway.refusal import Refusal, session_over
-from tidegate.gateway.tree import Node, Tree
+from tidegate.gateway.calls import PendingTurns
+from tidegate.gateway.engines import Affinity
+from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.refusal import ApiError, session_closed
+from tidegate.gateway.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SessionResult:
     """How a session ended, decided once, before its reward is known."""
 
     outcome: Outcome
@@ -29,7 +29,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class FinishReport:
     """What whoever finishes a session says of it."""
 
     outcome: Outcome | None = None
@@ -41,7 +41,7 @@ class Told:
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class GatewaySession:
     """One run of one agent on one task. Times are the event loop's."""
 
     id: str
@@ -56,16 +56,16 @@ class Session:
     slot: int | None = None
     seed: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: SessionLimits = field(default_factory=SessionLimits)
     untrained_models: tuple[str, ...] = ()
     """Model names that the agent gives for auxiliary calls, which are recorded and not trained on."""
     number: int = 0
     """By which the journal knows it."""
     epoch: int | None = None
     """Of the trainer that opened it; it ends with that trainer. None: it ends with nobody."""
-    tree: Tree = field(default_factory=Tree)
-    calls: Calls = field(default_factory=Calls)
-    seat: Seat = field(init=False)
+    tree: TurnTree = field(default_factory=TurnTree)
+    calls: PendingTurns = field(default_factory=PendingTurns)
+    seat: Affinity = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
     """Posted while it ran, by name."""
     turn_rewards: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -83,19 +83,19 @@ class Session:
     last_refusal: str = ""
     closed: str | None = None
     """Why it takes no more calls."""
-    unwritten: dict[int, Node] = field(default_factory=dict)
+    unwritten: dict[int, TurnNode] = field(default_factory=dict)
     """Turns that the journal could not take, by index; the next write takes them along."""
     writing: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Turns on their way into the journal."""
     preparing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     """Held while a large request of it is prepared, in a thread: others of it wait."""
-    ending: Ending | None = None
+    ending: SessionResult | None = None
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
     forget_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.seat = Seat(self.id, self.group_id or self.id)
+        self.seat = Affinity(self.id, self.group_id or self.id)
 
     @property
     def state(self) -> str:
@@ -109,7 +109,7 @@ class Session:
         number = self.seat.disturbances
         return f"its calls found no engine, or lost it, {number} times" if number else None
 
-    def note_refusal(self, refusal: Refusal) -> None:
+    def note_refusal(self, refusal: ApiError) -> None:
         """An error goes out instead of a reply."""
         self.refused += 1
         self.last_refusal = str(refusal)
@@ -117,15 +117,15 @@ class Session:
     def check_open(self, now: float) -> None:
         """Raises Refusal where it is over."""
         if self.closed is not None:
-            raise session_over(self.closed)
+            raise session_closed(self.closed)
         if now >= self.deadline:
-            raise session_over("its deadline passed")
+            raise session_closed("its deadline passed")
 
     def close(self, why: str) -> None:
         """Take no more calls, and end those under way."""
         if self.closed is None:
             self.closed = why
-        self.calls.cancel(session_over(self.closed))
+        self.calls.cancel(session_closed(self.closed))
         self.seat.leave()
 
     def stop(self, why: str) -> None:
@@ -142,13 +142,13 @@ class Session:
         return min((one for one in known if one is not None), default=None)
 
 
-def decide(session: Session, told: Told, now: float) -> Ending:
+def decide(session: GatewaySession, told: FinishReport, now: float) -> SessionResult:
     """How a session ends, before its reward is known."""
     outcome, why = _outcome(session, told.outcome, now)
-    return Ending(outcome, told.error or why, now, told.output, told.reward, told.metrics)
+    return SessionResult(outcome, told.error or why, now, told.output, told.reward, told.metrics)
 
 
-def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
+def _outcome(session: GatewaySession, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
     """The outcome, and why if it went wrong."""
     spent = session.spent or session.overflowed
     if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
@@ -186,7 +186,7 @@ def _outcome(session: Session, told: Outcome | None, now: float) -> tuple[Outcom
     return (Outcome.TRUNCATED if newest.turn.finish_reason == "length" else Outcome.COMPLETED), None
 
 
-def trajectory_of(session: Session, ending: Ending) -> Trajectory:
+def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
     """A session that ended, before its reward."""
     newest = session.tree.newest()
     turns = session.tree.turns()
@@ -210,7 +210,7 @@ def trajectory_of(session: Session, ending: Ending) -> Trajectory:
     )
 
 
-def check_limits(session: Session, now: float) -> int | None:
+def check_limits(session: GatewaySession, now: float) -> int | None:
     """How many tokens the next call may sample, None for any number; raises Refusal where it may not be.
 
     `now` is in the event loop's time.
@@ -228,7 +228,7 @@ def check_limits(session: Session, now: float) -> int | None:
         if left <= 0:
             raise _spent(session, f"tokens: {tokens} of {limits.tokens}")
     if limits.calls is not None and live >= limits.calls:
-        raise Refusal(
+        raise ApiError(
             f"this session has {live} calls under way, and may have {limits.calls} at once",
             status=429,
             type="too_many_calls",
@@ -238,8 +238,8 @@ def check_limits(session: Session, now: float) -> int | None:
     return left
 
 
-def _spent(session: Session, what: str) -> Refusal:
+def _spent(session: GatewaySession, what: str) -> ApiError:
     session.spent = f"the session's budget is used up ({what})"
-    return Refusal(
+    return ApiError(
         f"{session.spent}; no more is sampled for it", status=403, type="budget", code="budget_exceeded"
     )

@@ -24,18 +24,18 @@ MAX_DEATHS = 5
 HEALTHY_S = 60.0
 
 
-def mark_of(index: int) -> str:
+def id_prefix(index: int) -> str:
     return f"{index}."
 
 
-def owner(token: str, shards: int) -> int | None:
+def shard_of_id(token: str, shards: int) -> int | None:
     """The shard that made an id or a key; None where it is not one of ours."""
     index, dot, _ = token.removeprefix("tg-").partition(".")
     known = dot and index.isascii() and index.isdecimal() and int(index) < shards
     return int(index) if known else None
 
 
-def home(group_id: str, shards: int) -> int:
+def shard_of_group(group_id: str, shards: int) -> int:
     """The shard of a group."""
     digest = blake2b(group_id.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards

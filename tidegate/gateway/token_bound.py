@@ -14,9 +14,9 @@ import orjson
 from tokenizers import pre_tokenizers
 
 from tidegate.gateway.messages import text_of
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.render import Renderer
-from tidegate.gateway.render_book import BARE, CALL
+from tidegate.gateway.render_book import CALL, MINIMAL_PROMPT
 from tidegate.gateway.render_codec import BREAK
 from tidegate.types import Message
 
@@ -90,7 +90,7 @@ class TokenBound:
             return ""
         try:
             return text_of(message.get("content"), "messages")
-        except Refusal:
+        except ApiError:
             return ""  # it is refused by its place later
 
 
@@ -99,13 +99,13 @@ def _writes_whole(renderer: Renderer, role: str) -> bool:
     before: list[Message] = []
     told: Message = {"role": role}
     if role == "tool":
-        before = [*BARE, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        before = [*MINIMAL_PROMPT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         told |= {"tool_call_id": CALL["id"], "name": "f"}
     try:
         short, long = (
             len(renderer.write([*before, {**told, "content": content}], None, {}))
             for content in (".", _PROBE)
         )
-    except Refusal:
+    except ApiError:
         return False
     return long - short >= len(_PROBE) - 1

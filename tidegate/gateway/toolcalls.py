@@ -27,7 +27,7 @@ Part = str | Reasoning | ToolCall
 """A piece of content, a piece of reasoning, or a whole call."""
 
 
-class Parser(Protocol):
+class ReplyParser(Protocol):
     """Reads one reply, piece by piece."""
 
     @property

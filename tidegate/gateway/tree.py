@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidegate.gateway.branches import branch_reason
-from tidegate.gateway.lines import MOST, Line, Lines
+from tidegate.gateway.lines import MOST, RequestHistories, RequestHistory
 from tidegate.gateway.messages import chain, resemble, template_form
 from tidegate.gateway.reply import begins_with
 from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn, spans_within
@@ -18,7 +18,7 @@ Alike = Callable[[list[Message], list[Message]], bool]
 """Whether the template writes two histories as the same text."""
 
 
-class Request(NamedTuple):
+class TurnRequestInfo(NamedTuple):
     """The request that a turn answers, as far as it is needed to know it again."""
 
     id: str = ""
@@ -30,7 +30,7 @@ class Request(NamedTuple):
     """How many calls of its session had begun before it."""
 
 
-class Place(NamedTuple):
+class Attachment(NamedTuple):
     """Where a request belongs: it extends the history of turn `parent` by `messages[start:]`."""
 
     parent: int | None
@@ -47,11 +47,11 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class TurnNode:
     """A turn and the messages it stands for."""
 
     turn: Turn
-    request: Request
+    request: TurnRequestInfo
     root: bytes
     asked: bytes
     """Key of the history it answers."""
@@ -68,22 +68,22 @@ class Node:
     """A later request had the reply in its history, so the client has it."""
 
 
-class Tree:
+class TurnTree:
     """Matches histories by meaning, and holds each distinct token once."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[TurnNode] = []
         self._by_key: dict[bytes, int] = {}  # key of a history that ends with a reply → the turn
         self._by_asked: dict[bytes, int] = {}  # key of a history that was asked about → the newest turn
         self._closed: dict[bytes, list[int]] = {}  # the same → turns whose streams were closed
-        self._lines = Lines()
+        self._lines = RequestHistories()
         self.sampled_tokens = 0
         # The newest turn's whole sequence, so that its follow-up need not gather it.
         self._tip: tuple[int, Ids] | None = None
 
     def place(
         self, messages: Sequence[Message], tools: Any, options: Any, alike: Alike = lambda one, other: False
-    ) -> Place:
+    ) -> Attachment:
         """Find the longest recorded history that `messages` extends: by meaning, or because `alike` says
         that the template writes both histories as the same text.
 
@@ -97,9 +97,9 @@ class Tree:
         while self._renders_alike(line, parent, start, alike):
             parent, start = self._extended(line)
         cut = None if parent is None or self.nodes[parent].key == line.keys[start - 1] else -1
-        return Place(parent, start, line.asked, self._why(line, earlier, parent, start), line.root, cut)
+        return Attachment(parent, start, line.asked, self._why(line, earlier, parent, start), line.root, cut)
 
-    def _extended(self, line: Line) -> tuple[int | None, int]:
+    def _extended(self, line: RequestHistory) -> tuple[int | None, int]:
         """The turn whose history a request extends, and its first message that is new."""
         for at in range(len(line.keys) - 1, -1, -1):
             if line.messages[at]["role"] != "assistant":
@@ -111,7 +111,7 @@ class Tree:
                 return index, at + 1
         return None, 0
 
-    def _renders_alike(self, line: Line, parent: int | None, start: int, alike: Alike) -> bool:
+    def _renders_alike(self, line: RequestHistory, parent: int | None, start: int, alike: Alike) -> bool:
         """Whether the messages from `start` on begin with a recorded request and its reply, in another form
         of the same text; if so the line takes the recorded keys."""
         sent = line.messages[start:]
@@ -147,12 +147,14 @@ class Tree:
         continued = {node.turn.parent for node in self.nodes}
         ends = [node for node in self.nodes if node.key and node.turn.index not in continued]
         for node in ends[-MOST:]:
-            line = Line(node.root, messages=self.history(node.turn.index)[:-1])
+            line = RequestHistory(node.root, messages=self.history(node.turn.index)[:-1])
             for index, message in enumerate(line.messages):
                 line.keys.append(chain(line.asked, template_form(message, index)))
             self._lines.keep(line)
 
-    def _why(self, line: Line, earlier: list[Line], parent: int | None, start: int) -> str | None:
+    def _why(
+        self, line: RequestHistory, earlier: list[RequestHistory], parent: int | None, start: int
+    ) -> str | None:
         """Why a request does not extend the newest turn."""
         newest = len(self.nodes) - 1
         if newest < 0 or parent == newest:
@@ -184,11 +186,11 @@ class Tree:
         self,
         turn: Turn,
         prompt: Ids,
-        place: Place,
+        place: Attachment,
         said: list[Message],
         reply: Message,
-        request: Request,
-    ) -> Node:
+        request: TurnRequestInfo,
+    ) -> TurnNode:
         """Record a turn. `turn.index` and `turn.branch` are set here; `reply` is the OpenAI message."""
         newest = len(self.nodes) - 1
         turn.index = newest + 1
@@ -198,7 +200,7 @@ class Tree:
             turn.branch = f"parallel: turn {newest} was recorded meanwhile"
         before = 0 if turn.parent is None else self.nodes[turn.parent].length
         key = chain(place.asked, template_form(reply, before + len(said)))
-        node = Node(turn, request, place.root, place.asked, key, said, reply, before + len(said) + 1)
+        node = TurnNode(turn, request, place.root, place.asked, key, said, reply, before + len(said) + 1)
         self._keep(node)
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         return node
@@ -218,7 +220,7 @@ class Tree:
         if self._tip is not None and self._tip[0] == index:
             self._tip = None
 
-    def split(self, index: int, count: int, reply: Message) -> list[Node]:
+    def split(self, index: int, count: int, reply: Message) -> list[TurnNode]:
         """End a turn where a request quotes it; what was delivered after that becomes a turn that follows it.
         Returns the turns that changed."""
         turn = self.nodes[index].turn
@@ -229,7 +231,7 @@ class Tree:
             return [self.nodes[index]]
         rest.branch = f"unquoted: it was delivered after turn {index}, and the next request does not quote it"
         said: Message = {"role": "assistant", "content": ""}
-        self._keep(Node(rest, Request(), b"", b"", b"", [], said, self.nodes[index].length + 1))
+        self._keep(TurnNode(rest, TurnRequestInfo(), b"", b"", b"", [], said, self.nodes[index].length + 1))
         return [self.nodes[index], self.nodes[-1]]
 
     def delivered(self, index: int) -> None:
@@ -239,7 +241,7 @@ class Tree:
         self._by_key[node.key] = index
 
     @classmethod
-    def restored(cls, nodes: Sequence[Node]) -> Tree:
+    def restored(cls, nodes: Sequence[TurnNode]) -> TurnTree:
         """A tree of turns that were recorded before, in their order; sets their `length`."""
         tree = cls()
         for node in nodes:
@@ -250,12 +252,12 @@ class Tree:
             tree._keep(node)
         return tree
 
-    def _keep(self, node: Node) -> None:
+    def _keep(self, node: TurnNode) -> None:
         self.nodes.append(node)
         self.sampled_tokens += len(node.turn.output_ids)
         self._index(node)
 
-    def _index(self, node: Node) -> None:
+    def _index(self, node: TurnNode) -> None:
         index = node.turn.index
         if not node.key:  # a turn that was lost, or one that no request can quote
             return
@@ -293,7 +295,7 @@ class Tree:
     def turns(self) -> list[Turn]:
         return [node.turn for node in self.nodes]
 
-    def newest(self) -> Node | None:
+    def newest(self) -> TurnNode | None:
         """The newest turn that was delivered, an exempt one only where there is no other."""
         delivered = [node for node in reversed(self.nodes) if node.turn.delivered]
         return next((node for node in delivered if node.turn.trainable), next(iter(delivered), None))
@@ -307,7 +309,7 @@ def keep_tokens(turn: Turn, first: int, end: int) -> None:
         turn.output_mask = turn.output_mask[first:end]
 
 
-def drifts(prompt: Ids, parent: Turn, added: int) -> bool:
+def prefix_mismatch(prompt: Ids, parent: Turn, added: int) -> bool:
     """Whether `prompt`, without the `added` ids at its end, does not end as turn `parent` did.
 
     `parent` was itself looked at when its prompt was made, so all of its history need not be: what it

@@ -9,49 +9,54 @@ from typing import Any
 
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.accesslog import log_turn
-from tidegate.gateway.ask import Ask, RawBody
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import RawBody, TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dispatch import QueueFullError
-from tidegate.gateway.formats.base import Form
+from tidegate.gateway.formats.base import ToolCallFormat
 from tidegate.gateway.journal import Journal
-from tidegate.gateway.metrics import Metrics
+from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.pool import LAST_EVENT_S, EnginePool
-from tidegate.gateway.prompts import Prompts, Rendered
-from tidegate.gateway.protocol import RequestRefusedError, Sampled
+from tidegate.gateway.prompts import PromptBuilder, Rendered
+from tidegate.gateway.protocol import GenerateResult, RequestRefusedError
 from tidegate.gateway.refusal import engine_failure, not_recorded, queue_full, refused_by_engine
 from tidegate.gateway.render import LargeText, Renderer
 from tidegate.gateway.sampling import StructuredOutput
-from tidegate.gateway.sessions import Session, check_limits
-from tidegate.gateway.tree import Node
+from tidegate.gateway.sessions import GatewaySession, check_limits
+from tidegate.gateway.tree import TurnNode
 from tidegate.types import CLIENT_CLOSED
 
 log = logging.getLogger("tidegate.gateway")
 ABANDONED = "the call was abandoned"
 
 
-class Turns:
+class TurnPipeline:
     """Makes turns: places a request in its session's tree, has it sampled, records what came."""
 
     def __init__(
         self,
         renderer: Renderer,
         pool: EnginePool,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         journal: Journal,
-        form: Form,
+        form: ToolCallFormat,
         model_context: int | None,
         structured_output: StructuredOutput = "text",
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._journal = journal
-        self.prompts = Prompts(
+        self.prompts = PromptBuilder(
             renderer, pool, metrics, form, model_context, lambda *turn: self._quoted(*turn), structured_output
         )
 
     def call(
-        self, session: Session, ask: Ask, rendered: Rendered | None = None, *, inline: bool = True
-    ) -> Call:
+        self,
+        session: GatewaySession,
+        ask: TurnRequest,
+        rendered: Rendered | None = None,
+        *,
+        inline: bool = True,
+    ) -> PendingTurn:
         """The call that answers a request: a new one, or the one that it repeats. Raises Refusal, and
         LargeText where its prompt must be rendered in a thread; `rendered` is what came of that.
 
@@ -60,14 +65,14 @@ class Turns:
         now = asyncio.get_running_loop().time()
         session.check_open(now)
         repeated = session.calls.retried(ask.digest, ask.idempotency_key, ask.retry)
-        if isinstance(repeated, Node) and repeated.turn.finish_reason == CLIENT_CLOSED:
+        if isinstance(repeated, TurnNode) and repeated.turn.finish_reason == CLIENT_CLOSED:
             self._supersede(session, repeated)
             repeated = None
         if repeated is not None:
             self._metrics.retries_joined += 1
-        if isinstance(repeated, Call):
+        if isinstance(repeated, PendingTurn):
             return repeated
-        if isinstance(repeated, Node):
+        if isinstance(repeated, TurnNode):
             call = self.prompts.recall(ask, repeated)
             self._begin(session, call, self._repeat(session, call, repeated))
         else:
@@ -81,22 +86,22 @@ class Turns:
             self._begin(session, call, self._generate(session, call))
         return call
 
-    def check_open(self, session: Session) -> None:
+    def check_open(self, session: GatewaySession) -> None:
         """Raises Refusal where the session takes no more requests."""
         session.check_open(asyncio.get_running_loop().time())
 
-    def _begin(self, session: Session, call: Call, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, session: GatewaySession, call: PendingTurn, work: Coroutine[Any, Any, None]) -> None:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
         call.task.add_done_callback(lambda task: self._ended(session, call, task))
 
-    async def _repeat(self, session: Session, call: Call, node: Node) -> None:
+    async def _repeat(self, session: GatewaySession, call: PendingTurn, node: TurnNode) -> None:
         call.prompt_tokens = len(session.tree.sequence(node.turn.index)) - len(node.turn.output_ids)
         call.on_ids(node.turn.output_ids.tolist())
         call.reader.finish()
         call.reader.call_ids = [one["id"] for one in node.reply.get("tool_calls") or ()]
         await self._commit(session, call, node)
 
-    async def _generate(self, session: Session, call: Call) -> None:
+    async def _generate(self, session: GatewaySession, call: PendingTurn) -> None:
         on_ids = call.on_ids if call.order.stream else None
         before = session.seat.disturbances
         try:
@@ -130,7 +135,7 @@ class Turns:
         session.unwritten[node.turn.index] = node
         await self._commit(session, call, node)
 
-    async def _commit(self, session: Session, call: Call, node: Node) -> None:
+    async def _commit(self, session: GatewaySession, call: PendingTurn, node: TurnNode) -> None:
         """Wait until a turn is written, with those before it that could not be; the call is done then."""
         index = node.turn.index
         if index in session.unwritten:
@@ -145,14 +150,14 @@ class Turns:
         if call.order.closed:
             self._cut(session, call)
 
-    def _write(self, session: Session) -> None:
+    def _write(self, session: GatewaySession) -> None:
         nodes = [session.unwritten[index] for index in sorted(session.unwritten)]
         writing = self._journal.recorded(session, nodes)
         session.unwritten.clear()
         session.writing |= {node.turn.index: writing for node in nodes}
         writing.add_done_callback(lambda _: self._written(session, nodes, writing))
 
-    def _written(self, session: Session, nodes: list[Node], writing: asyncio.Future[None]) -> None:
+    def _written(self, session: GatewaySession, nodes: list[TurnNode], writing: asyncio.Future[None]) -> None:
         failed = writing.cancelled() or writing.exception() is not None
         for node in nodes:
             if session.writing.get(node.turn.index) is writing:
@@ -161,7 +166,7 @@ class Turns:
                 session.unwritten[node.turn.index] = node
                 session.calls.remember(node)
 
-    def _append(self, session: Session, call: Call, sampled: Sampled) -> Node:
+    def _append(self, session: GatewaySession, call: PendingTurn, sampled: GenerateResult) -> TurnNode:
         turn = call.turn(sampled)
         reply = call.reader.message()
         node = session.tree.append(turn, call.order.prompt, call.place, call.said, reply, call.request)
@@ -181,7 +186,7 @@ class Turns:
         log_turn(session, turn, call.prompt_tokens)
         return node
 
-    def _ended(self, session: Session, call: Call, task: asyncio.Task[None]) -> None:
+    def _ended(self, session: GatewaySession, call: PendingTurn, task: asyncio.Task[None]) -> None:
         """Whatever happened in a call, who listens learns of it."""
         if task.cancelled():
             call.refusal = call.refusal or engine_failure(ABANDONED)
@@ -192,7 +197,7 @@ class Turns:
         session.calls.settle(call)
         call.wake()
 
-    def abandon(self, session: Session, call: Call, *, closed: bool = False) -> None:
+    def abandon(self, session: GatewaySession, call: PendingTurn, *, closed: bool = False) -> None:
         """A listener left before the end of the reply; with the last one the generation is aborted. Where
         its client closed the stream, what was delivered until then is its turn."""
         if call.bells or call.refusal is not None or call.task is None:
@@ -206,21 +211,21 @@ class Turns:
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
 
-    def deliver(self, session: Session, call: Call) -> None:
+    def deliver(self, session: GatewaySession, call: PendingTurn) -> None:
         """The reply goes out now, to a client that is still there: nothing may be awaited before that."""
         session.calls.delivered(call)
         assert call.node is not None, "only a reply that is there is delivered"
         self._delivered(session, call.node.turn.index)
         session.gave_up = session.interrupted = session.overflowed = None
 
-    def _close(self, session: Session, call: Call) -> None:
+    def _close(self, session: GatewaySession, call: PendingTurn) -> None:
         session.calls.closed(call)
         session.gave_up = session.interrupted = session.overflowed = None
         call.order.close()
         if call.node is not None:
             self._cut(session, call)
 
-    def _cut(self, session: Session, call: Call) -> None:
+    def _cut(self, session: GatewaySession, call: PendingTurn) -> None:
         """Keep of a recorded turn what was delivered of it."""
         assert call.node is not None, "only a recorded turn is cut"
         session.calls.delivered(call)
@@ -234,7 +239,7 @@ class Turns:
         session.unwritten[node.turn.index] = node
         self._write(session)
 
-    def _supersede(self, session: Session, node: Node) -> None:
+    def _supersede(self, session: GatewaySession, node: TurnNode) -> None:
         """Count the retry of a closed stream instead of what was delivered of it."""
         session.calls.superseded(node)
         if not node.quoted and node.turn.delivered:
@@ -242,7 +247,9 @@ class Turns:
             self._metrics.undelivered_turns += 1
             session.unwritten[node.turn.index] = node
 
-    async def settled(self, session: Session, body: RawBody = b"", asks: Sequence[Ask] = ()) -> None:
+    async def settled(
+        self, session: GatewaySession, body: RawBody = b"", asks: Sequence[TurnRequest] = ()
+    ) -> None:
         """Wait until closed streams are recorded, and those that a request refers to or quotes while they are
         still streamed: its client has closed them, and the gateway is about to notice."""
         quoted = [
@@ -255,23 +262,23 @@ class Turns:
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_EVENT_S)
 
-    async def close_streams(self, session: Session) -> None:
+    async def close_streams(self, session: GatewaySession) -> None:
         """Record what was delivered of the streams that are open as their session ends."""
         for call in list(session.calls.live):
             if call.given and not call.order.closed:
                 self._close(session, call)
         await self.settled(session)
 
-    def sent(self, session: Session, call: Call) -> None:
+    def sent(self, session: GatewaySession, call: PendingTurn) -> None:
         """The whole reply went out."""
         assert call.node is not None, "only a reply that is there is sent"
         self._journal.sent(session, call.node.turn.index)
 
-    def _quoted(self, session: Session, index: int) -> None:
+    def _quoted(self, session: GatewaySession, index: int) -> None:
         session.tree.nodes[index].quoted = True
         self._delivered(session, index)
 
-    def _delivered(self, session: Session, index: int) -> None:
+    def _delivered(self, session: GatewaySession, index: int) -> None:
         if not session.tree.nodes[index].turn.delivered:
             self._metrics.undelivered_turns -= 1
             session.tree.delivered(index)

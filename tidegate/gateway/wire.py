@@ -12,17 +12,17 @@ import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.lag import PatientConnector, attentive_timeout
-from tidegate.gateway.protocol import RequestRefusedError, Sampled, read_reply
+from tidegate.gateway.protocol import GenerateResult, RequestRefusedError, read_reply
 
 REFUSALS = frozenset({400, 422})
 RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
 
 
-class Silence(Exception):
+class ProbeTimeout(Exception):
     """It accepts connections and says nothing: the time was over before it answered."""
 
 
-class EngineWire:
+class EngineClient:
     """The calls that a gateway makes; made and closed on one event loop."""
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
@@ -42,7 +42,9 @@ class EngineWire:
                 await asyncio.gather(*self._aborts, return_exceptions=True)
         await self._http.close()
 
-    async def generate(self, url: str, body: bytes, stream: bool, take: Callable[[Sampled], None]) -> None:
+    async def generate(
+        self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
+    ) -> None:
         """One `/generate`; `take` is given what came so far, the last time with a finish.
 
         Raises RequestRefusedError where the engine refuses the request, EngineError where it fails or
@@ -83,7 +85,7 @@ class EngineWire:
             async with attentive_timeout(self._probe_timeout_s), self._http.get(address) as response:
                 data = await response.read()
         except TimeoutError:
-            raise Silence from None
+            raise ProbeTimeout from None
         except (aiohttp.ClientError, OSError, UnicodeError):  # the last: a host's name that is no name
             return None
         if response.status != 200:

@@ -15,13 +15,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import RetrievalError, RetrievalRefused
-from tidegate.key import Key
-from tidegate.rag.bodies import Asked, parse, read_reload, read_search, write_search
+from tidegate.key import ApiKey
+from tidegate.rag.bodies import SearchRequest, parse, read_reload, read_search, write_search
 from tidegate.rag.compat import Write, read_retrieve
 from tidegate.rag.retrieval import Retrieval
 
 MAX_BODY = 16 * 2**20
-Read = Callable[[dict[str, Any]], tuple[Asked, Write]]
+Read = Callable[[dict[str, Any]], tuple[SearchRequest, Write]]
 
 
 def create_app(retrieval: Retrieval) -> FastAPI:
@@ -36,7 +36,7 @@ def create_app(retrieval: Retrieval) -> FastAPI:
             await retrieval.close()
 
     app = FastAPI(title="Tidegate retrieval", lifespan=lifespan)
-    key = Key(retrieval.options.api_key, _wrong_key)
+    key = ApiKey(retrieval.options.api_key, _wrong_key)
     _add_errors(app, retrieval)
     for path, read in (("/v1/search", _ours), ("/retrieve", _peers(retrieval))):
         app.router.routes.append(Route(path, Search(retrieval, key, path, read), methods=["POST"]))
@@ -48,7 +48,7 @@ def _wrong_key() -> RetrievalRefused:
     return RetrievalRefused("this needs the retrieval server's key", status=401, code="wrong_key")
 
 
-def _ours(payload: dict[str, Any]) -> tuple[Asked, Write]:
+def _ours(payload: dict[str, Any]) -> tuple[SearchRequest, Write]:
     return read_search(payload), write_search
 
 
@@ -59,7 +59,7 @@ def _peers(retrieval: Retrieval) -> Read:
 class Search:
     """A route that searches. Raw, for it runs once a query, and must notice that its client has gone."""
 
-    def __init__(self, retrieval: Retrieval, key: Key, route: str, read: Read) -> None:
+    def __init__(self, retrieval: Retrieval, key: ApiKey, route: str, read: Read) -> None:
         self._retrieval = retrieval
         self._key = key
         self._route = route
@@ -85,7 +85,7 @@ class Search:
             await _respond(send, 200, answer)
             metrics.request_seconds.add(time.monotonic() - began)
 
-    async def _answer(self, asked: Asked, write: Write, receive: Receive) -> bytes | None:
+    async def _answer(self, asked: SearchRequest, write: Write, receive: Receive) -> bytes | None:
         """The answer's body; None where nobody is there to read it any more."""
         search = asyncio.ensure_future(self._retrieval.search(asked.queries, asked.k, asked.mode))
         gone = asyncio.ensure_future(receive())

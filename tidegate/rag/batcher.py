@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tidegate.errors import ConfigError, RetrievalUnavailable
-from tidegate.rag.client import Found
-from tidegate.rag.metrics import Metrics
-from tidegate.rag.questions import Answer, Question
+from tidegate.rag.client import SearchResult
+from tidegate.rag.metrics import RetrievalMetrics
+from tidegate.rag.questions import Answer, Query
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BatchOptions:
 
 @dataclass(slots=True)
 class _Entry:
-    question: Question
+    question: Query
     arrived: float
     askers: set[asyncio.Future[Answer]] = field(default_factory=set)
 
@@ -60,17 +60,17 @@ class Batcher:
 
     def __init__(
         self,
-        answer: Callable[[Sequence[Question]], list[Answer]],
+        answer: Callable[[Sequence[Query]], list[Answer]],
         executor: Executor,
         options: BatchOptions,
-        metrics: Metrics,
+        metrics: RetrievalMetrics,
     ) -> None:
         self._answer = answer
         self._executor = executor
         self._options = options
         self._metrics = metrics
-        self._queued: dict[Question, _Entry] = {}
-        self._running: dict[Question, _Entry] = {}
+        self._queued: dict[Query, _Entry] = {}
+        self._running: dict[Query, _Entry] = {}
         self._arrived = asyncio.Event()
         self._full = asyncio.Event()
         self._idle = asyncio.Event()
@@ -88,7 +88,7 @@ class Batcher:
             return None
         return f"no batches are run any more: {self._runner.exception()!r}"
 
-    async def ask(self, questions: Sequence[Question]) -> list[list[Found]]:
+    async def ask(self, questions: Sequence[Query]) -> list[list[SearchResult]]:
         """The answers in their order. All of the questions are taken, or none.
 
         Raises RetrievalUnavailable: `overloaded`, `deadline`, or why a search failed.
@@ -140,7 +140,7 @@ class Batcher:
                 f"{self.waiting} questions wait already, of at most {self._options.queue}", code="overloaded"
             )
 
-    def _entry(self, question: Question) -> _Entry:
+    def _entry(self, question: Query) -> _Entry:
         entry = self._running.get(question) or self._queued.get(question)
         if entry is not None:
             self._metrics.joined += 1

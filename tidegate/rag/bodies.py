@@ -10,14 +10,14 @@ from typing import Any
 import orjson
 
 from tidegate.errors import RetrievalRefused
-from tidegate.loading import nearest
-from tidegate.rag.client import Found
+from tidegate.loading import did_you_mean
+from tidegate.rag.client import SearchResult
 
 _FIELDS = ("queries", "query", "k", "mode")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SearchRequest:
     """The queries, and what holds for all of them; None: as the server has it."""
 
     queries: list[str]
@@ -36,16 +36,16 @@ def parse(body: bytes) -> dict[str, Any]:
     return payload
 
 
-def read_search(payload: Mapping[str, Any]) -> Asked:
+def read_search(payload: Mapping[str, Any]) -> SearchRequest:
     """`{"queries" | "query", "k"?, "mode"?}`; raises RetrievalRefused that names what is wrong."""
     for name in payload:
         if name not in _FIELDS:
-            raise RetrievalRefused(f"{name}: there is no such field{nearest(name, _FIELDS)}")
+            raise RetrievalRefused(f"{name}: there is no such field{did_you_mean(name, _FIELDS)}")
     if ("query" in payload) == ("queries" in payload):
         raise RetrievalRefused("give either query, a text, or queries, a list of texts")
     queries = texts(payload, "queries") if "queries" in payload else [text(payload, "query")]
     mode = payload.get("mode")
-    return Asked(queries, number(payload, "k"), None if mode is None else text(payload, "mode"))
+    return SearchRequest(queries, number(payload, "k"), None if mode is None else text(payload, "mode"))
 
 
 def read_reload(body: bytes) -> Path | None:
@@ -54,11 +54,11 @@ def read_reload(body: bytes) -> Path | None:
     payload = parse(body) if body.strip() else {}
     for name in payload:
         if name != "dir":
-            raise RetrievalRefused(f"{name}: there is no such field{nearest(name, ('dir',))}")
+            raise RetrievalRefused(f"{name}: there is no such field{did_you_mean(name, ('dir',))}")
     return None if payload.get("dir") is None else Path(text(payload, "dir"))
 
 
-def write_search(results: list[list[Found]]) -> dict[str, Any]:
+def write_search(results: list[list[SearchResult]]) -> dict[str, Any]:
     return {"results": results}
 
 

@@ -29,8 +29,8 @@ from tidegate.rag.index import build_index, require_faiss
 from tidegate.rag.ingest import ingest
 from tidegate.rag.kinds import IndexKind, check_kind, choose
 from tidegate.rag.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
-from tidegate.rag.news import News
-from tidegate.rag.prefixes import Prefixes
+from tidegate.rag.news import BuildProgress
+from tidegate.rag.prefixes import EncoderPrefixes
 from tidegate.rag.probe import write_probe
 from tidegate.rag.recall import K, measure
 from tidegate.rag.source import Extent, extent, source_files
@@ -57,7 +57,7 @@ class Plan:
     threads: int = 1
     device: str = "cpu"
     dtype: Dtype = "float32"
-    prefixes: Prefixes | None = None
+    prefixes: EncoderPrefixes | None = None
     replace: bool = False
     shard: int = SHARD
 
@@ -78,7 +78,7 @@ def _files_of(encoder: str | None) -> list[Path]:
     return sorted(one for one in Path(encoder).rglob("*") if one.is_file())
 
 
-def build(plan: Plan, news: News) -> Manifest:
+def build(plan: Plan, news: BuildProgress) -> Manifest:
     """Build the index; what an earlier, killed build of the same plan has done is kept.
 
     Raises ConfigError, CorpusError and StorageError; the index that was there before stays.
@@ -105,7 +105,7 @@ def build(plan: Plan, news: News) -> Manifest:
 class _Build:
     """One build of one generation."""
 
-    def __init__(self, plan: Plan, generation: str, news: News) -> None:
+    def __init__(self, plan: Plan, generation: str, news: BuildProgress) -> None:
         self.plan = plan
         self.news = news
         self.generation = generation
@@ -150,7 +150,7 @@ class _Build:
         if encoder is not None:
             dimension = encoder.dimension
             kind = self._kind(found.documents, dimension, say=False)
-            if encoder.prefixes != Prefixes():
+            if encoder.prefixes != EncoderPrefixes():
                 before = encoder.prefixes
                 self.news.say(f"prefixes: {before.query!r} for queries, {before.passage!r} for passages")
         needed = estimate(found, kind, dimension, self.plan.bm25)
@@ -199,7 +199,7 @@ def _entry(encoder: Encoder) -> EncoderEntry:
     )
 
 
-def _standing(plan: Plan, generation: str, news: News) -> Manifest | None:
+def _standing(plan: Plan, generation: str, news: BuildProgress) -> Manifest | None:
     """The manifest of this very index where it is built already, and whole.
 
     Raises ConfigError where there is another one that must not be replaced.
@@ -222,7 +222,7 @@ def _standing(plan: Plan, generation: str, news: News) -> Manifest | None:
     )
 
 
-def _whole(manifest: Manifest, directory: Path, news: News) -> Manifest | None:
+def _whole(manifest: Manifest, directory: Path, news: BuildProgress) -> Manifest | None:
     """This manifest, if its files are as they were written; otherwise they are removed, to be built again."""
     try:
         manifest.check_files(directory, whole=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
-from tidegate.rag.client import Found
-from tidegate.rag.questions import Question
+from tidegate.rag.client import SearchResult
+from tidegate.rag.questions import Query
 
 _ENTRY_BYTES = 512  # of the objects around the texts
 _ROW_BYTES = 128
@@ -17,20 +17,20 @@ class Cache:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._answers: OrderedDict[Question, tuple[list[Found], int]] = OrderedDict()
+        self._answers: OrderedDict[Query, tuple[list[SearchResult], int]] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, question: Question) -> list[Found] | None:
+    def get(self, question: Query) -> list[SearchResult] | None:
         held = self._answers.get(question)
         if held is None:
             return None
         self._answers.move_to_end(question)
         return held[0]
 
-    def put(self, question: Question, answer: list[Found]) -> None:
+    def put(self, question: Query, answer: list[SearchResult]) -> None:
         """Keep an answer, unless it alone is larger than the whole."""
         size = _size(question, answer)
         if question in self._answers or size > self._limit:
@@ -42,6 +42,6 @@ class Cache:
             self.bytes -= freed
 
 
-def _size(question: Question, answer: list[Found]) -> int:
+def _size(question: Query, answer: list[SearchResult]) -> int:
     texts = sum(map(sys.getsizeof, (text for row in answer for text in (row.id, row.title, row.text))))
     return _ENTRY_BYTES + sys.getsizeof(question.query) + texts + _ROW_BYTES * len(answer)

@@ -27,7 +27,7 @@ from yarl import URL
 
 from tidegate.errors import RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus import Document
-from tidegate.rag.servers import Server, Servers
+from tidegate.rag.servers import RagEndpoint, RagEndpoints
 
 RAG_KEY = "TIDEGATE_RAG_KEY"
 """The environment variable in which a retrieval server is given its key."""
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """A document that a search found; a higher `score` is better, within one search."""
 
     id: str
@@ -63,7 +63,7 @@ class SearchClient:
     def __init__(
         self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
     ) -> None:
-        self._servers = Servers([urls] if isinstance(urls, str) else urls)
+        self._servers = RagEndpoints([urls] if isinstance(urls, str) else urls)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._timeout_s = timeout_s
         self._http: aiohttp.ClientSession | None = None
@@ -82,14 +82,16 @@ class SearchClient:
             self._http = None
 
     @overload
-    async def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[Found]: ...
+    async def search(
+        self, query: str, k: int | None = None, mode: str | None = None
+    ) -> list[SearchResult]: ...
     @overload
     async def search(
         self, query: list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[list[Found]]: ...
+    ) -> list[list[SearchResult]]: ...
     async def search(
         self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[Found] | list[list[Found]]:
+    ) -> list[SearchResult] | list[list[SearchResult]]:
         """The best `k` documents (None: the server's default), best first; fewer where there are fewer.
 
         For several queries a list for each, in their order. `mode` is `dense`, `bm25` or `hybrid`, as the
@@ -144,7 +146,7 @@ class SearchClient:
 
     async def _try(
         self,
-        server: Server,
+        server: RagEndpoint,
         method: str,
         path: str,
         body: bytes | None,
@@ -214,16 +216,18 @@ class SyncSearchClient:
         self.close()
 
     @overload
-    def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[Found]: ...
+    def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[SearchResult]: ...
     @overload
     def search(
         self, query: list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[list[Found]]: ...
+    ) -> list[list[SearchResult]]: ...
     def search(
         self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[Found] | list[list[Found]]:
+    ) -> list[SearchResult] | list[list[SearchResult]]:
         """As `SearchClient.search`."""
-        work: Coroutine[Any, Any, list[Found] | list[list[Found]]] = self._client.search(query, k, mode)
+        work: Coroutine[Any, Any, list[SearchResult] | list[list[SearchResult]]] = self._client.search(
+            query, k, mode
+        )
         return self._run(work)
 
     def document(self, id: str) -> Document | None:
@@ -269,7 +273,7 @@ def _in_address(id: str) -> str:
     return quoted
 
 
-def _found(answer: Any, queries: int) -> list[list[Found]]:
+def _found(answer: Any, queries: int) -> list[list[SearchResult]]:
     """Raises ValueError, KeyError, TypeError for what is no answer: nonsense is not an empty result."""
     results = [[_row(row) for row in _list(rows)] for rows in _list(answer["results"])]
     if len(results) != queries:
@@ -277,11 +281,11 @@ def _found(answer: Any, queries: int) -> list[list[Found]]:
     return results
 
 
-def _row(row: Any) -> Found:
+def _row(row: Any) -> SearchResult:
     document, score = _document(row), float(row["score"])
     if not math.isfinite(score):
         raise ValueError(f"the document {document.id!r} has the score {score}")
-    return Found(document.id, document.title, document.text, score)
+    return SearchResult(document.id, document.title, document.text, score)
 
 
 def _document(answer: Any) -> Document:

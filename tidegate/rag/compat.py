@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tidegate.errors import RetrievalRefused
-from tidegate.rag.bodies import Asked, number, text, texts
-from tidegate.rag.client import Found
+from tidegate.rag.bodies import SearchRequest, number, text, texts
+from tidegate.rag.client import SearchResult
 
-Write = Callable[[list[list[Found]]], dict[str, Any]]
+Write = Callable[[list[list[SearchResult]]], dict[str, Any]]
 
 
-def read_retrieve(payload: Mapping[str, Any], method: str) -> tuple[Asked, Write]:
+def read_retrieve(payload: Mapping[str, Any], method: str) -> tuple[SearchRequest, Write]:
     """What is asked, and how its answer is written. `method` is the server's way of searching.
 
     Raises RetrievalRefused that names what is wrong.
@@ -30,16 +30,16 @@ def read_retrieve(payload: Mapping[str, Any], method: str) -> tuple[Asked, Write
     if ("query" in payload) == ("queries" in payload):
         raise RetrievalRefused("give either queries, a list of texts, or query, a text")
     if "queries" in payload:
-        return Asked(texts(payload, "queries"), number(payload, "topk")), _lists(payload)
+        return SearchRequest(texts(payload, "queries"), number(payload, "topk")), _lists(payload)
     query = text(payload, "query")
     if "topk" in payload or "return_scores" in payload:
-        return Asked([query], number(payload, "topk")), _lists(payload)
+        return SearchRequest([query], number(payload, "topk")), _lists(payload)
     k = number(payload, "top_k")
-    asked = Asked([query], number(payload, "k") if k is None else k)
+    asked = SearchRequest([query], number(payload, "k") if k is None else k)
     return asked, lambda results: _one(query, method, results[0])
 
 
-def contents(found: Found) -> str:
+def contents(found: SearchResult) -> str:
     """A passage as Search-R1's corpora have it."""
     return f'"{found.title}"\n{found.text}' if found.title else found.text
 
@@ -49,17 +49,17 @@ def _lists(payload: Mapping[str, Any]) -> Write:
     if not isinstance(scored, bool):
         raise RetrievalRefused(f"return_scores: true or false was expected, not {scored!r:.50}")
 
-    def write(results: list[list[Found]]) -> dict[str, Any]:
+    def write(results: list[list[SearchResult]]) -> dict[str, Any]:
         return {"result": [[_entry(found, scored) for found in rows] for rows in results]}
 
     return write
 
 
-def _entry(found: Found, scored: bool) -> dict[str, Any]:
+def _entry(found: SearchResult, scored: bool) -> dict[str, Any]:
     document = {"id": found.id, "contents": contents(found)}
     return {"document": document, "score": found.score} if scored else document
 
 
-def _one(query: str, method: str, rows: list[Found]) -> dict[str, Any]:
+def _one(query: str, method: str, rows: list[SearchResult]) -> dict[str, Any]:
     results = [{"id": found.id, "content": contents(found), "score": found.score} for found in rows]
     return {"query": query, "method": method, "results": results, "num_results": len(results)}

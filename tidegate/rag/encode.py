@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tidegate.errors import ConfigError
 from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.prefixes import Prefixes, known_prefixes
+from tidegate.rag.prefixes import EncoderPrefixes, known_prefixes
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -34,7 +34,7 @@ class Encoder(Protocol):
     def metric(self) -> Metric: ...
 
     @property
-    def prefixes(self) -> Prefixes: ...
+    def prefixes(self) -> EncoderPrefixes: ...
 
     def queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """[n, dimension], float32."""
@@ -49,7 +49,7 @@ def load_encoder(
     threads: int,
     device: str = "cpu",
     dtype: Dtype = "float32",
-    prefixes: Prefixes | None = None,
+    prefixes: EncoderPrefixes | None = None,
 ) -> Encoder:
     """`hash`, or a sentence-transformers model by its directory or its id on the hub.
 
@@ -66,7 +66,7 @@ class _Model:
     """A sentence-transformers model. Threads take turns: its tokenizer may not be used by two at once."""
 
     def __init__(
-        self, model: SentenceTransformer, name: str, threads: int, prefixes: Prefixes | None
+        self, model: SentenceTransformer, name: str, threads: int, prefixes: EncoderPrefixes | None
     ) -> None:
         self.name = name
         self.metric = _metric(model, name)
@@ -113,12 +113,12 @@ def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return unit
 
 
-def _own_prefixes(model: SentenceTransformer) -> Prefixes | None:
+def _own_prefixes(model: SentenceTransformer) -> EncoderPrefixes | None:
     """The model's own prompts; None where it brings none."""
     prompts = model.prompts or {}
     query = prompts.get("query") or ""
     passage = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
-    return Prefixes(query, passage) if query or passage else None
+    return EncoderPrefixes(query, passage) if query or passage else None
 
 
 def _load(name: str, device: str, dtype: Dtype) -> SentenceTransformer:

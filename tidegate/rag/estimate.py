@@ -27,7 +27,7 @@ _PROCESS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class IndexEstimate:
     """Bytes. `disk` is what stays, `disk_peak` what building takes on top of nothing."""
 
     documents: int
@@ -42,7 +42,7 @@ class Estimate:
         )
 
 
-def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) -> Estimate:
+def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) -> IndexEstimate:
     """What building an index of this kind takes (None: no vectors), with BM25 or without."""
     count = found.documents
     disk = found.bytes + count * _PER_DOCUMENT
@@ -58,10 +58,10 @@ def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) 
         disk += postings * _BM25_DISK
         scratch += postings * _BM25_SCRATCH
         ram = max(ram, postings * _BM25_RAM)
-    return Estimate(count, disk, disk + scratch, ram + _PROCESS)
+    return IndexEstimate(count, disk, disk + scratch, ram + _PROCESS)
 
 
-def check_disk(directory: Path, needed: Estimate) -> None:
+def check_disk(directory: Path, needed: IndexEstimate) -> None:
     """Raises StorageError where the disk has less space left than the build takes."""
     free = shutil.disk_usage(directory).free
     if free < needed.disk_peak:
@@ -71,7 +71,7 @@ def check_disk(directory: Path, needed: Estimate) -> None:
         )
 
 
-def memory_warning(needed: Estimate) -> str | None:
+def memory_warning(needed: IndexEstimate) -> str | None:
     """What to say where the machine has less memory than the build takes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed.ram_peak < memory:

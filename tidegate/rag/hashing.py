@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.rag.prefixes import Prefixes
+from tidegate.rag.prefixes import EncoderPrefixes
 from tidegate.rag.words import COMMON, words
 
 DIMENSION = 2048
@@ -30,7 +30,7 @@ class HashEncoder:
 
     name = "hash"
     metric: Literal["cosine"] = "cosine"
-    prefixes = Prefixes()
+    prefixes = EncoderPrefixes()
 
     def __init__(self, dimension: int = DIMENSION) -> None:
         self.dimension = dimension

@@ -20,7 +20,7 @@ from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.files import replace_file
 from tidegate.rag.gpu import MAX_K, on_gpus
 from tidegate.rag.kinds import IndexKind, factory, training_rows
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 from tidegate.rag.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ class VectorIndex:
         return scores, rows
 
 
-def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int, news: News) -> None:
+def build_index(
+    kind: IndexKind, vectors: Vectors, directory: Path, threads: int, news: BuildProgress
+) -> None:
     """Train on a sample where the kind needs it, add every shard, write the index."""
     faiss = require_faiss()
     faiss.omp_set_num_threads(threads)

@@ -17,7 +17,7 @@ from tidegate.failpoints import reach
 from tidegate.rag.corpus import DATA, IDS, OFFSETS, Corpus, Document
 from tidegate.rag.ids import write_ids
 from tidegate.rag.news import OnProgress
-from tidegate.rag.source import BadRow, Row, places, read_rows
+from tidegate.rag.source import BadRow, SourceRow, places, read_rows
 
 _SHOWN = 10
 """Bad rows that an error lists; the others are counted."""
@@ -70,7 +70,7 @@ def _committed(directory: Path, data: IO[bytes], offsets: IO[bytes]) -> tuple[in
     return end, whole // 8 - 1
 
 
-def _documents(rows: Iterator[Row], shard: int) -> list[Document]:
+def _documents(rows: Iterator[SourceRow], shard: int) -> list[Document]:
     documents: list[Document] = []
     for row in islice(rows, shard):
         document = row.document()
@@ -80,7 +80,7 @@ def _documents(rows: Iterator[Row], shard: int) -> list[Document]:
     return documents
 
 
-def _refusal(first: BadRow, rest: Iterable[Row]) -> CorpusError:
+def _refusal(first: BadRow, rest: Iterable[SourceRow]) -> CorpusError:
     """The rest is read too: all that is wrong can be put right at once."""
     bad = [first, *(one for row in rest if isinstance(one := row.document(), BadRow))]
     more = f"\n… and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""

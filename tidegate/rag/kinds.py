@@ -28,23 +28,27 @@ _TRAINED_ON = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class IndexTypeChoice:
     """A kind, and why it is this one."""
 
     kind: IndexKind
     reason: str
 
 
-def choose(count: int, dimension: int) -> Choice:
+def choose(count: int, dimension: int) -> IndexTypeChoice:
     """The kind that fits so many vectors: exact while that is affordable."""
     whole = count * dimension * FLOAT32
     if whole <= FLAT_UP_TO:
-        return Choice("flat", f"exact, and its {size(whole)} are searched whole in no time")
+        return IndexTypeChoice("flat", f"exact, and its {size(whole)} are searched whole in no time")
     if whole <= SQ8_UP_TO:
-        return Choice("sq8", f"{size(whole)} as float32 would be slow to scan; a byte a number is a quarter")
+        return IndexTypeChoice(
+            "sq8", f"{size(whole)} as float32 would be slow to scan; a byte a number is a quarter"
+        )
     if whole <= IVF_SQ8_UP_TO:
-        return Choice("ivf-sq8", f"{size(whole)} as float32 are too much to scan: cells, and a byte a number")
-    return Choice(
+        return IndexTypeChoice(
+            "ivf-sq8", f"{size(whole)} as float32 are too much to scan: cells, and a byte a number"
+        )
+    return IndexTypeChoice(
         "ivf-pq", f"{size(whole)} as float32 are too much to hold: cells, and a byte for eight numbers"
     )
 

@@ -13,7 +13,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(slots=True)
-class Metrics:
+class RetrievalMetrics:
     """What was counted since the start. No label has more values than the code knows."""
 
     requests: Counter[str] = field(default_factory=Counter)

@@ -14,7 +14,7 @@ class OnProgress(Protocol):
     def __call__(self, done: int, total: int) -> None: ...
 
 
-class News:
+class BuildProgress:
     """On a terminal a stage's line is written over; elsewhere there is a line every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ class News:
 
 
 class _Stage:
-    def __init__(self, news: News, what: str) -> None:
+    def __init__(self, news: BuildProgress, what: str) -> None:
         self._news = news
         self._what = what
         self._first: tuple[int, float] | None = None

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class EncoderPrefixes:
     """Before each query, and before each passage."""
 
     query: str = ""
     passage: str = ""
 
 
-_E5 = Prefixes("query: ", "passage: ")
-_E5_INSTRUCT = Prefixes(
+_E5 = EncoderPrefixes("query: ", "passage: ")
+_E5_INSTRUCT = EncoderPrefixes(
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 )
-_BGE_EN = Prefixes("Represent this sentence for searching relevant passages: ")
-_BGE_ZH = Prefixes("为这个句子生成表示以用于检索相关文章：")
+_BGE_EN = EncoderPrefixes("Represent this sentence for searching relevant passages: ")
+_BGE_ZH = EncoderPrefixes("为这个句子生成表示以用于检索相关文章：")
 # By the model's name, where it does not bring prompts of its own; as the models' cards ask for.
 _FAMILIES = (
     (r"\be5\b.*\binstruct\b|\be5-mistral\b", _E5_INSTRUCT),
@@ -29,7 +29,7 @@ _FAMILIES = (
 )
 
 
-def known_prefixes(name: str) -> Prefixes:
+def known_prefixes(name: str) -> EncoderPrefixes:
     """Of the family that a model's name, or its directory's, says that it is of."""
     last = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
-    return next((prefixes for pattern, prefixes in _FAMILIES if re.search(pattern, last)), Prefixes())
+    return next((prefixes for pattern, prefixes in _FAMILIES if re.search(pattern, last)), EncoderPrefixes())

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate.errors import RetrievalUnavailable
-from tidegate.rag.client import Found
+from tidegate.rag.client import SearchResult
 from tidegate.rag.corpus import Document
 
 log = logging.getLogger("tidegate.rag")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Query:
     """One query, with how many documents are wanted and how they are looked for. Equal questions to one
     index have one answer."""
 
@@ -25,7 +25,7 @@ class Question:
     mode: str
 
 
-Answer = list[Found] | RetrievalUnavailable
+Answer = list[SearchResult] | RetrievalUnavailable
 """Documents, best first; or why there is no answer."""
 
 
@@ -54,7 +54,7 @@ class Index(Protocol):
     def __len__(self) -> int: ...
 
 
-def answer_all(index: Index, questions: Sequence[Question]) -> list[Answer]:
+def answer_all(index: Index, questions: Sequence[Query]) -> list[Answer]:
     """An answer for every question, in their order; each way of looking is one search."""
     answers: dict[int, Answer] = {}
     for mode in {question.mode for question in questions}:
@@ -64,7 +64,7 @@ def answer_all(index: Index, questions: Sequence[Question]) -> list[Answer]:
     return [answers[place] for place in range(len(questions))]
 
 
-def _answer(index: Index, questions: Sequence[Question]) -> list[Answer]:
+def _answer(index: Index, questions: Sequence[Query]) -> list[Answer]:
     """Where a search fails each half is tried by itself: one bad query is nobody else's failure."""
     try:
         matches = index.search(
@@ -83,12 +83,12 @@ def _answer(index: Index, questions: Sequence[Question]) -> list[Answer]:
         return [RetrievalUnavailable(f"the search failed: {error!r}", code="search_failed")]
 
 
-def _found(index: Index, matches: Sequence[Match]) -> list[Found]:
+def _found(index: Index, matches: Sequence[Match]) -> list[SearchResult]:
     """Raises ValueError for a score that is no number: such a ranking says nothing."""
     rows = []
     for match in matches:
         if not math.isfinite(match.score):
             raise ValueError(f"row {match.row} has the score {match.score}")
         document = index.document(match.row)
-        rows.append(Found(document.id, document.title, document.text, float(match.score)))
+        rows.append(SearchResult(document.id, document.title, document.text, float(match.score)))
     return rows

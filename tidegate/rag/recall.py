@@ -11,7 +11,7 @@ from tidegate.rag.corpus import Corpus
 from tidegate.rag.encode import Encoder
 from tidegate.rag.index import VectorIndex, require_faiss
 from tidegate.rag.kinds import IndexKind, cells
-from tidegate.rag.news import News
+from tidegate.rag.news import BuildProgress
 from tidegate.rag.vectors import Vectors
 
 K = 10
@@ -25,7 +25,7 @@ _WORTH = 0.005
 
 def measure(
     kind: IndexKind, corpus: Corpus, vectors: Vectors, encoder: Encoder, directory: Path, threads: int,
-    news: News,
+    news: BuildProgress,
 ) -> tuple[int | None, float]:  # fmt: skip
     """nprobe (None without cells) and recall@10 with it, over queries that are pieces of passages.
 

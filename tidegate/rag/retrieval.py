@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.errors import ConfigError, RetrievalRefused, RetrievalUnavailable
-from tidegate.loading import nearest
+from tidegate.loading import did_you_mean
 from tidegate.prometheus import prometheus
 from tidegate.rag.batcher import Batcher, BatchOptions
 from tidegate.rag.cache import Cache
-from tidegate.rag.client import NO_DOCUMENT, Found
+from tidegate.rag.client import NO_DOCUMENT, SearchResult
 from tidegate.rag.corpus import Document
-from tidegate.rag.metrics import Metrics
-from tidegate.rag.questions import Index, Question, answer_all
+from tidegate.rag.metrics import RetrievalMetrics
+from tidegate.rag.questions import Index, Query, answer_all
 
 log = logging.getLogger("tidegate.rag")
 
@@ -60,11 +60,11 @@ class RagOptions:
             )
 
 
-class _Generation:
+class _LoadedIndex:
     """An index in use, with what belongs to it alone: the questions under way, and the answers kept."""
 
     def __init__(
-        self, index: Index, executor: ThreadPoolExecutor, options: RagOptions, metrics: Metrics
+        self, index: Index, executor: ThreadPoolExecutor, options: RagOptions, metrics: RetrievalMetrics
     ) -> None:
         self.index = index
         self.cache = Cache(options.cache_bytes)
@@ -87,12 +87,12 @@ class Retrieval:
         on_failure: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.options = options
-        self.metrics = Metrics()
+        self.metrics = RetrievalMetrics()
         self.failed: str | None = None
         self._open_index = open_index
         self._on_failure = on_failure
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._current: _Generation | None = None
+        self._current: _LoadedIndex | None = None
         self._exchange = asyncio.Lock()
         self._first: asyncio.Task[None] | None = None
 
@@ -135,7 +135,7 @@ class Retrieval:
 
     async def search(
         self, queries: Sequence[str], k: int | None = None, mode: str | None = None
-    ) -> list[list[Found]]:
+    ) -> list[list[SearchResult]]:
         """For each query its best `k` documents, best first, from one and the same index.
 
         An empty query finds nothing. Raises RetrievalRefused, RetrievalUnavailable.
@@ -145,8 +145,8 @@ class Retrieval:
         mode = _mode(generation.index, mode or self.options.mode)
         _check(queries, k, self.options.batches.queue)
         self.metrics.queries += len(queries)
-        questions = [Question(query, k, mode) for query in queries]
-        answers: dict[Question, list[Found]] = {}
+        questions = [Query(query, k, mode) for query in queries]
+        answers: dict[Query, list[SearchResult]] = {}
         missing = []
         for question in dict.fromkeys(questions):
             held = generation.cache.get(question)
@@ -214,10 +214,10 @@ class Retrieval:
         self._current = self._use(index)
         log.info("%s: %d documents, ready", directory, len(index))
 
-    def _use(self, index: Index) -> _Generation:
-        return _Generation(index, self._executor, self.options, self.metrics)
+    def _use(self, index: Index) -> _LoadedIndex:
+        return _LoadedIndex(index, self._executor, self.options, self.metrics)
 
-    def _generation(self) -> _Generation:
+    def _generation(self) -> _LoadedIndex:
         if self._current is None:
             why = f"the index cannot be opened: {self.failed}" if self.failed else "the index is being opened"
             raise RetrievalUnavailable(why, code="loading")
@@ -245,7 +245,7 @@ def _mode(index: Index, mode: str | None) -> str:
     if mode not in index.modes:
         raise RetrievalRefused(
             f"mode: {mode!r} is none of {', '.join(index.modes)}, for which the index was built"
-            + nearest(mode, index.modes)
+            + did_you_mean(mode, index.modes)
         )
     return mode
 

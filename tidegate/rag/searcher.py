@@ -16,7 +16,7 @@ from tidegate.rag.encode import Encoder, load_encoder
 from tidegate.rag.fusion import DEPTH, Ranking, fuse
 from tidegate.rag.index import VectorIndex
 from tidegate.rag.manifest import Manifest
-from tidegate.rag.prefixes import Prefixes
+from tidegate.rag.prefixes import EncoderPrefixes
 from tidegate.rag.probe import check_encoder
 
 
@@ -150,7 +150,7 @@ def _dense(
         return None
     recorded = manifest.encoder
     if encoder is None or isinstance(encoder, str):
-        prefixes = Prefixes(recorded.query_prefix, recorded.passage_prefix)
+        prefixes = EncoderPrefixes(recorded.query_prefix, recorded.passage_prefix)
         encoder = load_encoder(encoder or recorded.name, threads=threads, device=device, prefixes=prefixes)
     check_encoder(recorded, encoder, inside)
     index = VectorIndex.open(inside, manifest.index.kind, manifest.index.nprobe, threads)

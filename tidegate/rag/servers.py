@@ -12,7 +12,7 @@ _FIRST_REST_S, _LONGEST_REST_S = 0.1, 5.0
 
 
 @dataclass(slots=True)
-class Server:
+class RagEndpoint:
     """One address; times are of the caller's clock, in seconds."""
 
     url: str
@@ -37,7 +37,7 @@ class Server:
         self.rests_until = now + longest * random.uniform(0.5, 1.0)
 
 
-class Servers:
+class RagEndpoints:
     """At least one server."""
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -46,9 +46,9 @@ class Servers:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"{url!r} is no retrieval server's URL: it begins with http:// or https://")
-        self._servers = [Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
+        self._servers = [RagEndpoint(url.rstrip("/")) for url in dict.fromkeys(urls)]
 
-    def next(self, now: float) -> tuple[Server, float]:
+    def next(self, now: float) -> tuple[RagEndpoint, float]:
         """The least busy server that does not rest, and 0; or the one that rests for the shortest time, and
         the seconds to wait for it (with jitter, so that who waits together does not come back together)."""
         fresh = [server for server in self._servers if server.rests_until <= now]

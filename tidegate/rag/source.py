@@ -34,7 +34,7 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """A row as it was found: its place, and its values or what is wrong with them."""
 
     where: str
@@ -82,14 +82,14 @@ def source_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def read_rows(files: Sequence[Path], skip: int = 0) -> Iterator[Row]:
+def read_rows(files: Sequence[Path], skip: int = 0) -> Iterator[SourceRow]:
     """Every row after the first `skip` ones, which are not parsed. Blank lines are no rows."""
     for path in files:
         rows = _parquet(path, skip) if path.suffix == ".parquet" else _jsonl(path, skip)
         for number, row in rows:
             skip = max(0, skip - 1)
             if row is not None:
-                yield Row(f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}", row)
+                yield SourceRow(f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}", row)
 
 
 def places(files: Sequence[Path], numbers: Sequence[int]) -> dict[int, str]:

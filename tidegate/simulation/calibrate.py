@@ -15,7 +15,14 @@ import orjson
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import TidegateError
-from tidegate.simulation.scenario import AgentModel, EngineModel, RuleModel, Scenario, TrainerModel, Turn
+from tidegate.simulation.scenario import (
+    AgentModel,
+    EngineModel,
+    RuleModel,
+    Scenario,
+    SimulatedTurn,
+    TrainerModel,
+)
 from tidegate.trainer.ledger import read_ledger
 from tidegate.trainer.metrics import read_metrics
 
@@ -45,13 +52,13 @@ class Recording:
     seconds: float
     setup: float
 
-    def turns(self, overhead: float) -> tuple[Turn, ...]:
+    def turns(self, overhead: float) -> tuple[SimulatedTurn, ...]:
         """Away after the last reply is what the session's time leaves: reward and finishing."""
         first, last = self.samples[0], self.samples[-1]
         gaps = [max(0.0, after.started - one.ended) for one, after in pairwise(self.samples)]
         rest = max(0.0, self.seconds - self.setup - (last.ended - first.started))
         return tuple(
-            Turn(one.prompt, one.tokens, overhead + away, self.setup if one is first else 0.0)
+            SimulatedTurn(one.prompt, one.tokens, overhead + away, self.setup if one is first else 0.0)
             for one, away in zip(self.samples, [*gaps, rest], strict=True)
         )
 

@@ -19,7 +19,7 @@ _FEW = 8
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SimulatedRequest:
     """One reply on its way. `done` is called when its last token is there."""
 
     prompt: float
@@ -27,7 +27,7 @@ class Request:
     done: Callable[[], None]
     begun: Callable[[], None]
     """Called when its first token is about to be sampled."""
-    engine: Engine | None = None
+    engine: SimulatedEngine | None = None
     target: float = 0.0
     """The engine's progress at which it is done."""
     running: bool = False
@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class Engine:
+class SimulatedEngine:
     """One engine; `pause` and `resume` bracket a publish, `up` is False while it is lost."""
 
     clock: Clock
@@ -45,12 +45,12 @@ class Engine:
     up: bool = True
     paused: bool = False
     running: int = 0
-    queue: deque[Request] = field(default_factory=deque)
+    queue: deque[SimulatedRequest] = field(default_factory=deque)
     busy_s: float = 0.0
     _progress: float = 0.0
     _debt: float = 0.0
     _at: float = 0.0
-    _heap: list[tuple[float, int, Request]] = field(default_factory=list)
+    _heap: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     _number: int = 0
     _stamp: int = 0
 
@@ -58,14 +58,14 @@ class Engine:
     def load(self) -> int:
         return self.running + len(self.queue)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         request.engine = self
         self._advance()
         self.queue.append(request)
         self._fill()
         self._schedule()
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: SimulatedRequest) -> None:
         self._advance()
         request.gone = True
         if request.running:
@@ -86,7 +86,7 @@ class Engine:
         self._fill()
         self._schedule()
 
-    def lose(self) -> list[Request]:
+    def lose(self) -> list[SimulatedRequest]:
         """It died: its requests, with what is left of them, are somebody else's now."""
         self._advance()
         self.up = False
@@ -124,7 +124,7 @@ class Engine:
         while self.queue and self.up and not self.paused and self.running < self.model.slots:
             self._admit(self.queue.popleft())
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: SimulatedRequest) -> None:
         self.running += 1
         self._debt += request.prompt * self.model.prompt_token_s
         request.running = True
@@ -133,7 +133,7 @@ class Engine:
         heapq.heappush(self._heap, (request.target, self._number, request))
         request.begun()
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimulatedRequest) -> None:
         request.running = False
         self.running -= 1
         self._fill()
@@ -168,16 +168,16 @@ class Pool:
     clock: Clock
     model: EngineModel
     rng: random.Random
-    engines: list[Engine] = field(default_factory=list)
+    engines: list[SimulatedEngine] = field(default_factory=list)
     lost: int = 0
 
     def __post_init__(self) -> None:
-        self.engines = [Engine(self.clock, self.model) for _ in range(self.model.count)]
+        self.engines = [SimulatedEngine(self.clock, self.model) for _ in range(self.model.count)]
         if self.model.failures_per_hour > 0:
             for engine in self.engines:
                 self._doom(engine)
 
-    def seat(self) -> Engine:
+    def seat(self) -> SimulatedEngine:
         """The least loaded engine; among many, the better one of two (as good, and cheap to find)."""
         choice = self.engines if len(self.engines) <= _FEW else self.rng.sample(self.engines, 2)
         up = [one for one in choice if one.up] or [one for one in self.engines if one.up]
@@ -194,18 +194,18 @@ class Pool:
     def busy_s(self) -> float:
         return sum(engine.busy_s for engine in self.engines)
 
-    def _doom(self, engine: Engine) -> None:
+    def _doom(self, engine: SimulatedEngine) -> None:
         self.clock.after(
             self.rng.expovariate(self.model.failures_per_hour / 3600), lambda: self._lose(engine)
         )
 
-    def _lose(self, engine: Engine) -> None:
+    def _lose(self, engine: SimulatedEngine) -> None:
         self.lost += 1
         for request in engine.lose():
             request.running = False
             self.seat().add(request)
         self.clock.after(self.model.recover_s, lambda: self._back(engine))
 
-    def _back(self, engine: Engine) -> None:
+    def _back(self, engine: SimulatedEngine) -> None:
         engine.revive()
         self._doom(engine)

@@ -40,7 +40,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationCounts:
     """Counts while it goes on."""
 
     clock: Clock

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tidegate.sections import Section
+from tidegate.sections import SettingsSection
 from tidegate.trainer.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class Spread(Section):
+class Spread(SettingsSection):
     """A log-normal length or duration, cut off at `longest`."""
 
     median: Annotated[float, Field(ge=0)]
@@ -32,7 +32,7 @@ class Spread(Section):
         return min(self.median * math.exp(rng.gauss(0.0, self.sigma)), self.longest)
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     """One reply: after `before_s`, `prompt` new tokens are read, `tokens` sampled, then the agent is away
     for `away_s`."""
 
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     before_s: float = 0.0
 
 
-class EngineModel(Section):
+class EngineModel(SettingsSection):
     """Engines of one kind. An iteration gives each running request one token."""
 
     count: Count = 1
@@ -59,7 +59,7 @@ class EngineModel(Section):
     recover_s: Seconds = 60.0
 
 
-class AgentModel(Section):
+class AgentModel(SettingsSection):
     """Episodes: as recorded (`episodes`), or drawn turn by turn."""
 
     setup: Spread = Spread(median=0)
@@ -69,7 +69,7 @@ class AgentModel(Section):
     tokens: Spread = Spread(median=100)
     away: Spread = Spread(median=0)
     """Tools and the agent's own work after a reply."""
-    episodes: tuple[tuple[Turn, ...], ...] = ()
+    episodes: tuple[tuple[SimulatedTurn, ...], ...] = ()
     """Recorded ones to draw from, instead of the spreads."""
     failed: Share = 0.0
     """Attempts that end in an error and are tried again."""
@@ -78,13 +78,13 @@ class AgentModel(Section):
     max_concurrency: Count = 1 << 30
     """Attempts at the same time."""
 
-    def draw(self, rng: random.Random) -> Sequence[Turn]:
+    def draw(self, rng: random.Random) -> Sequence[SimulatedTurn]:
         if self.episodes:
             return rng.choice(self.episodes)
         turns = max(1, round(self.turns.draw(rng)))
         setup = self.setup.draw(rng)
         return [
-            Turn(
+            SimulatedTurn(
                 self.prompt.draw(rng), max(1.0, round(self.tokens.draw(rng))), self.away.draw(rng),
                 setup if number == 0 else 0.0,
             )
@@ -92,7 +92,7 @@ class AgentModel(Section):
         ]  # fmt: skip
 
 
-class TrainerModel(Section):
+class TrainerModel(SettingsSection):
     """Optimiser steps, and the publish that follows."""
 
     count: Count = 1
@@ -107,7 +107,7 @@ class TrainerModel(Section):
     """What else a step takes of the loop: records, checkpoints."""
 
 
-class RuleModel(Section):
+class RuleModel(SettingsSection):
     """Admission's rules, by the names of the trainer's settings."""
 
     groups_per_batch: Count = 16
@@ -128,7 +128,7 @@ class RuleModel(Section):
         return self
 
 
-class Scenario(Section):
+class Scenario(SettingsSection):
     """All of it. `steps` optimiser steps are simulated; figures leave the first tenth out."""
 
     seed: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 from tidegate.errors import ConfigError
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import Scenario
-from tidegate.simulation.world import World
+from tidegate.simulation.world import SimulatedRun
 
 Bound = int | None
 PICTURES = (".png", ".svg", ".pdf")
@@ -39,7 +39,7 @@ def sweep(
             one = scenario.with_(
                 engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
             )
-            cell = Cell(engines, trainers, bound, World(one).run())
+            cell = Cell(engines, trainers, bound, SimulatedRun(one).run())
             progress(cell)
             yield cell
 

@@ -13,37 +13,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.simulation.clock import Clock
-from tidegate.simulation.engines import Engine, Pool, Request
-from tidegate.simulation.outcome import Figures, Tally
-from tidegate.simulation.scenario import Scenario, Turn
+from tidegate.simulation.engines import Pool, SimulatedEngine, SimulatedRequest
+from tidegate.simulation.outcome import Figures, SimulationCounts
+from tidegate.simulation.scenario import Scenario, SimulatedTurn
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import Entry
-from tidegate.trainer.groups import Cut, Phase
-from tidegate.trainer.rules import Verdict
+from tidegate.trainer.entries import LedgerEntry
+from tidegate.trainer.groups import BatchSelection, Phase
+from tidegate.trainer.rules import AttemptVerdict
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
-class Attempt:
+class SimulatedAttempt:
     """One episode under way."""
 
     id: str
     group: str
     slot: int
-    turns: Sequence[Turn]
+    turns: Sequence[SimulatedTurn]
     failing: bool
-    seat: Engine | None = None
+    seat: SimulatedEngine | None = None
     """Where its requests go, from the first one on."""
     at: int = 0
     sampled: float = 0.0
     oldest: int | None = None
-    request: Request | None = None
+    request: SimulatedRequest | None = None
 
 
 @dataclass(slots=True)
-class World:
+class SimulatedRun:
     """`run()` simulates the scenario's steps."""
 
     scenario: Scenario
@@ -54,8 +54,8 @@ class World:
         self._rng = random.Random(self.scenario.seed)
         self._core = Admission(self.scenario.admission_rules(), _unwritten)
         self._pool = Pool(self.clock, self.scenario.engine, self._rng)
-        self._tally = Tally(self.clock, self._pool)
-        self._attempts: dict[str, dict[str, Attempt]] = {}
+        self._tally = SimulationCounts(self.clock, self._pool)
+        self._attempts: dict[str, dict[str, SimulatedAttempt]] = {}
         self._ready: deque[str] = deque()
         self._waiting = True
         self._waits_since = 0.0
@@ -64,8 +64,8 @@ class World:
     _rng: random.Random = field(init=False)
     _core: Admission = field(init=False)
     _pool: Pool = field(init=False)
-    _tally: Tally = field(init=False)
-    _attempts: dict[str, dict[str, Attempt]] = field(init=False)
+    _tally: SimulationCounts = field(init=False)
+    _attempts: dict[str, dict[str, SimulatedAttempt]] = field(init=False)
     """Of every group that is running or ready: its attempts that run or stand."""
     _ready: deque[str] = field(init=False)
     _waiting: bool = field(init=False)
@@ -94,7 +94,7 @@ class World:
 
     def _start_attempt(self, group: str, slot: int) -> None:
         model = self.scenario.agent
-        attempt = Attempt(
+        attempt = SimulatedAttempt(
             self._core.start_attempt(group, slot), group, slot, model.draw(self._rng),
             self._rng.random() < model.failed,
         )  # fmt: skip
@@ -104,7 +104,7 @@ class World:
         else:
             self._ask(attempt)
 
-    def _ask(self, attempt: Attempt) -> None:
+    def _ask(self, attempt: SimulatedAttempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
             return  # its group ended meanwhile
         turn = attempt.turns[attempt.at]
@@ -119,12 +119,12 @@ class World:
             self._tally.sampled += turn.tokens
             self.clock.after(turn.away_s, lambda: self._next(attempt))
 
-        attempt.request = Request(turn.prompt, turn.tokens, done, begun)
+        attempt.request = SimulatedRequest(turn.prompt, turn.tokens, done, begun)
         if attempt.seat is None or not attempt.seat.up:
             attempt.seat = self._pool.seat()
         attempt.seat.add(attempt.request)
 
-    def _next(self, attempt: Attempt) -> None:
+    def _next(self, attempt: SimulatedAttempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
             return
         attempt.at += 1
@@ -133,29 +133,29 @@ class World:
         else:
             self._end(attempt)
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: SimulatedAttempt) -> None:
         outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
         verdict = self._core.end_attempt(attempt.id, outcome)
         if attempt.failing:
             self._tally.lost["failed"] += attempt.sampled
             del self._attempts[attempt.group][attempt.id]
-        if verdict is Verdict.RETRY:
+        if verdict is AttemptVerdict.RETRY:
             self.clock.after(BACKOFF_S, lambda: self._again(attempt))
-        elif verdict is Verdict.FAILED:
+        elif verdict is AttemptVerdict.FAILED:
             self._forget(attempt.group, "failed")
             self._start_groups()
         else:
-            if verdict is Verdict.READY:
+            if verdict is AttemptVerdict.READY:
                 self._ready.append(attempt.group)
                 if self._waiting:
                     self._gather()
             self._start_groups()  # its place is free
 
-    def _again(self, attempt: Attempt) -> None:
+    def _again(self, attempt: SimulatedAttempt) -> None:
         if attempt.group in self._attempts:
             self._start_attempt(attempt.group, attempt.slot)
 
-    def _forget(self, group: str, why: str) -> list[Attempt]:
+    def _forget(self, group: str, why: str) -> list[SimulatedAttempt]:
         """The group is over: what still runs is aborted, what was sampled is lost to `why`."""
         attempts = list(self._attempts.pop(group).values())
         for attempt in attempts:
@@ -189,13 +189,13 @@ class World:
             self._train(cut)
         self._start_groups()
 
-    def _train(self, cut: Cut) -> None:
+    def _train(self, cut: BatchSelection) -> None:
         tokens = sum(one.sampled for group in cut.groups for one in self._attempts.pop(group).values())
         model = self.scenario.trainer
         self._tally.batch(cut.staleness, tokens)
         self.clock.after(model.step_s + tokens * model.token_s / model.count, lambda: self._stepped(cut))
 
-    def _stepped(self, cut: Cut) -> None:
+    def _stepped(self, cut: BatchSelection) -> None:
         self._step += 1
         self._core.step(cut, self._step)
         self._core.commit()
@@ -232,5 +232,5 @@ class World:
         self.clock.after(self.scenario.trainer.between_s, wait)
 
 
-def _unwritten(_: Entry) -> None:
+def _unwritten(_: LedgerEntry) -> None:
     """The simulated book: admission keeps the counts itself."""

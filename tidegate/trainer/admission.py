@@ -22,10 +22,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from tidegate.errors import LedgerError
-from tidegate.trainer.entries import Entry, State, entry
-from tidegate.trainer.groups import Cut, GroupState, Phase, Progress, Slot, Ticket
+from tidegate.trainer.entries import LedgerEntry, State, entry
+from tidegate.trainer.groups import AdmissionProgress, BatchSelection, GroupState, Phase, Slot, TaskSlot
 from tidegate.trainer.outage import Outage
-from tidegate.trainer.rules import Rules, Verdict
+from tidegate.trainer.rules import AttemptVerdict, Rules
 from tidegate.types import Outcome
 
 
@@ -33,7 +33,13 @@ class Admission:
     """See the module. `book` receives every entry, in order; `epoch` keeps ids unique across restarts."""
 
     def __init__(
-        self, rules: Rules, book: Callable[[Entry], None], *, epoch: int = 1, version: int = 0, step: int = 0
+        self,
+        rules: Rules,
+        book: Callable[[LedgerEntry], None],
+        *,
+        epoch: int = 1,
+        version: int = 0,
+        step: int = 0,
     ) -> None:
         self.rules = rules
         self.version = version
@@ -51,7 +57,7 @@ class Admission:
         self.outage = Outage(book)
         self._book = book
         self._cursor = 0
-        self._recycled: deque[Ticket] = deque()
+        self._recycled: deque[TaskSlot] = deque()
         self._announced = version
         self._number = 0
         self._running = 0
@@ -88,17 +94,17 @@ class Admission:
         to_be_trained = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
         return (self.rules.steps - self.step_done) * self.rules.groups_per_batch - to_be_trained
 
-    def next_ticket(self) -> Ticket:
+    def next_ticket(self) -> TaskSlot:
         """The next task's place: recycled ones first."""
         if self._recycled:
             return self._recycled.popleft()
         return self._fresh_ticket()
 
-    def _fresh_ticket(self) -> Ticket:
+    def _fresh_ticket(self) -> TaskSlot:
         self._cursor += 1
-        return Ticket(self._cursor - 1)
+        return TaskSlot(self._cursor - 1)
 
-    def start_group(self, ticket: Ticket, task: str) -> GroupState | None:
+    def start_group(self, ticket: TaskSlot, task: str) -> GroupState | None:
         """Issue a group; None if the task is quarantined, whose ticket is then spent."""
         if task in self.quarantined:
             return None
@@ -138,17 +144,17 @@ class Admission:
 
     # ------------------------------------------------------------------ ending
 
-    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> Verdict:
+    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptVerdict:
         """An agent's run ended. A trainable one stands for its slot until the group ends."""
         where = self._of_attempt.get(attempt)
         if where is None:
-            return Verdict.LATE
+            return AttemptVerdict.LATE
         group = self.groups[where[0]]
         slot = group.slots[where[1]]
         slot.running = None
         if outcome is Outcome.CANCELLED:
             self._end_attempt(attempt, State.CANCELLED, outcome, why)
-            return Verdict.RETRY
+            return AttemptVerdict.RETRY
         if outcome.trainable:
             slot.done = attempt
             slot.outcome = outcome
@@ -156,7 +162,7 @@ class Admission:
         else:
             self._fail(slot, attempt, outcome, why)
             if not slot.settled(self.rules):
-                return Verdict.RETRY
+                return AttemptVerdict.RETRY
             if slot.failures >= self.rules.max_attempts:
                 self._quarantine(group, outcome, why)
         self._running -= 1
@@ -172,18 +178,18 @@ class Admission:
             self._end_attempt(attempt, State.FAILED, outcome, why)
         self.outage.ended(attempt, outcome, why)
 
-    def _settle(self, group: GroupState) -> Verdict:
+    def _settle(self, group: GroupState) -> AttemptVerdict:
         rules = self.rules
         lost = sum(slot.done is None and slot.settled(rules) for slot in group.slots)
         if len(group.slots) - lost < self.rules.min_group_size:
             self.failed_in_a_row += 1
             self._end_group(group, State.FAILED)
-            return Verdict.FAILED
+            return AttemptVerdict.FAILED
         if not all(slot.settled(rules) for slot in group.slots):
-            return Verdict.WAIT
+            return AttemptVerdict.WAIT
         group.phase = Phase.READY
         self.failed_in_a_row = 0
-        return Verdict.READY
+        return AttemptVerdict.READY
 
     def _quarantine(self, group: GroupState, outcome: Outcome, why: str | None) -> None:
         if group.task not in self.quarantined:
@@ -217,7 +223,7 @@ class Admission:
         """The run is stopping: the group ends `cancelled`, and its task is issued again if it goes on."""
         ticket = self.groups[group_id].ticket
         self._end_group(self.groups[group_id], State.CANCELLED)
-        self._recycled.append(Ticket(ticket.index, None, ticket.stale_retries))
+        self._recycled.append(TaskSlot(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
@@ -257,7 +263,7 @@ class Admission:
             self.end_stale(group_id)
         return gone
 
-    def cut(self, number: int | None = None) -> Cut | None:
+    def cut(self, number: int | None = None) -> BatchSelection | None:
         """The next batch, or minibatch of `number` groups: exactly so many swept groups, in order of
         completion; None where there are not enough."""
         self.sweep()
@@ -272,9 +278,9 @@ class Admission:
             age = self.staleness(group.oldest)
             assert age is not None
             staleness.append(age)
-        return Cut(self.version, chosen, staleness)
+        return BatchSelection(self.version, chosen, staleness)
 
-    def step(self, cut: Cut, step: int) -> None:
+    def step(self, cut: BatchSelection, step: int) -> None:
         """The optimiser stepped on the batch; its groups make room at the next publish."""
         self.step_done = step
         self.filtered_in_a_row = 0
@@ -321,7 +327,7 @@ class Admission:
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )
         if group.ticket.stale_retries < self.rules.max_stale_retries:
-            self._recycled.append(Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1))
+            self._recycled.append(TaskSlot(group.ticket.index, group.id, group.ticket.stale_retries + 1))
 
     def publishing(self, step: int) -> int:
         """Take the next version's number for the weights after `step`.
@@ -349,17 +355,17 @@ class Admission:
 
     # ------------------------------------------------------------------ resuming
 
-    def progress(self) -> Progress:
+    def progress(self) -> AdmissionProgress:
         """The tasks to go on with: the cursor, and what is outstanding or waits to be recycled."""
         unpublished = Phase.UNPUBLISHED
         open_tickets = [group.ticket for group in self.groups.values() if group.phase is not unpublished]
-        return Progress(self._cursor, [*self._recycled, *open_tickets])
+        return AdmissionProgress(self._cursor, [*self._recycled, *open_tickets])
 
-    def restore(self, progress: Progress) -> None:
+    def restore(self, progress: AdmissionProgress) -> None:
         """Go on where a checkpoint left off. Tickets lose `replaces`: it named groups of a past epoch."""
         self._cursor = progress.cursor
         self._recycled = deque(
-            Ticket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
+            TaskSlot(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
 
     def go_on(self, group: GroupState) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings, load_settings
-from tidegate.trainer.entries import FINAL, Entry, State
+from tidegate.trainer.entries import FINAL, LedgerEntry, State
 from tidegate.trainer.ledger import read_ledger
 
 MARKER = "COMMITTED"
@@ -72,9 +72,9 @@ class _Rules:
 class _Item:
     """A group or an attempt, as the entries tell it; `rules` are those under which it was issued."""
 
-    issued: Entry
+    issued: LedgerEntry
     rules: _Rules
-    ended: Entry | None = None
+    ended: LedgerEntry | None = None
     seq: int = -1
     abandoned: bool = False
     """Stepped on behind the marker that a later start went on from, and not put back yet."""
@@ -105,7 +105,7 @@ class _Book:
     def wrong(self, text: str) -> None:
         self.audit.findings.append(text)
 
-    def read(self, one: Entry) -> None:
+    def read(self, one: LedgerEntry) -> None:
         if one["seq"] != self.expected_seq:
             self.wrong(f"entry {self.expected_seq} is missing: the next one is {one['seq']}")
         self.expected_seq = one["seq"] + 1
@@ -119,7 +119,7 @@ class _Book:
         else:
             self._end(one, self.groups if kind == "group" else self.attempts)
 
-    def _run(self, one: Entry) -> None:
+    def _run(self, one: LedgerEntry) -> None:
         event = one["event"]
         if event == "started":
             self.finished = self.paused = False
@@ -139,12 +139,12 @@ class _Book:
         elif event == "quarantined":
             self._check_blame(one)
 
-    def _check_blame(self, one: Entry) -> None:
+    def _check_blame(self, one: LedgerEntry) -> None:
         """Tasks are given up for failures of their own alone."""
         if self.rules.max_infra_attempts is not None and one.get("outcome") == "infra_error":
             self.wrong(f"task {one['task']} was quarantined for an infra_error, of which it is not the cause")
 
-    def _resume(self, one: Entry) -> None:
+    def _resume(self, one: LedgerEntry) -> None:
         """What was stepped on behind the checkpoint that a run resumes from is to be put back; versions
         published behind it are an abandoned lineage."""
         position = one.get("position") or 0
@@ -153,7 +153,7 @@ class _Book:
         self.abandoned |= {version for seq, version in self.versions if seq >= max(1, position)}
         self.versions.append((one["seq"], one["version"]))
 
-    def _put_back(self, one: Entry) -> None:
+    def _put_back(self, one: LedgerEntry) -> None:
         group = self.groups.get(one["id"])
         items = [*([group] if group is not None else []), *self.members[one["id"]]]
         undone = [item for item in items if item.abandoned]
@@ -162,7 +162,7 @@ class _Book:
         for item in undone:
             item.ended, item.abandoned = None, False
 
-    def _issue(self, one: Entry, items: dict[str, _Item]) -> None:
+    def _issue(self, one: LedgerEntry, items: dict[str, _Item]) -> None:
         if one["id"] in items:
             self.wrong(f"{one['kind']} {one['id']} was issued twice")
         items[one["id"]] = _Item(one, self.rules)
@@ -171,7 +171,7 @@ class _Book:
         elif (old := one.get("replaces")) is not None:
             self._replace(one["id"], old)
 
-    def _issue_attempt(self, one: Entry) -> None:
+    def _issue_attempt(self, one: LedgerEntry) -> None:
         self.members[one["group"]].append(self.attempts[one["id"]])
         group = self.groups.get(one["group"])
         if group is None or group.ended is not None:
@@ -185,7 +185,7 @@ class _Book:
             self.wrong(f"group {old} was replaced twice: by {self.replaced[old]} and {new}")
         self.replaced[old] = new
 
-    def _end(self, one: Entry, items: dict[str, _Item]) -> None:
+    def _end(self, one: LedgerEntry, items: dict[str, _Item]) -> None:
         item = items.get(one["id"])
         if item is None:
             self.wrong(f"{one['kind']} {one['id']} ended and was never issued")
@@ -202,7 +202,7 @@ class _Book:
         elif one["kind"] == "group" and one["state"] == State.STALE:
             self._check_stale(one)
 
-    def _check_bound(self, one: Entry) -> None:
+    def _check_bound(self, one: LedgerEntry) -> None:
         oldest, staleness, bound = one["oldest"], one["staleness"], self.rules.max_staleness
         self.batch_size[one["step"]] = self.rules.groups_per_batch
         if oldest is None or staleness is None or one["version"] - oldest != staleness:
@@ -214,7 +214,7 @@ class _Book:
         if staleness is not None:
             self.audit.oldest_staleness = max(staleness, self.audit.oldest_staleness or 0)
 
-    def _check_stale(self, one: Entry) -> None:
+    def _check_stale(self, one: LedgerEntry) -> None:
         """A group whose oldest version is known was over the bound, or has tokens of an abandoned version."""
         oldest, staleness, bound = one.get("oldest"), one.get("staleness"), self.rules.max_staleness
         if oldest is None:

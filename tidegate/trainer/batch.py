@@ -14,7 +14,7 @@ from tidegate.types import Ids, Logprobs, Trajectory, Turn
 
 
 @dataclass(slots=True)
-class Row:
+class TrainSequence:
     """One exported sequence of a trajectory; every array is [t], aligned with `ids`.
 
     Where `mask` is False the token is context, and the other arrays hold neutral values.
@@ -50,7 +50,7 @@ class Row:
         return int(np.flatnonzero(self.mask)[-1])
 
 
-def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[Row]:
+def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[TrainSequence]:
     """The sequences that a trajectory's tree of turns is trained as, none if nothing can be trained.
 
     `advantage` is that of every token, or one for each turn.
@@ -74,10 +74,10 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     return rows
 
 
-def minibatches(rows: Sequence[Row], number: int) -> list[list[Row]]:
+def minibatches(rows: Sequence[TrainSequence], number: int) -> list[list[TrainSequence]]:
     """The rows in `number` parts of as many groups each, give or take one, in order; fewer where there
     are not so many groups. A group stays whole, and its prompt is computed once."""
-    by_group: dict[str, list[Row]] = {}
+    by_group: dict[str, list[TrainSequence]] = {}
     for row in rows:
         by_group.setdefault(row.group_id, []).append(row)
     groups, number = list(by_group.values()), min(number, len(by_group))
@@ -114,9 +114,9 @@ def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
 
 def _row(
     trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advantages: Mapping[int, float]
-) -> Row:
+) -> TrainSequence:
     length = sum(len(turn.delta_ids) + len(turn.output_ids) for turn in path)
-    row = Row(
+    row = TrainSequence(
         ids=np.empty(length, dtype=np.int32),
         mask=np.zeros(length, dtype=np.bool_),
         logprobs=np.zeros(length, dtype=np.float32),
@@ -138,7 +138,7 @@ def _row(
     return row
 
 
-def _mark(row: Row, turn: Turn, start: int, end: int, advantage: float) -> None:
+def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float) -> None:
     """Enter a turn's sampled tokens, at `start..end` of the row, as trained."""
     where = f"session {row.session_id}, turn {turn.index}"
     mask = np.ones(end - start, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0

@@ -12,11 +12,11 @@ from typing import Any
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batch import Row, rows_of
+from tidegate.trainer.batch import TrainSequence, rows_of
 from tidegate.trainer.credit import Advantage
 from tidegate.trainer.entries import State
-from tidegate.trainer.groups import Cut
-from tidegate.trainer.tokens import Tokens
+from tidegate.trainer.groups import BatchSelection
+from tidegate.trainer.tokens import TokenCounts
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
@@ -28,7 +28,7 @@ UNKNOWN = "unknown"
 class Batch:
     """A cut batch, or a minibatch of it, and the groups that were dropped while it was gathered."""
 
-    cut: Cut
+    cut: BatchSelection
     groups: list[Group]
     dropped: list[tuple[Group, State]]
     waited_s: float
@@ -38,7 +38,7 @@ class Batch:
 
     advantages: list[list[Advantage]] = field(default_factory=list)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainSequence]:
         """The token sequences to train on."""
         return rows_to_train(self.groups, self.advantages)
 
@@ -47,7 +47,7 @@ class Batch:
         """Minibatches, in order, as one batch."""
         groups = [group for part in parts for group in part.groups]
         return cls(
-            Cut.of([part.cut for part in parts]),
+            BatchSelection.of([part.cut for part in parts]),
             groups,
             [one for part in parts for one in part.dropped],
             sum(part.waited_s for part in parts),
@@ -56,7 +56,7 @@ class Batch:
         )
 
 
-def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[Row]:
+def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[TrainSequence]:
     """The token sequences of groups at their trajectories' advantages, in order."""
     return [
         row
@@ -68,7 +68,7 @@ def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advanta
 
 
 @dataclass(slots=True)
-class Batches:
+class Batcher:
     """Gathers groups from the gateway. `freed` is told whenever something left admission's count.
 
     A group that `keeps` refuses ends `filtered`, and another takes its place.
@@ -78,7 +78,7 @@ class Batches:
     admission: Admission
     freed: Callable[[], None]
     keeps: Callable[[Group], bool]
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     answer: Callable[[int], Any] = lambda _: None
     """Gold answer of the training task at an index, as trajectory files hold it."""
     last_progress: float = field(default_factory=time.monotonic)

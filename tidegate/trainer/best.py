@@ -22,14 +22,14 @@ RECORD = "best.json"
 
 
 @dataclass(slots=True)
-class Best:
+class BestCheckpoint:
     """The best policy of the run whose `checkpoints/` is `directory`; `reward` None: there is none yet."""
 
     directory: Path
     reward: float | None = None
 
     @classmethod
-    def of(cls, run_dir: Path) -> Best:
+    def of(cls, run_dir: Path) -> BestCheckpoint:
         """What is known of a run. Raises CheckpointError where its record cannot be read."""
         directory = run_dir / "checkpoints"
         record = directory / LINK / RECORD

@@ -11,7 +11,7 @@ from tidegate.trainer.workers import Access, AgentResult
 from tidegate.types import TaskView
 
 
-class Runner(Protocol):
+class AgentRunner(Protocol):
     """What runs agents: `trainer.workers.AgentWorker`, or several of its kind."""
 
     async def open(self) -> None:
@@ -22,10 +22,10 @@ class Runner(Protocol):
     async def close(self) -> None: ...
 
 
-class Crew:
+class AgentPool:
     """Gives each run to the member that has the fewest."""
 
-    def __init__(self, members: Sequence[Runner]) -> None:
+    def __init__(self, members: Sequence[AgentRunner]) -> None:
         self.members = list(members)
         self._runs = [0] * len(self.members)
 

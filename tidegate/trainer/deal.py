@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.layout import fine_cuts
 
 
 @dataclass(slots=True)
-class Hand:
+class RankBatch:
     """What one rank computes in one pass: a microbatch of whole rows, or nothing."""
 
     rows: list[int]
@@ -21,7 +21,7 @@ class Hand:
     """Inputs without padding."""
 
 
-def deal(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[Hand]]:
+def partition_rows(rows: Sequence[TrainSequence], ranks: int, max_tokens: int) -> list[list[RankBatch]]:
     """The hands of each rank, in order; all ranks have as many.
 
     Sharded ranks go through the model in step, layer by layer, so that it is not the sum of a rank's tokens
@@ -34,7 +34,7 @@ def deal(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[Hand]]:
     lengths = {index: rows[index].inputs for index in usable}
     order = sorted(usable, key=lambda index: (-lengths[index], index))
     turns = [order[start : start + ranks] for start in range(0, len(order), ranks)]
-    dealt: list[list[Hand]] = [[] for _ in range(ranks)]
+    dealt: list[list[RankBatch]] = [[] for _ in range(ranks)]
     for start, end in fine_cuts([lengths[turn[0]] for turn in turns], max_tokens):
         hands: list[list[int]] = [[] for _ in range(ranks)]
         for number in range(start, end):
@@ -42,5 +42,5 @@ def deal(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[Hand]]:
                 hands[at if number % 2 == 0 else ranks - 1 - at].append(index)
         for rank, hand in enumerate(hands):
             inputs = [lengths[index] for index in hand]
-            dealt[rank].append(Hand(hand, len(inputs) * max(inputs, default=0), sum(inputs)))
+            dealt[rank].append(RankBatch(hand, len(inputs) * max(inputs, default=0), sum(inputs)))
     return dealt

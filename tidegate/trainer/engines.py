@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOOK_S = 2.0
 
 
-class Engines:
+class EngineMembership:
     """Owns which engines are brought to every version, and tells the gateway which of them serve.
 
     An engine is one URL; behind a router's there are several addresses that take control calls.

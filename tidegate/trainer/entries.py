@@ -28,7 +28,7 @@ FINAL = tuple(state for state in State if state is not State.LIVE)
 Kind = Literal["group", "attempt", "run"]
 
 
-class Entry(TypedDict, total=False):
+class LedgerEntry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
     * group issued: `task`, `index` (its place in the training split), `version`, `replaces`
@@ -71,5 +71,5 @@ class Entry(TypedDict, total=False):
     rules: dict[str, Any]
 
 
-def entry(kind: Kind, event: Any, **fields: Any) -> Entry:
-    return cast(Entry, {"kind": kind, "event": event, **fields})
+def entry(kind: Kind, event: Any, **fields: Any) -> LedgerEntry:
+    return cast(LedgerEntry, {"kind": kind, "event": event, **fields})

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidegate.gateway.client import GatewayClient, Summary
-from tidegate.trainer.crew import Runner
+from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.trainer.crew import AgentRunner
 from tidegate.types import MODEL_NAME, Sampling, Split, Task
 
 
@@ -16,7 +16,7 @@ class Episodes:
     """Runs one session of the agent on a task: open → run → finish. Used by rollout and evaluation."""
 
     gateway: GatewayClient
-    worker: Runner
+    worker: AgentRunner
     deadline_s: float
     epoch: int | None = None
     """Of the trainer that runs them: they end `cancelled` when a newer one comes."""
@@ -32,7 +32,7 @@ class Episodes:
         slot: int | None = None,
         seed: int | None = None,
         on_open: Callable[[str], None] = lambda _: None,
-    ) -> Summary:
+    ) -> SessionSummary:
         """One attempt, under one deadline from set-up to reward. Raises GatewayError only.
 
         `on_open` is told the session's id as soon as there is one.

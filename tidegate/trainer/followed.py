@@ -24,8 +24,8 @@ PATIENCE_S = 600.0
 """How long a rank waits for another in the middle of a step, before it takes it for lost."""
 
 
-class Following(Protocol):
-    """A rank other than the first as its owner sees it; `Follower`, or one that sits on another node."""
+class RankProcess(Protocol):
+    """A rank other than the first as its owner sees it, on this node (`LocalRankProcess`) or another."""
 
     rank: int
 
@@ -35,7 +35,7 @@ class Following(Protocol):
     async def stop(self) -> None: ...
 
 
-class Follower:
+class LocalRankProcess:
     """A process of this machine. Its log is `logs/trainer-<rank>.log`."""
 
     def __init__(self, rank: int, logs: Path, patience_s: float = PATIENCE_S) -> None:
@@ -128,6 +128,6 @@ class Follower:
             self._telling.release()
 
 
-def followers(ranks: int, logs: Path) -> list[Follower]:
+def rank_processes(ranks: int, logs: Path) -> list[LocalRankProcess]:
     """All but the first of so many ranks."""
-    return [Follower(rank, logs) for rank in range(1, ranks)]
+    return [LocalRankProcess(rank, logs) for rank in range(1, ranks)]

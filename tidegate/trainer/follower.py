@@ -25,7 +25,7 @@ JOIN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class RankInit:
     """What the ranks of a trainer agree on before anything else."""
 
     settings: TrainerSettings

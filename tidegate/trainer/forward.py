@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import Row
-from tidegate.trainer.layout import Bundle, Microbatch, Prefixes, bundles
+from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.layout import Microbatch, PrefixBatch, SharedPrefixes, bundles
 from tidegate.trainer.loss import token_logprobs
 from tidegate.trainer.recompute import recompute
 from tidegate.types import Logprobs
@@ -36,7 +36,7 @@ class Prefix:
     microbatch at a time is held besides that of the prefixes.
     """
 
-    def __init__(self, backbone: Any, prefixes: Sequence[Prefixes], device: torch.device) -> None:
+    def __init__(self, backbone: Any, prefixes: Sequence[SharedPrefixes], device: torch.device) -> None:
         width = max(one.ids_pt.shape[1] for one in prefixes)
         passes = [_keys_and_values(backbone, one.ids_pt.to(device)) for one in prefixes]
         self._computed = [
@@ -90,7 +90,7 @@ class Forward:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
-    def prefix(self, bundle: Bundle) -> Prefix | None:
+    def prefix(self, bundle: PrefixBatch) -> Prefix | None:
         """Compute the bundle's prefixes, if it has any."""
         with self._precision():
             return Prefix(self._backbone, bundle.prefixes, self.device) if bundle.prefixes else None
@@ -127,7 +127,7 @@ class Forward:
         return torch.cat([one for one, _ in pieces]), torch.cat([one for _, one in pieces])
 
     @torch.no_grad()
-    def logprobs(self, rows: Sequence[Row], max_tokens: int, *, share: bool) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool) -> list[Logprobs]:
         """log π of every trained token; float32 [t] a row, 0 elsewhere."""
         found = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
         for bundle in bundles(rows, max_tokens, share=share):
@@ -197,7 +197,7 @@ def _attends_to_all(model: Any) -> bool:
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
-def _specimens(vocabulary: int) -> list[Row]:
+def _specimens(vocabulary: int) -> list[TrainSequence]:
     """Rows that share two prefixes of different length and go on in replies of different length."""
     rows = []
     for beginning, replies in ((20, (3, 7, 5)), (33, (4, 4))):
@@ -207,7 +207,9 @@ def _specimens(vocabulary: int) -> list[Row]:
             ids = (np.arange(length) * beginning + own * (number + 1)) % vocabulary
             ones = np.ones(length, dtype=np.float32)
             rows.append(
-                Row(ids.astype(np.int32), own, 0 * ones, np.zeros(length, dtype=np.int64), ones, 0 * ones)
+                TrainSequence(
+                    ids.astype(np.int32), own, 0 * ones, np.zeros(length, dtype=np.int64), ones, 0 * ones
+                )
             )
     return rows
 

@@ -12,7 +12,7 @@ from tidegate.types import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class TaskSlot:
     """The right to start one group: a place in the training split, and what it replaces."""
 
     index: int
@@ -54,7 +54,7 @@ class GroupState:
 
     id: str
     task: str
-    ticket: Ticket
+    ticket: TaskSlot
     slots: list[Slot]
     phase: Phase = Phase.RUNNING
     oldest: int | None = None
@@ -66,7 +66,7 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BatchSelection:
     """A batch, cut: group ids in order of completion, and their staleness at this moment."""
 
     version: int
@@ -74,7 +74,7 @@ class Cut:
     staleness: list[int]
 
     @classmethod
-    def of(cls, parts: Sequence[Cut]) -> Cut:
+    def of(cls, parts: Sequence[BatchSelection]) -> BatchSelection:
         """Minibatches as one batch; they were cut at one version, as no publish lies between."""
         versions = {part.version for part in parts}
         if len(versions) != 1:
@@ -87,8 +87,8 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Progress:
+class AdmissionProgress:
     """What a checkpoint holds of admission, so that a resumed run goes on with the same tasks."""
 
     cursor: int = 0
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[TaskSlot] = field(default_factory=list)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Guard:
+class TaskSupervisor:
     """Owns background tasks. `run` lasts as long as the job, or until a component fails.
 
     Made on a running event loop.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.types import Ids
 
 MICROBATCH_OVERHEAD = 64
@@ -30,7 +30,7 @@ PREFIX_SHARE = 8
 """A prefix's keys and values take about an eighth of the memory that a computed token's activations do."""
 
 
-class Pass(Protocol):
+class ForwardPass(Protocol):
     """What goes through the model at once."""
 
     @property
@@ -105,7 +105,7 @@ class Microbatch:
 
 
 @dataclass(slots=True)
-class Prefixes:
+class SharedPrefixes:
     """Beginnings that several rows share, right-padded; each goes through the model once."""
 
     ids_pt: Tensor
@@ -123,14 +123,14 @@ class Prefixes:
 
 
 @dataclass(slots=True)
-class Bundle:
+class PrefixBatch:
     """Prefixes and the microbatches that go on from them; or microbatches of whole rows, and no prefix."""
 
-    prefixes: list[Prefixes]
+    prefixes: list[SharedPrefixes]
     microbatches: list[Microbatch]
 
     @property
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[ForwardPass]:
         """All that goes through the model."""
         return [*self.prefixes, *self.microbatches]
 
@@ -143,7 +143,7 @@ class _Cluster:
     shared: int
 
 
-def bundles(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> list[Bundle]:
+def bundles(rows: Sequence[TrainSequence], max_tokens: int, *, share: bool = True) -> list[PrefixBatch]:
     """Lay rows out so that little is computed twice and little is padding.
 
     With `share`, what rows begin with alike, above all the prompt of a group's episodes, is computed
@@ -155,7 +155,7 @@ def bundles(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> list
     clusters = _clusters(rows, usable) if share else []
     sharing = {index for cluster in clusters for index in cluster.rows}
     alone = [index for index in usable if index not in sharing]
-    found = [Bundle([], microbatches(rows, alone, max_tokens))] if alone else []
+    found = [PrefixBatch([], microbatches(rows, alone, max_tokens))] if alone else []
     filling: list[_Cluster] = []
     for cluster in sorted(clusters, key=lambda one: (-one.shared, one.rows)):
         if filling and sum(one.shared for one in filling) + cluster.shared > max_tokens:
@@ -166,7 +166,7 @@ def bundles(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> list
 
 
 def microbatches(
-    rows: Sequence[Row],
+    rows: Sequence[TrainSequence],
     chosen: Sequence[int],
     max_tokens: int,
     *,
@@ -189,14 +189,14 @@ def microbatches(
     return [microbatch(rows, order[start:end], known) for start, end in cuts]
 
 
-def padding_ratio(passes: Iterable[Pass]) -> float:
+def padding_ratio(passes: Iterable[ForwardPass]) -> float:
     """The share of the computed positions that is padding, 0 ≤ ratio < 1; 0 for no passes."""
     laid = [(one.positions, one.tokens) for one in passes]
     computed = sum(positions for positions, _ in laid)
     return 1.0 - sum(tokens for _, tokens in laid) / computed if computed else 0.0
 
 
-def _clusters(rows: Sequence[Row], usable: Sequence[int]) -> list[_Cluster]:
+def _clusters(rows: Sequence[TrainSequence], usable: Sequence[int]) -> list[_Cluster]:
     """Rows with enough in common, found among neighbours in lexicographic order.
 
     A row joins its neighbours as long as that saves more than their being without it.
@@ -214,26 +214,26 @@ def _clusters(rows: Sequence[Row], usable: Sequence[int]) -> list[_Cluster]:
     return [one for one in found if _is_worth_it(rows, one)]
 
 
-def _is_worth_it(rows: Sequence[Row], cluster: _Cluster) -> bool:
+def _is_worth_it(rows: Sequence[TrainSequence], cluster: _Cluster) -> bool:
     saved = (len(cluster.rows) - 1) * cluster.shared
     return saved > SHORTEST_SAVING and saved >= WORTH_SHARING * sum(
         rows[index].inputs for index in cluster.rows
     )
 
 
-def _reach(row: Row) -> int:
+def _reach(row: TrainSequence) -> int:
     """How much of a row may be prefix: its first trained token must be predicted behind it."""
     return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
 
 
-def _common(ids: Ids, row: Row) -> int:
+def _common(ids: Ids, row: TrainSequence) -> int:
     """How many tokens a row and another's ids begin with alike, within the row's reach."""
     length = min(len(ids), _reach(row))
     different = np.flatnonzero(ids[:length] != row.ids[:length])
     return int(different[0]) if len(different) else length
 
 
-def _bundle(rows: Sequence[Row], clusters: Sequence[_Cluster], max_tokens: int) -> Bundle:
+def _bundle(rows: Sequence[TrainSequence], clusters: Sequence[_Cluster], max_tokens: int) -> PrefixBatch:
     """Clusters in descending order of what they share, as prefixes and microbatches."""
     places = {
         index: (number, cluster.shared) for number, cluster in enumerate(clusters) for index in cluster.rows
@@ -242,9 +242,9 @@ def _bundle(rows: Sequence[Row], clusters: Sequence[_Cluster], max_tokens: int) 
     for start, end in fine_cuts([one.shared for one in clusters], max_tokens):
         beginnings = [rows[one.rows[0]].ids[: one.shared] for one in clusters[start:end]]
         lengths = torch.tensor([len(one) for one in beginnings])
-        prefixes.append(Prefixes(_padded(beginnings), lengths))
+        prefixes.append(SharedPrefixes(_padded(beginnings), lengths))
     laid = microbatches(rows, sorted(places), max_tokens, prefixes=places)
-    return Bundle(prefixes, laid)
+    return PrefixBatch(prefixes, laid)
 
 
 def fine_cuts(
@@ -293,7 +293,9 @@ def _padded(sequences: Sequence[Ids]) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def microbatch(rows: Sequence[Row], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]) -> Microbatch:
+def microbatch(
+    rows: Sequence[TrainSequence], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]
+) -> Microbatch:
     """The chosen rows as one microbatch; `prefixes` gives a row's prefix, as (number, length)."""
     taken = [rows[index] for index in chosen]
     numbers, starts = zip(*(prefixes.get(index, (0, 0)) for index in chosen), strict=True)

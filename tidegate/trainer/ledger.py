@@ -19,7 +19,7 @@ import orjson
 
 from tidegate import failpoints
 from tidegate.errors import LedgerError
-from tidegate.trainer.entries import Entry
+from tidegate.trainer.entries import LedgerEntry
 from tidegate.trainer.lines import whole_lines
 
 
@@ -35,9 +35,9 @@ class Ledger:
         # A line that was torn by a crash was never acted upon: what it announced did not happen.
         self._file.truncate(kept)
 
-    def book(self, one: Entry) -> None:
+    def book(self, one: LedgerEntry) -> None:
         """Enter one entry; raises LedgerError where it cannot be written (a full disk, say)."""
-        line: Entry = {"seq": self.position, "time": round(time.time(), 3), **one}
+        line: LedgerEntry = {"seq": self.position, "time": round(time.time(), 3), **one}
         try:
             with failpoints.around(f"ledger.{one['kind']}.{one.get('state', one['event'])}"):
                 data = orjson.dumps(line) + b"\n"
@@ -66,7 +66,7 @@ class Ledger:
         self.close()
 
 
-def read_ledger(path: Path) -> Iterator[Entry]:
+def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """Every whole entry, in order; a torn last line is left out.
 
     Raises LedgerError on a missing file or a damaged line before the last.
@@ -79,6 +79,6 @@ def read_ledger(path: Path) -> Iterator[Entry]:
             if file.tell() > kept:
                 return
             try:
-                yield cast(Entry, orjson.loads(line))
+                yield cast(LedgerEntry, orjson.loads(line))
             except orjson.JSONDecodeError as error:
                 raise LedgerError(f"{path}: line {number + 1} is damaged: {error}") from error

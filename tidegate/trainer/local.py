@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.services import LOOPBACK, Service
-from tidegate.trainer.followed import Follower, followers
+from tidegate.trainer.followed import LocalRankProcess, rank_processes
 from tidegate.trainer.parts import Live
 from tidegate.trainer.servers import agent_names, engine_names, engine_server, gateway_server, pinned
 from tidegate.trainer.workers import AgentWorker
 
 
-class Local:
+class LocalProcesses:
     """`trainer.parts.Parts` of one machine: reachable from there alone, if `gateway.host` says no more."""
 
     host = LOOPBACK
@@ -38,8 +38,8 @@ class Local:
             for name in agent_names(settings)
         ]
 
-    def followers(self, settings: Settings, run_dir: Path) -> Sequence[Follower]:
-        return followers(settings.trainer.ranks, run_dir / "logs")
+    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[LocalRankProcess]:
+        return rank_processes(settings.trainer.ranks, run_dir / "logs")
 
     async def place(self, url: str, weights: Path) -> Path:
         return weights

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batch, Batches
+from tidegate.trainer.batches import Batch, Batcher
 from tidegate.trainer.credit import Credit
 from tidegate.trainer.policy import Learner
 from tidegate.trainer.publish import Publisher
@@ -30,7 +30,7 @@ class Loop:
 
     settings: TrainerSettings
     admission: Admission
-    batches: Batches
+    batches: Batcher
     policy: Learner
     publisher: Publisher
     recorder: Recorder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row
+from tidegate.trainer.batch import TrainSequence
 from tidegate.trainer.layout import Microbatch
 
 Ratio = Callable[[Tensor, Microbatch], Tensor]
@@ -30,7 +30,7 @@ Weight = Callable[[Tensor], tuple[Tensor, Tensor]]
 Penalty = Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]
 """(log π_n, microbatch) → what a token's advantage is lowered by, a constant, and what is added to its
 loss, both [n]."""
-Aggregation = Callable[[Sequence[Row]], tuple[list[float], float]]
+Aggregation = Callable[[Sequence[TrainSequence]], tuple[list[float], float]]
 """All rows of an optimiser step → each row's weight of a token, and N, what the sum is divided by."""
 
 
@@ -146,12 +146,12 @@ def masked(cap: float) -> Weight:
 # ---------------------------------------------------------------------- aggregations
 
 
-def token_mean(rows: Sequence[Row]) -> tuple[list[float], float]:
+def token_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
     """Every trained token counts 1; N is their number (DAPO, §3.3)."""
     return [1.0] * len(rows), float(sum(row.trained for row in rows))
 
 
-def sequence_mean(rows: Sequence[Row]) -> tuple[list[float], float]:
+def sequence_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
     """Every trajectory counts 1, in whichever number of rows it was exported; N is their number."""
     tokens = _tokens_by_trajectory(rows)
     weights = [1.0 / tokens[row.session_id] if row.trained else 0.0 for row in rows]
@@ -162,14 +162,14 @@ def sequence_sum(length: int) -> Aggregation:
     """Every trained token counts 1, every trajectory `length` tokens in N: Dr. GRPO, which divides by a
     constant, so that a long episode's tokens weigh no less (Liu et al., 2025, §3.2)."""
 
-    def aggregation(rows: Sequence[Row]) -> tuple[list[float], float]:
+    def aggregation(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
         _, trajectories = sequence_mean(rows)
         return [1.0] * len(rows), trajectories * length
 
     return aggregation
 
 
-def _tokens_by_trajectory(rows: Sequence[Row]) -> dict[str, int]:
+def _tokens_by_trajectory(rows: Sequence[TrainSequence]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for row in rows:
         tokens[row.session_id] = tokens.get(row.session_id, 0) + row.trained

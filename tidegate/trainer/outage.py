@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidegate.trainer.entries import Entry, entry
+from tidegate.trainer.entries import LedgerEntry, entry
 from tidegate.types import Outcome
 
 WINDOW = 16
@@ -22,7 +22,7 @@ class Outage:
     finds out whether it is over.
     """
 
-    book: Callable[[Entry], None]
+    book: Callable[[LedgerEntry], None]
     """Told when an outage begins and ends."""
     down: str | None = None
     suspected: str | None = None

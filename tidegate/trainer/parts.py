@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 from tidegate.config import Settings
-from tidegate.trainer.crew import Runner
-from tidegate.trainer.followed import Following
+from tidegate.trainer.crew import AgentRunner
+from tidegate.trainer.followed import RankProcess
 
 Live = Callable[[], tuple[Path, int]]
 """The weights that engines should serve at this moment, and their version."""
 
 
-class Server(Protocol):
+class ServerProcess(Protocol):
     """An engine or a gateway as its owner sees it: `services.Service`, or one on another node."""
 
     name: str
@@ -28,22 +28,22 @@ class Server(Protocol):
     def last_words(self) -> str: ...
 
 
-class Parts(Protocol):
+class ProcessProvider(Protocol):
     """Makes the processes of a run, not started; each method is called once."""
 
     host: str
     """This process's address, as the others reach it."""
 
-    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[Server]:
+    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[ServerProcess]:
         """The run's own engines: none where `engine.urls` names others."""
 
-    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> Server:
+    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> ServerProcess:
         """The gateway, whose admin key is `key`. Its address stays; with a `journal` its sessions do, too."""
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[Runner]:
+    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]:
         """The processes of agents."""
 
-    def followers(self, settings: Settings, run_dir: Path) -> Sequence[Following]:
+    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]:
         """The trainer's ranks but the first."""
 
     async def place(self, url: str, weights: Path) -> Path:

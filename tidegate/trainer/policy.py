@@ -19,10 +19,10 @@ from tidegate.config import TrainerSettings
 from tidegate.devices import find_device
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.adapter import Adapter, layer_of
-from tidegate.trainer.batch import Row, minibatches
+from tidegate.trainer.batch import TrainSequence, minibatches
 from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward, Prefix
-from tidegate.trainer.layout import Bundle, Microbatch, Pass, bundles, padding_ratio
+from tidegate.trainer.layout import ForwardPass, Microbatch, PrefixBatch, bundles, padding_ratio
 from tidegate.trainer.loss import make_loss
 from tidegate.trainer.optimizer import adamw, learning_rate
 from tidegate.trainer.pretrained import read_model, tokenizer_files, write_model
@@ -31,12 +31,12 @@ from tidegate.weights_group import buckets
 
 
 @dataclass(slots=True)
-class Descent:
+class GradientStep:
     """The gradient of one optimiser step: summed over its rows part by part, then divided by their N."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrainSequence] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[ForwardPass] = field(default_factory=list)
     denominator: float = 0.0
     loss: float = math.nan
     grad_norm: float = math.nan
@@ -47,11 +47,11 @@ class Descent:
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _PendingBatch:
     """A batch that is being learned from."""
 
     diagnostics: Diagnostics
-    descents: list[Descent] = field(default_factory=list)
+    descents: list[GradientStep] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -60,7 +60,7 @@ class Learner(Protocol):
 
     @property
     def non_finite(self) -> list[str]: ...
-    def add(self, rows: Sequence[Row], version: int) -> None: ...
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None: ...
     def finish(self) -> dict[str, float]: ...
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
     def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
@@ -86,7 +86,7 @@ class Policy:
         self.device = torch.device(settings.device)
         self.steps = 0
         self.non_finite: list[str] = []
-        self._under_way: _UnderWay | None = None
+        self._under_way: _PendingBatch | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
         self._adapter = Adapter.into(model, settings) if settings.lora_rank else None
@@ -124,7 +124,7 @@ class Policy:
     def _loaded_on(settings: TrainerSettings) -> torch.device:
         return find_device("trainer.device", settings.device)
 
-    def update(self, rows: Sequence[Row], version: int) -> dict[str, float]:
+    def update(self, rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
         """Train on the rows of a batch; `version` is that of the weights it starts from.
 
         One optimiser step, or `minibatches` of them, a part of the groups each. A step whose loss or
@@ -139,14 +139,14 @@ class Policy:
             self.add(part, version)
         return self.finish()
 
-    def add(self, rows: Sequence[Row], version: int) -> None:
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
         """Learn from a batch, or when streaming from a minibatch of it: its gradient is kept for `finish`.
 
         Until then the policy stays as it is, unless the batch is taken in several optimiser steps.
         """
         started = time.perf_counter()
         if self._under_way is None:
-            self._under_way = _UnderWay(Diagnostics(version))
+            self._under_way = _PendingBatch(Diagnostics(version))
             self.non_finite = []
         batch = self._under_way
         trained = self._anchored([row for row in rows if row.trained])
@@ -185,7 +185,7 @@ class Policy:
             "time/update": batch.seconds + time.perf_counter() - started,
         }
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
         """log π of every trained token under the present weights; float32 [t] a row, 0 elsewhere."""
         return self._forward.logprobs(rows, self.settings.microbatch_tokens, share=self._forward.shares)
 
@@ -307,7 +307,7 @@ class Policy:
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"{path}: not a trainer's state of this model: {error}") from error
 
-    def _anchored(self, rows: list[Row]) -> list[Row]:
+    def _anchored(self, rows: list[TrainSequence]) -> list[TrainSequence]:
         """The rows with the logprobs of the policies that stand still while they are trained on."""
         if self.settings.minibatches > 1 and not self.settings.streaming:
             rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
@@ -318,7 +318,7 @@ class Policy:
             rows = [replace(row, reference=one) for row, one in zip(rows, found, strict=True)]
         return rows
 
-    def _take_steps(self, batch: _UnderWay, rows: list[Row]) -> None:
+    def _take_steps(self, batch: _PendingBatch, rows: list[TrainSequence]) -> None:
         """One optimiser step a minibatch, up to the first that is not finite."""
         for part in minibatches(rows, self.settings.minibatches):
             batch.descents.append(self._begin())
@@ -326,11 +326,13 @@ class Policy:
             if not self._step(batch.descents[-1], learning_rate(self.settings, self.steps)):
                 break
 
-    def _begin(self) -> Descent:
+    def _begin(self) -> GradientStep:
         self._optimizer.zero_grad(set_to_none=True)
-        return Descent()
+        return GradientStep()
 
-    def _descend(self, descent: Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
+    def _descend(
+        self, descent: GradientStep, rows: Sequence[TrainSequence], diagnostics: Diagnostics
+    ) -> None:
         """Add the gradient of the loss over the rows, times N, to the parameters'."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
@@ -340,7 +342,7 @@ class Policy:
         descent.rows += rows
         descent.denominator += denominator
 
-    def _accumulate(self, bundle: Bundle, diagnostics: Diagnostics) -> Tensor:
+    def _accumulate(self, bundle: PrefixBatch, diagnostics: Diagnostics) -> Tensor:
         """Add a bundle's gradient to the parameters'; returns its share of the loss, times N."""
         prefix = self._forward.prefix(bundle)
         losses = []
@@ -357,7 +359,7 @@ class Policy:
         diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
         return loss.detach()
 
-    def _step(self, descent: Descent, rate: float) -> bool:
+    def _step(self, descent: GradientStep, rate: float) -> bool:
         """Take the step if it is finite; returns whether it was."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         torch._foreach_div_(gradients, descent.denominator)
@@ -399,7 +401,7 @@ class Policy:
         """The diagnostics of all that they computed."""
         return diagnostics
 
-    def _suspects(self, rows: Sequence[Row]) -> list[str]:
+    def _suspects(self, rows: Sequence[TrainSequence]) -> list[str]:
         """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""
         bad = {
             row.group_id

@@ -14,10 +14,10 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.errors import StartError, unwrapped
 from tidegate.gateway.client import GatewayClient
-from tidegate.trainer.crew import Crew, Runner
-from tidegate.trainer.engines import Engines
-from tidegate.trainer.guard import Guard
-from tidegate.trainer.parts import Live, Parts, Server
+from tidegate.trainer.crew import AgentPool, AgentRunner
+from tidegate.trainer.engines import EngineMembership
+from tidegate.trainer.guard import TaskSupervisor
+from tidegate.trainer.parts import Live, ProcessProvider, ServerProcess
 from tidegate.trainer.servers import MAX_RESTARTS
 
 PAUSE_S = 1.0
@@ -29,18 +29,18 @@ class Processes:
     """What a run talks to. `engines` begin with its own, or with those that the settings name."""
 
     gateway: GatewayClient
-    worker: Runner
-    engines: Engines
+    worker: AgentRunner
+    engines: EngineMembership
 
 
 async def start_processes(
     settings: Settings,
     run_dir: Path,
     live: Live,
-    guard: Guard,
+    guard: TaskSupervisor,
     note: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-    parts: Parts,
+    parts: ProcessProvider,
 ) -> Processes:
     """Start everything at once; `stack` ends it, and `guard` learns of a death. Raises StartError."""
     began = time.monotonic()
@@ -52,7 +52,7 @@ async def start_processes(
     except ExceptionGroup as failures:
         raise unwrapped(failures) from None
     services, gateway, worker = own.result(), gate.result(), agents.result()
-    engines = Engines(gateway, note)
+    engines = EngineMembership(gateway, note)
     await engines.open(settings.engine.urls or [service.url for service in services])
     for service in services:
         guard.watch(_keep_engine(service, live, note, engines), service.name)
@@ -65,8 +65,8 @@ async def _start_engines(
     run_dir: Path,
     live: Live,
     stack: contextlib.AsyncExitStack,
-    parts: Parts,
-) -> Sequence[Server]:
+    parts: ProcessProvider,
+) -> Sequence[ServerProcess]:
     engines = parts.engines(settings, run_dir, live)
     try:
         async with asyncio.TaskGroup() as together:
@@ -78,7 +78,9 @@ async def _start_engines(
     return engines
 
 
-async def _keep_engine(engine: Server, live: Live, note: Callable[[str], None], engines: Engines) -> None:
+async def _keep_engine(
+    engine: ServerProcess, live: Live, note: Callable[[str], None], engines: EngineMembership
+) -> None:
     """Restart a dead engine with what is live; give up after MAX_RESTARTS."""
     while True:
         why: str | None = await engine.died()
@@ -90,7 +92,7 @@ async def _keep_engine(engine: Server, live: Live, note: Callable[[str], None], 
         await engines.returned(before, engine.url)
 
 
-async def _again(server: Server, why: str, note: Callable[[str], None]) -> str | None:
+async def _again(server: ServerProcess, why: str, note: Callable[[str], None]) -> str | None:
     """Start a server again that is down, and why it is; None, or why it is still. Raises StartError when that
     was done too often."""
     if server.restarts >= MAX_RESTARTS:
@@ -107,10 +109,10 @@ async def _again(server: Server, why: str, note: Callable[[str], None]) -> str |
 async def _start_gateway(
     settings: Settings,
     run_dir: Path,
-    guard: Guard,
+    guard: TaskSupervisor,
     note: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-    parts: Parts,
+    parts: ProcessProvider,
 ) -> GatewayClient:
     journal = run_dir / "gateway"
     if not (run_dir / "ledger.jsonl").exists():  # it belongs to the run whose ledger lies beside it
@@ -125,7 +127,7 @@ async def _start_gateway(
     return client
 
 
-async def _keep_gateway(gateway: Server, client: GatewayClient, note: Callable[[str], None]) -> None:
+async def _keep_gateway(gateway: ServerProcess, client: GatewayClient, note: Callable[[str], None]) -> None:
     """Restart a dead gateway: its journal holds what it was doing. Give up after MAX_RESTARTS."""
     try:
         while True:
@@ -139,9 +141,9 @@ async def _keep_gateway(gateway: Server, client: GatewayClient, note: Callable[[
 
 
 async def _start_agents(
-    settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack, parts: Parts
-) -> Runner:
-    crew = Crew(parts.agents(settings, run_dir))
+    settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack, parts: ProcessProvider
+) -> AgentRunner:
+    crew = AgentPool(parts.agents(settings, run_dir))
     stack.push_async_callback(crew.close)
     await crew.open()
     return crew

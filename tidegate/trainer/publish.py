@@ -22,7 +22,7 @@ import aiohttp
 from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 
 KEPT = 2
 ATTEMPTS_BESIDE_OTHERS = 3
@@ -57,7 +57,7 @@ class Publisher:
     restore: Callable[[str], Awaitable[None]]
     live: tuple[Path, int]
     patience_s: float
-    sender: Sender | None = None
+    sender: WeightBroadcaster | None = None
     """Sends the weights to the engines; None: they read the files. Those it fails with read them then."""
     place: Callable[[str, Path], Awaitable[Path]] = _seen
     """Where the engine at a URL finds what lies in a directory here. Raises StartError, OSError."""
@@ -77,7 +77,7 @@ class Publisher:
         await self.bring_all(self.sender)
         self._prune()
 
-    async def bring_all(self, sender: Sender | None = None) -> None:
+    async def bring_all(self, sender: WeightBroadcaster | None = None) -> None:
         """Bring every engine to what is live: also engines of others, whose weights nobody knows.
 
         One that fails while others don't is tried `ATTEMPTS_BESIDE_OTHERS` times and then out of service;

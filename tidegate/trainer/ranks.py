@@ -17,9 +17,9 @@ from torch import Tensor
 from tidegate.config import TrainerSettings
 from tidegate.errors import TidegateError, TrainingError, unwrapped
 from tidegate.services import LOOPBACK
-from tidegate.trainer.batch import Row
-from tidegate.trainer.followed import PATIENCE_S, Following
-from tidegate.trainer.follower import JOIN_S, Opening
+from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.followed import PATIENCE_S, RankProcess
+from tidegate.trainer.follower import JOIN_S, RankInit
 from tidegate.trainer.policy import Learner, Policy
 from tidegate.trainer.sharded import ShardedPolicy
 
@@ -39,7 +39,7 @@ class Ranks:
     def __init__(
         self,
         settings: TrainerSettings,
-        followers: Sequence[Following],
+        followers: Sequence[RankProcess],
         host: str = LOOPBACK,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -54,7 +54,7 @@ class Ranks:
         """The policy, on as many ranks as the settings say; `watch` is given a job that raises TrainingError
         when one of them dies. Raises StartError."""
         if not self.followers:
-            return await asyncio.to_thread(Alone.load, model, self.settings, seed)
+            return await asyncio.to_thread(SingleRank.load, model, self.settings, seed)
         try:
             async with asyncio.TaskGroup() as together:
                 for follower in self.followers:
@@ -65,18 +65,18 @@ class Ranks:
             watch(self._watch(follower), f"trainer rank {follower.rank}")
         return await asyncio.to_thread(self._open, model, seed)
 
-    def _open(self, model: Path, seed: int) -> Lead:
+    def _open(self, model: Path, seed: int) -> RankZeroPolicy:
         store = dist.TCPStore(
             self._host, 0, self.settings.ranks, is_master=True, wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_S),
         )  # fmt: skip
-        opening = Opening(self.settings, model, seed, (self._host, store.port), self._patience_s)
+        opening = RankInit(self.settings, model, seed, (self._host, store.port), self._patience_s)
         with self._errors():
             for follower in self.followers:
                 follower.tell((follower.rank, opening))
-            return Lead(opening.join(0, store), self)
+            return RankZeroPolicy(opening.join(0, store), self)
 
-    async def _watch(self, follower: Following) -> None:
+    async def _watch(self, follower: RankProcess) -> None:
         how = await follower.died()
         self._failure = self._failure or f"{how}. Go on from the last checkpoint with --resume"
         self._failed.set()
@@ -135,10 +135,10 @@ class Ranks:
             await asyncio.to_thread(leaving.join, LEAVE_S)
 
 
-class Alone(Policy):
+class SingleRank(Policy):
     """A policy of one rank as the run sees it."""
 
-    def add(self, rows: Sequence[Row], version: int) -> None:
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
         with self._memory():
             super().add(rows, version)
 
@@ -169,7 +169,7 @@ def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
     )
 
 
-class Lead:
+class RankZeroPolicy:
     """A policy of several ranks as the run sees it: what it is asked for, all ranks do."""
 
     def __init__(self, policy: ShardedPolicy, ranks: Ranks) -> None:
@@ -180,7 +180,7 @@ class Lead:
     def non_finite(self) -> list[str]:
         return self.policy.non_finite
 
-    def add(self, rows: Sequence[Row], version: int) -> None:
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
         with self._ranks.together("add", rows, version):
             self.policy.add(rows, version)
 

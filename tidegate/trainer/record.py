@@ -13,7 +13,7 @@ from tidegate.observer import Observer
 from tidegate.trainer.advantage import is_zero_variance
 from tidegate.trainer.batches import Batch
 from tidegate.trainer.entries import State
-from tidegate.trainer.groups import Cut
+from tidegate.trainer.groups import BatchSelection
 from tidegate.trainer.metrics import MetricsLog
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Trajectory
@@ -67,13 +67,13 @@ class Recorder:
                 "reward", [one.reward for one in trained + dropped if one.reward is not None], ("mean", "std")
             ),
             **_alike(batch),
-            **told_metrics(trained + dropped),
+            **custom_metrics(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
         }
 
-    def _ages_in_steps(self, cut: Cut, taken: int) -> list[int]:
+    def _ages_in_steps(self, cut: BatchSelection, taken: int) -> list[int]:
         """Optimiser steps between the weights of each group's oldest token and the cut, at which `taken`
         steps had been taken. A group from before a resume is left out: nobody counted for it."""
         self._made_after.setdefault(cut.version, taken)
@@ -108,7 +108,7 @@ def _spread(name: str, values: Iterable[float], which: tuple[str, ...]) -> dict[
     return {f"{name}/{one}": float(getattr(found, one)()) for one in which} if len(found) else {}
 
 
-def told_metrics(episodes: list[Trajectory]) -> dict[str, float]:
+def custom_metrics(episodes: list[Trajectory]) -> dict[str, float]:
     """`reward/<env>` where there are several environments, `reward/<part>`, and `episode/<name>`: what agents
     and rewards told of their episodes, each the mean over those that told it."""
     values: dict[str, list[float]] = {}

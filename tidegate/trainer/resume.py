@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.trainer.entries import Entry, State, entry
+from tidegate.trainer.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger import read_ledger
 from tidegate.types import Outcome
 
 
 @dataclass(slots=True)
-class Known:
+class LedgerItem:
     """A group or an attempt, as the entries so far tell it."""
 
-    issued: Entry
+    issued: LedgerEntry
     state: State = State.LIVE
     ended_at: int = -1
     """`seq` of its ending."""
@@ -38,12 +38,12 @@ class Known:
 
 
 @dataclass(slots=True)
-class Past:
+class LedgerState:
     """What an existing ledger tells. A run without one has an empty past."""
 
     epoch: int = 0
-    groups: dict[str, Known] = field(default_factory=dict)
-    attempts: dict[str, Known] = field(default_factory=dict)
+    groups: dict[str, LedgerItem] = field(default_factory=dict)
+    attempts: dict[str, LedgerItem] = field(default_factory=dict)
     abandoned: set[int] = field(default_factory=set)
     """Versions of lineages that were left behind."""
     quarantined: set[str] = field(default_factory=set)
@@ -56,14 +56,14 @@ class Past:
     def highest_version(self) -> int:
         return max((version for _, version in self._versions), default=-1)
 
-    def read(self, one: Entry) -> None:
+    def read(self, one: LedgerEntry) -> None:
         """Take in the next entry."""
         if one["kind"] == "run":
             self._read_run(one)
             return
         items = self.groups if one["kind"] == "group" else self.attempts
         if one["event"] == "issued":
-            items[one["id"]] = Known(one)
+            items[one["id"]] = LedgerItem(one)
             if one["kind"] == "attempt":
                 self._members.setdefault(one["group"], []).append(one["id"])
         elif one["event"] == "put_back":
@@ -74,7 +74,7 @@ class Past:
             known = items[one["id"]]
             known.state, known.ended_at, known.outcome = State(one["state"]), one["seq"], one.get("outcome")
 
-    def _read_run(self, one: Entry) -> None:
+    def _read_run(self, one: LedgerEntry) -> None:
         self.epoch = max(self.epoch, one.get("epoch") or 0)
         if one["event"] == "started":
             self.abandon(one.get("position") or 0)
@@ -95,7 +95,7 @@ class Past:
             for known in items.values():
                 known.taken_back |= known.state is State.STEPPED and known.ended_at >= position
 
-    def _with_members(self, group: str) -> list[Known]:
+    def _with_members(self, group: str) -> list[LedgerItem]:
         return [self.groups[group], *(self.attempts[name] for name in self._members.get(group, []))]
 
     def taken_back(self) -> list[str]:
@@ -121,14 +121,14 @@ class Past:
             if self.attempts[name].state is State.LIVE
         }
 
-    def counts(self, items: Mapping[str, Known]) -> Counter[State]:
+    def counts(self, items: Mapping[str, LedgerItem]) -> Counter[State]:
         """By state. What stands of what was stepped on is trained."""
         return Counter(known.final for known in items.values())
 
 
-def read_past(ledger: Path) -> Past:
+def read_ledger_state(ledger: Path) -> LedgerState:
     """Fold a ledger; an absent one gives an empty past. Raises LedgerError on a damaged one."""
-    past = Past()
+    past = LedgerState()
     if not ledger.exists():
         return past
     for one in read_ledger(ledger):
@@ -136,14 +136,14 @@ def read_past(ledger: Path) -> Past:
     return past
 
 
-def put_back(past: Past, group: str, book: Callable[[Entry], None]) -> None:
+def reinstate(past: LedgerState, group: str, book: Callable[[LedgerEntry], None]) -> None:
     """What was stepped on with the group is live again."""
     one = entry("group", "put_back", id=group)
     book(one)
     past.read(one)
 
 
-def bury(past: Past, group: str, book: Callable[[Entry], None]) -> None:
+def cancel_lost(past: LedgerState, group: str, book: Callable[[LedgerEntry], None]) -> None:
     """End a group that was live when the run died, its attempts first."""
     cancelled = State.CANCELLED
     why = "the processes that ran it ended"

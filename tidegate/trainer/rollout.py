@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
-from tidegate.gateway.client import GatewayClient, Summary
+from tidegate.gateway.client import GatewayClient, SessionSummary
 from tidegate.trainer.admission import Admission
 from tidegate.trainer.dead_letters import Attempted
 from tidegate.trainer.entries import State
 from tidegate.trainer.episodes import Episodes, attempt_seed
-from tidegate.trainer.groups import GroupState, Phase, Slot, Ticket
+from tidegate.trainer.groups import GroupState, Phase, Slot, TaskSlot
 from tidegate.trainer.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
-from tidegate.trainer.rules import Verdict
-from tidegate.trainer.tokens import Tokens
+from tidegate.trainer.rules import AttemptVerdict
+from tidegate.trainer.tokens import TokenCounts
 from tidegate.trainer.trajectories import bounded_answer
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
@@ -51,7 +51,7 @@ class Rollout:
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
     """Told of a task, and of a group's slot and its attempts, before the task is quarantined."""
     pause: Pause
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     sessions: dict[str, str] = field(default_factory=dict)
     """Session id of every attempt that is live."""
     finished_episodes: int = 0
@@ -88,7 +88,7 @@ class Rollout:
             failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
             raise HopelessError(f"nothing can be learned, for {why}{failure}")
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: TaskSlot) -> None:
         task = self._task(ticket.index)
         group = self.admission.start_group(ticket, task.id)
         if group is None:  # quarantined; its ticket is spent
@@ -128,7 +128,7 @@ class Rollout:
         try:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
-                if verdict in (Verdict.FAILED, Verdict.LATE):
+                if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
                     await self._drop(group.id, State.FAILED, group.ticket.index)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
@@ -143,7 +143,7 @@ class Rollout:
                     if attempt is not None:
                         self.sessions.pop(attempt, None)
 
-    async def _slot(self, group: GroupState, task: Task, slot: int) -> Verdict:
+    async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptVerdict:
         """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
         tried: list[Attempted] = []
         while True:
@@ -158,7 +158,7 @@ class Rollout:
             verdict = self.admission.end_attempt(attempt, outcome, why)
             self.pause.look(probe_failed=probe)
             self.wake()  # its place may be free, or an outage over
-            if verdict is not Verdict.RETRY:
+            if verdict is not AttemptVerdict.RETRY:
                 return verdict
             self.sessions.pop(attempt, None)
             await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
@@ -190,7 +190,7 @@ class Rollout:
             await self._keep_failure(summary, task)
         return summary.outcome, summary.error
 
-    async def _keep_failure(self, summary: Summary, task: Task) -> None:
+    async def _keep_failure(self, summary: SessionSummary, task: Task) -> None:
         """A failed episode is kept for people to read, then forgotten by the gateway."""
         gateway = self.episodes.gateway
         try:

@@ -42,7 +42,7 @@ class Rules:
         return (ahead + 1) * self.groups_per_batch * self.publish_interval
 
 
-class Verdict(StrEnum):
+class AttemptVerdict(StrEnum):
     """What the end of an attempt means."""
 
     RETRY = "retry"

@@ -19,20 +19,20 @@ from tidegate.errors import ConfigError, HopelessError, StorageError, TidegateEr
 from tidegate.observer import Observer
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.audit import audit_run, summary
-from tidegate.trainer.batches import Batches
-from tidegate.trainer.best import Best
+from tidegate.trainer.batches import Batcher
+from tidegate.trainer.best import BestCheckpoint
 from tidegate.trainer.credit import Credit, GroupCredit
 from tidegate.trainer.dead_letters import DeadLetters
-from tidegate.trainer.engines import Engines
+from tidegate.trainer.engines import EngineMembership
 from tidegate.trainer.entries import State, entry
 from tidegate.trainer.episodes import Episodes
 from tidegate.trainer.evaluate import Evaluation, Evaluator
-from tidegate.trainer.guard import Guard, every, watchdog
+from tidegate.trainer.guard import TaskSupervisor, every, watchdog
 from tidegate.trainer.ledger import Ledger
-from tidegate.trainer.local import Local
+from tidegate.trainer.local import LocalProcesses
 from tidegate.trainer.loop import Loop, unless, whole
 from tidegate.trainer.metrics import MetricsLog, read_metrics
-from tidegate.trainer.parts import Parts
+from tidegate.trainer.parts import ProcessProvider
 from tidegate.trainer.pause import Pause
 from tidegate.trainer.policy import Learner
 from tidegate.trainer.processes import start_processes
@@ -40,10 +40,10 @@ from tidegate.trainer.publish import Publisher
 from tidegate.trainer.ranks import Ranks
 from tidegate.trainer.record import Recorder
 from tidegate.trainer.rollout import Rollout, cancel_doomed
-from tidegate.trainer.sender import Sender
+from tidegate.trainer.sender import WeightBroadcaster
 from tidegate.trainer.servers import restart_s
-from tidegate.trainer.start import Opened, Start, base_model, rules_of, take_over
-from tidegate.trainer.tokens import Tokens
+from tidegate.trainer.start import ResumedRun, Start, base_model, rules_of, take_over
+from tidegate.trainer.tokens import TokenCounts
 from tidegate.trainer.trajectories import TrajectoryFiles
 
 STATE_S = 0.5
@@ -52,7 +52,7 @@ OF_DISKS = (*FULL, errno.EIO, errno.EROFS)
 
 
 @dataclass(slots=True)
-class Result:
+class RunResult:
     """What came of a run; `before` and `after` are the metrics of its first and last evaluation."""
 
     status: str
@@ -75,13 +75,13 @@ class Run:
         *,
         start: Start | None = None,
         credit: Credit | None = None,
-        parts: Parts | None = None,
+        parts: ProcessProvider | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
         self.observer = observer
         self.credit = credit or GroupCredit(settings.trainer)
-        self.parts = parts or Local()
+        self.parts = parts or LocalProcesses()
         self.dir = settings.run_dir.absolute()
         find_device("trainer.device", settings.trainer.device)
         self.start = start or Start.of(settings, resume=False)
@@ -96,12 +96,12 @@ class Run:
 
     # ------------------------------------------------------------------ the run, from begin to end
 
-    async def train(self) -> Result:
+    async def train(self) -> RunResult:
         """Train to the end, to `stop`, or to an error; whatever happens, a checkpoint says where it is.
 
         Raises TidegateError after everything was put in order.
         """
-        self._guard = Guard()
+        self._guard = TaskSupervisor()
         try:
             self._prepare()
             async with contextlib.AsyncExitStack() as stack:
@@ -113,7 +113,7 @@ class Run:
         except OSError as error:
             raise _in_words(error, self.dir) from error
         status = "interrupted" if self.loop.step < self.settings.trainer.steps else "completed"
-        return Result(status, None, self.loop.step, self.before, self.after)
+        return RunResult(status, None, self.loop.step, self.before, self.after)
 
     async def _to_the_end(self) -> None:
         try:
@@ -157,7 +157,7 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        ranks = Ranks(settings.trainer, self.parts.followers(settings, self.dir), self.parts.host)
+        ranks = Ranks(settings.trainer, self.parts.rank_processes(settings, self.dir), self.parts.host)
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
@@ -176,14 +176,14 @@ class Run:
         episodes = Episodes(
             self.gateway, processes.worker, settings.agent.deadline_s, epoch=self.admission.epoch
         )
-        self.tokens = Tokens()
+        self.tokens = TokenCounts()
         self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
         engines.on_look = self._engines_seen
         self.rollout = Rollout(
             settings, self.admission, episodes, self.environment, files.lost,
             DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
-        self.batches = Batches(
+        self.batches = Batcher(
             self.gateway,
             self.admission,
             self.rollout.wake,
@@ -204,7 +204,7 @@ class Run:
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         self.publisher = self._publisher(engines, stack)
         engines.lead(self.publisher)
-        self.best = Best.of(self.dir)
+        self.best = BestCheckpoint.of(self.dir)
         if settings.engine.urls:
             await self.publisher.bring_all()
         await self.publisher.check_samples()
@@ -217,11 +217,13 @@ class Run:
         self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         self._guard.watch(every(STATE_S, self.pause.check), "outage")
 
-    def _publisher(self, engines: Engines, stack: contextlib.AsyncExitStack) -> Publisher:
+    def _publisher(self, engines: EngineMembership, stack: contextlib.AsyncExitStack) -> Publisher:
         settings = self.settings
         sender = None
         if settings.trainer.publish_transport == "broadcast":
-            sender = Sender(self.policy.weight_buckets, self.observer.note, device=settings.trainer.device)
+            sender = WeightBroadcaster(
+                self.policy.weight_buckets, self.observer.note, device=settings.trainer.device
+            )
             stack.callback(sender.close)
         return Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
@@ -240,7 +242,7 @@ class Run:
         """What engines should serve at this moment."""
         return self.publisher.live if hasattr(self, "publisher") else (self.start.weights, self.start.version)
 
-    async def _open_book(self, files: TrajectoryFiles) -> Opened:
+    async def _open_book(self, files: TrajectoryFiles) -> ResumedRun:
         """Go on with the ledger; of a resumed run, put right what its death left, and say what it was."""
         start = self.start
         opened = await take_over(start, self.gateway, files, self.ledger.book, rules_of(self.settings))

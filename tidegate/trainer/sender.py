@@ -47,7 +47,7 @@ class Bucket(NamedTuple):
 Source = Generator[dict[str, Tensor], None, None]
 
 
-class Sender:
+class WeightBroadcaster:
     """Sends the policy's weights; `source(most_bytes)` gives them in buckets, gathered as they are asked for.
 
     `note` hears of what failed. `device` is what the policy is on: bytes go over NCCL where it and an engine
@@ -81,7 +81,7 @@ class Sender:
             raise
 
     async def _send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
-        gathering = _OneAhead(self._source(self._bucket_bytes))
+        gathering = _Prefetcher(self._source(self._bucket_bytes))
         done: list[EngineControl] = []
         try:
             bucket = await gathering.next()
@@ -189,7 +189,7 @@ class Sender:
         return await _both(engine, ask, partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device))
 
 
-class _OneAhead:
+class _Prefetcher:
     """The buckets of a source, of which the next one is gathered in a thread meanwhile."""
 
     def __init__(self, source: Source) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from tidegate.config import EngineSettings
 from tidegate.serve import write_whole
 from tidegate.services import LOOPBACK
-from tidegate.tethered import TetheredService
+from tidegate.tethered import ExternalService
 from tidegate.trainer.parts import Live
 
 
-class SGLangServer(TetheredService):
+class SGLangServer(ExternalService):
     """`python -m sglang.launch_server` with what is live. Its `/health` is no 200 until its own first request
     went through it."""
 

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import Row
-from tidegate.trainer.deal import Hand, deal
+from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.deal import RankBatch, partition_rows
 from tidegate.trainer.diagnostics import Diagnostics
 from tidegate.trainer.forward import Forward, Prefix, by_row, decoder_layers
 from tidegate.trainer.layout import Microbatch, microbatch
-from tidegate.trainer.policy import Descent, Policy
+from tidegate.trainer.policy import GradientStep, Policy
 from tidegate.types import Logprobs
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class ShardedForward(Forward):
         logprobs_n, entropy_n = self._sharded(batch)
         return logprobs_n, entropy_n
 
-    def batch(self, rows: Sequence[Row], hand: Hand) -> Microbatch:
+    def batch(self, rows: Sequence[TrainSequence], hand: RankBatch) -> Microbatch:
         """The hand's microbatch; of an empty hand the shortest row, so that this rank is in step with those
         that have more to do."""
         usable = [index for index, row in enumerate(rows) if row.mask.any()]
@@ -76,10 +76,12 @@ class ShardedForward(Forward):
         return microbatch(rows, hand.rows or [idle], {}).to(self.device)
 
     @torch.no_grad()
-    def logprobs(self, rows: Sequence[Row], max_tokens: int, *, share: bool = False) -> list[Logprobs]:
+    def logprobs(
+        self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool = False
+    ) -> list[Logprobs]:
         """log π of every trained token, by all ranks together; float32 [t] a row, 0 elsewhere."""
         own: dict[int, Logprobs] = {}
-        for hand in deal(rows, dist.get_world_size(), max_tokens)[dist.get_rank()]:
+        for hand in partition_rows(rows, dist.get_world_size(), max_tokens)[dist.get_rank()]:
             batch = self.batch(rows, hand)
             logprobs_n, _ = self(batch)
             if hand.rows:
@@ -151,11 +153,13 @@ class ShardedPolicy(Policy):
         }
         super().load_state({**state, "optimizer": optimizer})
 
-    def _descend(self, descent: Descent, rows: Sequence[Row], diagnostics: Diagnostics) -> None:
+    def _descend(
+        self, descent: GradientStep, rows: Sequence[TrainSequence], diagnostics: Diagnostics
+    ) -> None:
         """Add the gradient of this rank's rows, times N, to the parameters' shards on all ranks."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
-        hands = deal(weighted, dist.get_world_size(), self.settings.microbatch_tokens)
+        hands = partition_rows(weighted, dist.get_world_size(), self.settings.microbatch_tokens)
         for hand in hands[dist.get_rank()]:
             batch = self._forward.batch(weighted, hand)
             if hand.rows:

@@ -13,18 +13,18 @@ from tidegate.errors import ConfigError, FinishedError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer import checkpoint as checkpoints
 from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import Entry, entry
-from tidegate.trainer.groups import GroupState, Phase, Progress, Slot, Ticket
+from tidegate.trainer.entries import LedgerEntry, entry
+from tidegate.trainer.groups import AdmissionProgress, GroupState, Phase, Slot, TaskSlot
 from tidegate.trainer.integrity import check_files
 from tidegate.trainer.preflight import check_model
-from tidegate.trainer.resume import Past, bury, put_back, read_past
+from tidegate.trainer.resume import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.rules import Rules
 from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ResumedRun:
     """The book of a run that goes on, and what became of the groups that it was about to train on."""
 
     admission: Admission
@@ -47,7 +47,7 @@ class Start:
     weights: Path
     step: int = 0
     version: int = 0
-    past: Past = field(default_factory=Past)
+    past: LedgerState = field(default_factory=LedgerState)
     checkpoint: checkpoints.Checkpoint | None = None
     lift_quarantine: bool = False
     """Tasks that were given up are issued again."""
@@ -70,7 +70,7 @@ class Start:
         found = checkpoints.latest(run_dir)
         check_model(settings.run_dir, settings.model.path, found.path if found is not None else None)
         check_files(run_dir, found)
-        past = read_past(run_dir / "ledger.jsonl")
+        past = read_ledger_state(run_dir / "ledger.jsonl")
         version = past.highest_version + 1
         if found is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
@@ -96,11 +96,11 @@ class Start:
 
     def open_book(
         self,
-        book: Callable[[Entry], None],
+        book: Callable[[LedgerEntry], None],
         rules: Rules,
         kept: Mapping[str, Group],
         ready: Collection[str] = (),
-    ) -> Opened:
+    ) -> ResumedRun:
         """Admission as the ledger and the checkpoint left it, in a new epoch.
 
         `kept` are the groups whose tokens are in `trajectories/`, `ready` the ids of those that the gateway
@@ -122,11 +122,11 @@ class Start:
             past.read(lifted)
         undone = past.taken_back()
         for name in undone:
-            put_back(past, name, book)
+            reinstate(past, name, book)
         found = {name: self._found(name, kept.get(name), name in ready) for name in past.live()}
         cancelled = [name for name, group in found.items() if group is None and name not in undone]
         for name in cancelled:
-            bury(past, name, book)
+            cancel_lost(past, name, book)
         admission = Admission(rules, book, epoch=epoch, version=self.version, step=self.step)
         admission.group_counts += past.counts(past.groups)
         admission.attempt_counts += past.counts(past.attempts)
@@ -138,7 +138,7 @@ class Start:
             admission.go_on(found[name] or self._state(name, Phase.LEASED))
         stale = admission.sweep()
         held = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
-        return Opened(admission, held, stale, cancelled)
+        return ResumedRun(admission, held, stale, cancelled)
 
     def _found(self, name: str, tokens: Group | None, ready: bool) -> GroupState | None:
         """A group that can go on: all of its attempts' tokens are there, or the gateway has them."""
@@ -154,18 +154,22 @@ class Start:
     def _state(self, name: str, phase: Phase) -> GroupState:
         issued, standing = self.past.groups[name].issued, self.past.live_attempts(name)
         slots = [Slot(done=standing.get(slot)) for slot in range(1 + max(standing, default=-1))]
-        return GroupState(name, issued["task"], Ticket(issued["index"]), slots, phase)
+        return GroupState(name, issued["task"], TaskSlot(issued["index"]), slots, phase)
 
 
-def _progress(state: Mapping[str, Any]) -> Progress:
+def _progress(state: Mapping[str, Any]) -> AdmissionProgress:
     """The tasks to go on with, as a checkpoint's marker has them."""
-    tickets = [Ticket(**ticket) for ticket in state["tickets"]]
-    return Progress(state["cursor"], tickets)
+    tickets = [TaskSlot(**ticket) for ticket in state["tickets"]]
+    return AdmissionProgress(state["cursor"], tickets)
 
 
 async def take_over(
-    start: Start, gateway: GatewayClient, files: TrajectoryFiles, book: Callable[[Entry], None], rules: Rules
-) -> Opened:
+    start: Start,
+    gateway: GatewayClient,
+    files: TrajectoryFiles,
+    book: Callable[[LedgerEntry], None],
+    rules: Rules,
+) -> ResumedRun:
     """Begin as the trainer of a new epoch, with what the one before it left in files and at the gateway.
 
     The gateway keeps the groups that go on from there, ends the run's others, and leaves those of others

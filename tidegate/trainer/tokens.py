@@ -13,7 +13,7 @@ CAUSES = (State.STALE, State.FILTERED, State.FAILED, State.CANCELLED)
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenCounts:
     """Counts since the run was started or resumed. A reply that was aborted half-way was never received,
     and is not counted."""
 

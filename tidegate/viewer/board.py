@@ -35,14 +35,14 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Progress:
+class EvalStatus:
     what: str
     done: int
     total: int
 
 
 @dataclass(slots=True)
-class Board:
+class LiveState:
     """`clock` readings are seconds of one monotonic clock."""
 
     total_steps: int
@@ -56,7 +56,7 @@ class Board:
     first_eval: dict[str, float] = field(default_factory=dict)
     last_eval: dict[str, float] = field(default_factory=dict)
     eval_step: int | None = None
-    progress: Progress | None = None
+    progress: EvalStatus | None = None
     sampled: Rate = field(default_factory=lambda: Rate(10.0))
     ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
 

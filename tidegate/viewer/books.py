@@ -20,7 +20,7 @@ STATES = (*GROUP_ENDINGS, "live")
 
 
 @dataclass(slots=True)
-class Books:
+class LedgerCounts:
     """Counts by state; `staleness` of the groups that were stepped on, in versions."""
 
     groups: Counter[str] = field(default_factory=Counter)
@@ -41,7 +41,7 @@ class _Item:
     staleness: int | None = None
 
 
-class BookKeeper:
+class LedgerCounter:
     """Counts a ledger entry by entry, so that one that grows is never read again from its start."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class BookKeeper:
         self._members: dict[str, list[_Item]] = {}
         """Of a group: itself and its attempts."""
         self._abandoned: set[str] = set()
-        self._so_far = Books()
+        self._so_far = LedgerCounts()
 
     def enter(self, entry: Mapping[str, Any]) -> None:
         kind, event = entry.get("kind"), entry.get("event")
@@ -65,14 +65,14 @@ class BookKeeper:
             elif event == "put_back":
                 self._put_back(key[1])
 
-    def books(self, committed: int) -> Books:
+    def books(self, committed: int) -> LedgerCounts:
         """The counts so far, where the newest checkpoint's marker holds the position `committed`.
 
         What was stepped on counts as trained when the marker lies behind it, and a later start did not go
         back to before it.
         """
         so_far = self._so_far
-        books = Books(
+        books = LedgerCounts(
             outcomes=so_far.outcomes.copy(),
             reasons=so_far.reasons.copy(),
             versions=so_far.versions,
@@ -124,12 +124,12 @@ class BookKeeper:
             self._so_far.reasons[printable(entry["why"])[:300]] += 1
 
 
-def read_books(run_dir: Path, remarks: list[str]) -> Books | None:
+def read_books(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
     """Count `ledger.jsonl`; None where there is none."""
     path = run_dir / "ledger.jsonl"
     if not path.exists():
         return None
-    keeper = BookKeeper()
+    keeper = LedgerCounter()
     for entry in objects(path, remarks):
         keeper.enter(entry)
     return keeper.books(committed(run_dir))

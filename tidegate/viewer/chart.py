@@ -45,7 +45,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PlotArea:
     """Where data lies in a drawing of `width` × `height` units."""
 
     width: int
@@ -131,7 +131,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def _frame(
     series: Sequence[Series], y_range: tuple[float | None, float | None], size: tuple[int, int]
-) -> Frame:
+) -> PlotArea:
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     low = min(ys) if y_range[0] is None else min(y_range[0], *ys)
@@ -142,10 +142,10 @@ def _frame(
     high += margin if y_range[1] is None or high > y_range[1] else (high - low) * 0.02
     low -= margin if y_range[0] is None or low < y_range[0] else 0.0
     left, right = min(xs), max(xs)
-    return Frame(*size, (left, right if right > left else left + 1.0), (low, high))
+    return PlotArea(*size, (left, right if right > left else left + 1.0), (low, high))
 
 
-def _axes(frame: Frame) -> Markup:
+def _axes(frame: PlotArea) -> Markup:
     parts = []
     for value in ticks(*frame.y, about=5 if frame.height > 200 else 3):
         y = f"{frame.up(value):.1f}"
@@ -180,7 +180,7 @@ def label(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _drawn(series: Series, frame: Frame) -> Markup:
+def _drawn(series: Series, frame: PlotArea) -> Markup:
     path = " ".join(frame.at(point) for point in series.points)
     out = Markup('<polyline class="{} {}" points="{}"/>').format(series.form, series.tone, path)
     if "dots" in series.form:
@@ -191,7 +191,12 @@ def _drawn(series: Series, frame: Frame) -> Markup:
 
 
 def _chart(
-    title: str, note: str, frame: Frame, body: Sequence[Markup], series: Sequence[Series], legend: bool = True
+    title: str,
+    note: str,
+    frame: PlotArea,
+    body: Sequence[Markup],
+    series: Sequence[Series],
+    legend: bool = True,
 ) -> Chart:
     svg = Markup(
         '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{title}">{body}'

@@ -26,7 +26,7 @@ MOST_MESSAGES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TranscriptLine:
     """One message of an episode, ready to be shown.
 
     `calls` are the tool calls as `name(arguments)`; `sampled` says how the reply came about and is
@@ -40,12 +40,12 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class Transcript:
     task_id: str
     outcome: str
     reward: float | None
     parts: str
-    lines: tuple[Line, ...]
+    lines: tuple[TranscriptLine, ...]
     error: str = ""
     output: str | None = None
     """What the agent returned; None: nothing."""
@@ -75,9 +75,9 @@ class Pair:
     """
 
     task_id: str
-    problem: tuple[Line, ...]
-    before: Episode
-    after: Episode | None
+    problem: tuple[TranscriptLine, ...]
+    before: Transcript
+    after: Transcript | None
 
     @property
     def answer(self) -> str:
@@ -117,7 +117,7 @@ def choose(evaluations: Sequence[Path], count: int = 3) -> Chosen:
     return Chosen(pairs, _how(list(gains.values()), len(pairs)))
 
 
-def pair(before: Episode, after: Episode | None) -> Pair:
+def pair(before: Transcript, after: Transcript | None) -> Pair:
     """Put the messages with which both episodes begin apart, up to the first sampled reply."""
     shared = 0
     for index, line in enumerate(before.lines):
@@ -170,13 +170,13 @@ def _order(key: Key) -> tuple[Any, ...]:
     return tuple((piece.isdigit(), int(piece) if piece.isdigit() else 0, piece) for piece in pieces)
 
 
-def episode(record: Record) -> Episode:
+def episode(record: Record) -> Transcript:
     """A trajectory's record as what is shown of it; missing fields are left out, never an error."""
     messages = [one for one in _list(record.get("messages")) if isinstance(one, Mapping)]
     sampled = _sampled(record, messages)
     parts = record.get("reward_parts")
     named = parts.items() if isinstance(parts, Mapping) and len(parts) > 1 else ()
-    return Episode(
+    return Transcript(
         task_id=printable(record.get("task_id", "")),
         outcome=printable(record.get("outcome", "")),
         reward=known(record.get("reward")),
@@ -200,9 +200,9 @@ def _answer(value: object) -> str:
     return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def _line(message: Mapping[str, Any], sampled: str) -> Line:
+def _line(message: Mapping[str, Any], sampled: str) -> TranscriptLine:
     calls = [one for one in _list(message.get("tool_calls")) if isinstance(one, Mapping)]
-    return Line(
+    return TranscriptLine(
         role=printable(message.get("role", "")),
         text=printable(_content(message.get("content"))).strip(),
         calls=tuple(printable(_call(one.get("function"))) for one in calls),
@@ -275,7 +275,7 @@ def as_text(pair: Pair) -> Group:
     """The pair for a terminal: the problem, then both episodes. Very long ones are shortened, saying so."""
     parts: list[RenderableType] = [Text(f"Problem {pair.task_id}", "bold underline"), _grid(pair.problem)]
     if pair.answer:
-        parts.append(_grid([Line("gold", pair.answer)]))
+        parts.append(_grid([TranscriptLine("gold", pair.answer)]))
     for title, one in (("before", pair.before), ("after", pair.after)):
         if one is None:
             continue
@@ -284,11 +284,11 @@ def as_text(pair: Pair) -> Group:
         head.append(f"  ({one.parts})" if one.parts else "", "dim")
         parts += [head, _grid(one.lines)]
         if one.output is not None and not one.returned_last_reply:
-            parts.append(_grid([Line("returned", one.output)]))
+            parts.append(_grid([TranscriptLine("returned", one.output)]))
     return Group(*parts)
 
 
-def _grid(lines: Sequence[Line]) -> Table:
+def _grid(lines: Sequence[TranscriptLine]) -> Table:
     """Messages in two columns, role and text, so that long text wraps beside its role."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=1)
@@ -306,7 +306,7 @@ def _grid(lines: Sequence[Line]) -> Table:
     return grid
 
 
-def _body(line: Line, style: str) -> Text:
+def _body(line: TranscriptLine, style: str) -> Text:
     shown = line.text[:LONGEST_MESSAGE]
     out = Text(shown, style)
     if len(line.text) > len(shown):

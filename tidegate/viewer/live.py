@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
-from tidegate.viewer.board import Board, Progress
-from tidegate.viewer.out import Out, Terminal
+from tidegate.viewer.board import EvalStatus, LiveState
+from tidegate.viewer.out import SafeConsole, Terminal
 from tidegate.viewer.plain import PlainView
-from tidegate.viewer.summary import ACCENT, farewell
+from tidegate.viewer.summary import ACCENT, final_summary
 from tidegate.viewer.text import duration, known, number, printable, smoothed, sparkline
 
 REFRESHES_PER_S = 2.0
@@ -35,21 +35,21 @@ def make_view(live: bool, total_steps: int, bound: int | None, console: Console 
     console = console or Terminal()
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     view = LiveView if live and able else PlainView
-    return view(Out(console), total_steps, bound)
+    return view(SafeConsole(console), total_steps, bound)
 
 
 class LiveView:
-    """Draws a `Board`. A thread of its own redraws; the trainer's calls only note what they are told."""
+    """Draws a `LiveState`. A thread of its own redraws; the trainer's calls only note what they are told."""
 
     def __init__(
         self,
-        out: Out,
+        out: SafeConsole,
         total_steps: int,
         bound: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.out = out
-        self.board = Board(total_steps, bound, clock())
+        self.board = LiveState(total_steps, bound, clock())
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
@@ -76,7 +76,7 @@ class LiveView:
 
     def progress(self, what: str, done: int, total: int) -> None:
         with self._lock:
-            self.board.progress = Progress(what, done, total) if done < total else None
+            self.board.progress = EvalStatus(what, done, total) if done < total else None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         with self._lock:
@@ -89,7 +89,7 @@ class LiveView:
     def finished(self, result: Mapping[str, object]) -> None:
         self.close()
         run_dir = self.board.info.get("dir")
-        farewell(self.out, result, Path(str(run_dir)) if run_dir else None)
+        final_summary(self.out, result, Path(str(run_dir)) if run_dir else None)
 
     def close(self) -> None:
         self._closed = True
@@ -103,7 +103,7 @@ class LiveView:
             return screen(self.board, self._clock(), self.out.console.width)
 
 
-def screen(board: Board, clock: float, width: int) -> RenderableType:
+def screen(board: LiveState, clock: float, width: int) -> RenderableType:
     """The whole view for a terminal so wide, at that reading of the clock."""
     spark = max(8, min(50, width - 60))
     table = Table.grid(padding=(0, 2), expand=True)
@@ -134,7 +134,7 @@ def screen(board: Board, clock: float, width: int) -> RenderableType:
     )
 
 
-def _head(board: Board, clock: float) -> RenderableType:
+def _head(board: LiveState, clock: float) -> RenderableType:
     info = board.info
     what = Text(no_wrap=True, overflow="ellipsis")
     what.append(f"{printable(info.get('agent', 'agent'))} on {printable(info.get('env', 'env'))}", "bold")
@@ -153,7 +153,7 @@ def _head(board: Board, clock: float) -> RenderableType:
     return Group(what, line)
 
 
-def _reward(board: Board, spark: int) -> Text:
+def _reward(board: LiveState, spark: int) -> Text:
     values = board.trend("reward/mean")
     if not values:
         return Text("no step yet", "dim")
@@ -181,7 +181,7 @@ EVAL_NAMES = {
 }
 
 
-def _held_out(board: Board, width: int) -> Text:
+def _held_out(board: LiveState, width: int) -> Text:
     if not board.first_eval:
         return Text("not evaluated yet", "dim")
     line = Text()
@@ -198,7 +198,7 @@ def _held_out(board: Board, width: int) -> Text:
     return line
 
 
-def _staleness(board: Board, spark: int) -> Text:
+def _staleness(board: LiveState, spark: int) -> Text:
     mean, most = board.last.get("staleness/mean"), board.last.get("staleness/max")
     bound = "none" if board.bound is None else str(board.bound)
     values = board.trend("staleness/mean")
@@ -215,7 +215,7 @@ def _staleness(board: Board, spark: int) -> Text:
     return line
 
 
-def _sampling(board: Board, spark: int) -> Text:
+def _sampling(board: LiveState, spark: int) -> Text:
     line = Text.assemble((f"{number(board.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
     version = board.now.get("version", board.last.get("version"))
     line.append(f"  version {number(version, 0)}", "dim")
@@ -229,7 +229,7 @@ def _sampling(board: Board, spark: int) -> Text:
     return line
 
 
-def _waiting(board: Board) -> RenderableType:
+def _waiting(board: LiveState) -> RenderableType:
     """Two bars: shares of a step in which the trainer waited for data, and data for the trainer."""
     whole = board.recent("time/step")
     if not whole:
@@ -252,7 +252,7 @@ def _waiting(board: Board) -> RenderableType:
 STATE_STYLES = {"trained": "green", "stale": "yellow", "failed": "red", "cancelled": "yellow"}
 
 
-def _groups(board: Board, names: Sequence[str]) -> Text:
+def _groups(board: LiveState, names: Sequence[str]) -> Text:
     counts = {**board.last, **board.now}
     line = Text()
     for name in names:
@@ -270,7 +270,7 @@ def _groups(board: Board, names: Sequence[str]) -> Text:
     return line
 
 
-def _news(board: Board) -> list[Text]:
+def _news(board: LiveState) -> list[Text]:
     lines = []
     if board.progress is not None:
         done, total = board.progress.done, max(1, board.progress.total)

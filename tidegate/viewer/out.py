@@ -15,7 +15,7 @@ class Terminal(Console):
         self.quiet = True
 
 
-class Out:
+class SafeConsole:
     """A console that may go away.
 
     Where the reader is gone (a closed pipe, a lost terminal) or the disk behind it is full, nothing more

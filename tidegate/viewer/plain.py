@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tidegate.observer import GROUP_STAGES
 from tidegate.viewer.board import Rate
-from tidegate.viewer.out import Out
-from tidegate.viewer.summary import SCORES, farewell
+from tidegate.viewer.out import SafeConsole
+from tidegate.viewer.summary import SCORES, final_summary
 from tidegate.viewer.text import duration, known, number, printable
 
 QUIET_S = 30.0
@@ -23,7 +23,7 @@ class PlainView:
 
     def __init__(
         self,
-        out: Out,
+        out: SafeConsole,
         total_steps: int,
         bound: int | None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +87,7 @@ class PlainView:
             self._sampled.add(self._clock(), total)
 
     def finished(self, result: Mapping[str, object]) -> None:
-        farewell(self.out, result, self._run_dir)
+        final_summary(self.out, result, self._run_dir)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -19,11 +19,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tidegate.viewer.books import STATES, Books, newest_checkpoint, read_books
+from tidegate.viewer.books import STATES, LedgerCounts, newest_checkpoint, read_books
 from tidegate.viewer.episodes import choose
 from tidegate.viewer.files import RunFiles, read_run
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
-from tidegate.viewer.summary import SCORES, problems, ways_on
+from tidegate.viewer.summary import SCORES, next_steps, problems
 from tidegate.viewer.text import duration, number, printable
 
 
@@ -64,7 +64,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunFiles, books: Books | None) -> str:
+def render(run: RunFiles, books: LedgerCounts | None) -> str:
     """The page; reads the run's evaluations for the episodes."""
     import jinja2
 
@@ -141,7 +141,7 @@ def scores(run: RunFiles) -> list[Score]:
     return found
 
 
-def banners(run: RunFiles, books: Books | None) -> Iterator[str]:
+def banners(run: RunFiles, books: LedgerCounts | None) -> Iterator[str]:
     planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
     if not run.rows:
         yield "This run has written no step yet."
@@ -158,7 +158,7 @@ def banners(run: RunFiles, books: Books | None) -> Iterator[str]:
         yield f"{remark[:1].upper()}{remark[1:]}."
 
 
-def tiles(run: RunFiles, books: Books | None) -> Iterator[Tile]:
+def tiles(run: RunFiles, books: LedgerCounts | None) -> Iterator[Tile]:
     for score in scores(run)[1:]:
         before = "" if score.before is None else f"{number(score.before)} → "
         once = f"at step {score.step}" if score.before is None else ""
@@ -200,7 +200,7 @@ def _ways(run: RunFiles) -> list[tuple[str, str]]:
         over = isinstance(planned, int) and done is not None and done >= planned
         more = f" --trainer.steps {2 * planned}" if over else ""
         result["resume"] = f"tidegate train {shlex.quote(str(run.dir / 'config.toml'))} --resume{more}"
-    return ways_on(result, run.dir)
+    return next_steps(result, run.dir)
 
 
 SECRET = ("key", "token", "secret", "password")

@@ -14,7 +14,7 @@ from rich.text import Text
 from tidegate.program import program
 from tidegate.viewer.episodes import as_text, choose
 from tidegate.viewer.files import evaluations, read_settings
-from tidegate.viewer.out import Out
+from tidegate.viewer.out import SafeConsole
 from tidegate.viewer.text import known, number, printable
 
 ACCENT = "cyan"
@@ -44,14 +44,14 @@ def problems(before: float | None, after: float | None) -> str:
     return f"over {', then '.join(distinct)} problems" if distinct else ""
 
 
-def farewell(out: Out, result: Mapping[str, object], run_dir: Path | None) -> None:
+def final_summary(out: SafeConsole, result: Mapping[str, object], run_dir: Path | None) -> None:
     """Say how a run ended; reads the run's evaluations for the episodes."""
     parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
     if run_dir is not None:
         parts += _episodes(run_dir)
     out.show(Group(*parts))
     out.show(Text("How to go on", f"bold {ACCENT}"))
-    for purpose, command in ways_on(result, run_dir):
+    for purpose, command in next_steps(result, run_dir):
         if command.startswith("tidegate "):
             command = program() + command.removeprefix("tidegate")
         out.show(Text.assemble((f"  {purpose}:\n", "dim"), f"    {printable(command)}"), wrap=False)
@@ -92,7 +92,7 @@ def _episodes(run_dir: Path) -> list[RenderableType]:
     return parts
 
 
-def ways_on(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
+def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
     """What can be done next, as (purpose, command or path)."""
     ways = []
     if result.get("report"):

@@ -27,7 +27,7 @@ from tidegate.engine.http import (
 from tidegate.engine.requests import Generation
 from tidegate.errors import EngineError, TidegateError
 from tidegate.serve import Listen, bind, run_app
-from tidegate.vllm.bridge import Bridge
+from tidegate.vllm.bridge import EngineAdapter
 from tidegate.vllm.options import VLLMOptions
 from tidegate.weight_files import WeightsError
 
@@ -40,13 +40,13 @@ def serve(options: VLLMOptions, listen: Listen) -> None:
     sock = bind(listen)
     failures: list[TidegateError] = []
     try:
-        run_app(create_app(Bridge(options), failures.append), sock, listen)
+        run_app(create_app(EngineAdapter(options), failures.append), sock, listen)
     finally:
         if failures:
             raise failures[0]  # also in place of uvicorn's exit
 
 
-def create_app(bridge: Bridge, failed: Callable[[TidegateError], None]) -> Starlette:
+def create_app(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -> Starlette:
     """The ASGI app; it starts vLLM with itself. `failed` is told why, where it can't or where vLLM dies."""
 
     @contextlib.asynccontextmanager
@@ -65,7 +65,7 @@ def create_app(bridge: Bridge, failed: Callable[[TidegateError], None]) -> Starl
     return protocol_app(bridge, "vLLM behind SGLang's protocol", ROUTES, lifespan)
 
 
-async def _watch(bridge: Bridge, failed: Callable[[TidegateError], None]) -> None:
+async def _watch(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -> None:
     failed(EngineError(await bridge.process.died()))
     os.kill(os.getpid(), signal.SIGINT)  # uvicorn delivers the replies that are due, then ends
 
@@ -73,7 +73,7 @@ async def _watch(bridge: Bridge, failed: Callable[[TidegateError], None]) -> Non
 # -- requests
 
 
-async def _generate(bridge: Bridge, request: Request) -> Response:
+async def _generate(bridge: EngineAdapter, request: Request) -> Response:
     try:
         generation = bridge.read(await read_body(request))
     except ClientDisconnect:
@@ -96,7 +96,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(bridge: Bridge, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(bridge: EngineAdapter, generation: Generation) -> AsyncIterator[bytes]:
     """Cumulative events; an error is one too, for the status went out before it."""
     try:
         async with contextlib.aclosing(bridge.stream(generation)) as replies:
@@ -109,19 +109,19 @@ async def _events(bridge: Bridge, generation: Generation) -> AsyncIterator[bytes
     yield b"data: [DONE]\n\n"
 
 
-async def _abort(bridge: Bridge, request: Request) -> Response:
+async def _abort(bridge: EngineAdapter, request: Request) -> Response:
     aborted = await bridge.abort(read_abort(await read_body(request)))
     return done(f"{aborted} requests aborted", aborted=aborted)
 
 
-async def _pause(bridge: Bridge, request: Request) -> Response:
+async def _pause(bridge: EngineAdapter, request: Request) -> Response:
     """Either mode ends what runs, with its tokens."""
     read_mode(await read_body(request), PAUSE_MODES)
     await bridge.pause()
     return done("paused")
 
 
-async def _continue(bridge: Bridge, _: Request) -> Response:
+async def _continue(bridge: EngineAdapter, _: Request) -> Response:
     await bridge.resume()
     return done("continued")
 
@@ -129,7 +129,7 @@ async def _continue(bridge: Bridge, _: Request) -> Response:
 # -- weights
 
 
-async def _update_weights(bridge: Bridge, request: Request) -> Response:
+async def _update_weights(bridge: EngineAdapter, request: Request) -> Response:
     update = read_update(await read_body(request))
     if update.keep_cache:
         raise RequestError("flush_cache = false: vLLM's cache does not tell under which weights it was made")
@@ -140,7 +140,7 @@ async def _update_weights(bridge: Bridge, request: Request) -> Response:
     return done(f"loaded {update.directory}", weight_version=label)
 
 
-async def _update_version(bridge: Bridge, request: Request) -> Response:
+async def _update_version(bridge: EngineAdapter, request: Request) -> Response:
     version, abort_all = read_relabel(await read_body(request))
     if abort_all:
         await bridge.abort("")
@@ -148,7 +148,7 @@ async def _update_version(bridge: Bridge, request: Request) -> Response:
     return done(f"the weights are version {version}", new_version=version)
 
 
-async def _flush(bridge: Bridge, _: Request) -> Response:
+async def _flush(bridge: EngineAdapter, _: Request) -> Response:
     if await bridge.flush():
         return done("the cache is empty")
     return refused("requests are running; pause, or abort them, before a flush")
@@ -157,7 +157,7 @@ async def _flush(bridge: Bridge, _: Request) -> Response:
 # -- what state it is in
 
 
-async def _model_info(bridge: Bridge, _: Request) -> Response:
+async def _model_info(bridge: EngineAdapter, _: Request) -> Response:
     path = str(bridge.options.model)
     return json_reply(
         {
@@ -172,12 +172,12 @@ async def _model_info(bridge: Bridge, _: Request) -> Response:
     )
 
 
-async def _health(bridge: Bridge, _: Request) -> Response:
+async def _health(bridge: EngineAdapter, _: Request) -> Response:
     await bridge.upstream.healthy()
     return json_reply({"status": "ok"})
 
 
-async def _health_generate(bridge: Bridge, _: Request) -> Response:
+async def _health_generate(bridge: EngineAdapter, _: Request) -> Response:
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     try:
         async with asyncio.timeout(HEALTH_DEADLINE_S):
@@ -188,7 +188,7 @@ async def _health_generate(bridge: Bridge, _: Request) -> Response:
     return json_reply({"status": "ok"})
 
 
-ROUTES: tuple[tuple[str, str, Handler[Bridge]], ...] = (
+ROUTES: tuple[tuple[str, str, Handler[EngineAdapter]], ...] = (
     ("POST", "/generate", _generate),
     ("POST", "/abort_request", _abort),
     ("POST", "/pause_generation", _pause),

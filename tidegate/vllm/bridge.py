@@ -16,26 +16,26 @@ from typing import Any
 
 import aiohttp
 
-from tidegate.engine.params import Limits
+from tidegate.engine.params import TokenLimits
 from tidegate.engine.requests import Generation, parse_generate
-from tidegate.engine.text import Text
+from tidegate.engine.text import TokenDecoder
 from tidegate.errors import EngineError
 from tidegate.vllm import weights
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.options import VLLMOptions
 from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
-from tidegate.vllm.upstream import Upstream
+from tidegate.vllm.upstream import VLLMClient
 
 LOADING = "loading"
 """The label of weights that are none or half."""
 
 
-class Bridge:
+class EngineAdapter:
     """`start` it first; `process` is vLLM's."""
 
-    upstream: Upstream
-    limits: Limits
+    upstream: VLLMClient
+    limits: TokenLimits
 
     def __init__(self, options: VLLMOptions) -> None:
         self.options = options
@@ -54,14 +54,14 @@ class Bridge:
         """Start vLLM and wait until it serves; `stack` ends it. Raises StartError."""
         # What is wrong with the directory is said before minutes are spent.
         vocab_size, eos_ids = self.model.vocab_size, self.model.eos_ids
-        text = await asyncio.to_thread(Text.load, self.options.model)
+        text = await asyncio.to_thread(TokenDecoder.load, self.options.model)
         stack.push_async_callback(self.process.stop)
         url = await self.process.start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
         headers = {"Content-Type": "application/json"}
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=headers))
-        self.upstream = Upstream(url, http)
-        self.limits = Limits(
+        self.upstream = VLLMClient(url, http)
+        self.limits = TokenLimits(
             vocab_size, await self.upstream.max_context(), eos_ids | text.eos_ids, text.tokenizer is not None
         )
         await self._label(str(self.options.weight_version))

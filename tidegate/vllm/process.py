@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidegate.errors import StartError
 from tidegate.services import signal_child
-from tidegate.tethered import TetheredService
+from tidegate.tethered import ExternalService
 from tidegate.vllm.options import VLLMOptions
 
 INSIDE = Path(__file__).with_name("inside")
@@ -23,7 +23,7 @@ IS_FOR_CPU = (
 LOOK_S = 60.0
 
 
-class VLLMProcess(TetheredService):
+class VLLMProcess(ExternalService):
     """`python -m vllm.entrypoints.openai.api_server`, with the routes that pause it and change its weights.
 
     Logprobs are asked for as they are after temperature, top-p, top-k and penalties: those of the

@@ -20,7 +20,7 @@ PREFIX = "generate-tokens-"
 """What vLLM puts before the ids of requests."""
 
 
-class Upstream:
+class VLLMClient:
     """Raises EngineError where vLLM fails or is gone, RequestError where it refuses a request."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:

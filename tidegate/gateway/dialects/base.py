@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
+from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.toolcalls import Part, Reasoning
 
 
@@ -32,7 +32,7 @@ class Usage(NamedTuple):
     reasoning: int
 
     @classmethod
-    def of(cls, calls: Sequence[Call], model: ServedModel, choices: int = 1) -> Usage:
+    def of(cls, calls: Sequence[PendingTurn], model: ServedModel, choices: int = 1) -> Usage:
         """Of finished calls, of which each `choices` share a prompt."""
         turns = [call.node.turn for call in calls if call.node is not None]
         return cls(
@@ -74,24 +74,24 @@ class Events(Protocol):
     def end(self) -> bytes:
         """All calls are done."""
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         """The stream ends with an error."""
 
 
-class Request(Protocol):
+class ParsedRequest(Protocol):
     """A body that was understood: what it asks for, and the form of its answer."""
 
     @property
-    def asks(self) -> Sequence[Ask]:
+    def asks(self) -> Sequence[TurnRequest]:
         """One for each reply that is wanted."""
 
     @property
     def stream(self) -> bool: ...
 
-    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         """The body of the answer; the calls, one for each of `asks`, are done."""
 
-    def events(self, calls: Sequence[Call], model: ServedModel) -> Events: ...
+    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> Events: ...
 
 
 class Dialect(Protocol):
@@ -99,8 +99,8 @@ class Dialect(Protocol):
 
     __name__: str
 
-    def read(self, payload: dict[str, Any], session: Session) -> Request:
+    def read(self, payload: dict[str, Any], session: GatewaySession) -> ParsedRequest:
         """Understand a body. Raises Refusal that names what cannot be honoured."""
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         """The body of an answer that refuses."""

@@ -8,15 +8,15 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.refusal import ApiError, unsupported
 from tidegate.gateway.reply import UNFINISHED, call_wire
-from tidegate.gateway.sampling import Wishes
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolUse
 
 error = fields.openai_error
@@ -46,12 +46,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 class ChatRequest:
     """A request, and what its reply must look like."""
 
-    asks: Sequence[Ask]
+    asks: Sequence[TurnRequest]
     stream: bool
     logprobs: bool
     include_usage: bool
 
-    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         choices = [
             {
                 "index": index,
@@ -64,19 +64,19 @@ class ChatRequest:
         usage = usage_row(Usage.of(calls, model, len(calls)))
         return orjson.dumps({**_head(calls, model, "chat.completion"), "choices": choices, "usage": usage})
 
-    def events(self, calls: Sequence[Call], model: ServedModel) -> ChatEvents:
+    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ChatEvents:
         return ChatEvents(calls, self, model)
 
 
-def read(payload: dict[str, Any], session: Session) -> ChatRequest:
+def read(payload: dict[str, Any], session: GatewaySession) -> ChatRequest:
     """Translate a body; raises Refusal that names what cannot be honoured."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     messages = payload.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal("messages: a list with at least one message is required", param="messages")
+        raise ApiError("messages: a list with at least one message is required", param="messages")
     stream = get(payload, "stream", bool) or False
     tools = _tools(payload)
-    ask = Ask(
+    ask = TurnRequest(
         messages=messages,
         wishes=_wishes(payload),
         tools=tools,
@@ -93,11 +93,11 @@ def read(payload: dict[str, Any], session: Session) -> ChatRequest:
 def read_n(payload: dict[str, Any]) -> int:
     n = fields.at_least_1(payload, "n") or 1
     if n > MOST_CHOICES:
-        raise Refusal(f"n must be at most {MOST_CHOICES}", param="n")
+        raise ApiError(f"n must be at most {MOST_CHOICES}", param="n")
     return n
 
 
-def choices_of(ask: Ask, n: int) -> list[Ask]:
+def choices_of(ask: TurnRequest, n: int) -> list[TurnRequest]:
     """`n` requests for the same reply, with a seed each where a seed was given."""
     seed = ask.wishes.seed
     if n == 1 or seed is None:
@@ -105,10 +105,10 @@ def choices_of(ask: Ask, n: int) -> list[Ask]:
     return [replace(ask, wishes=replace(ask.wishes, seed=seed + index)) for index in range(n)]
 
 
-def _wishes(payload: dict[str, Any]) -> Wishes:
+def _wishes(payload: dict[str, Any]) -> RequestedSampling:
     most = fields.at_least_1(payload, "max_completion_tokens")
     form = get(payload, "response_format", dict) or {"type": "text"}
-    return Wishes(
+    return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
         top_k=get(payload, "top_k", int),
@@ -151,19 +151,19 @@ def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def finish_reason(call: Call) -> str:
+def finish_reason(call: PendingTurn) -> str:
     assert call.node is not None, "the call is done"
     if call.node.turn.finish_reason == "length" and not call.reader.stopped:
         return "length"
     return "tool_calls" if call.node.reply.get("tool_calls") else "stop"
 
 
-def _reply(call: Call) -> dict[str, Any]:
+def _reply(call: PendingTurn) -> dict[str, Any]:
     assert call.node is not None, "the call is done"
     return call.node.reply
 
 
-def _head(calls: Sequence[Call], model: ServedModel, kind: str) -> dict[str, Any]:
+def _head(calls: Sequence[PendingTurn], model: ServedModel, kind: str) -> dict[str, Any]:
     first = calls[0]
     return {"id": f"chatcmpl-{first.id}", "object": kind, "created": first.created, "model": model.name}
 
@@ -179,7 +179,7 @@ def usage_row(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logprobs(call: Call, model: ServedModel) -> dict[str, Any]:
+def logprobs(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
     """The logprobs of a reply, those of its end-of-turn token included."""
     assert call.node is not None, "the call is done"
     turn = call.node.turn
@@ -197,7 +197,7 @@ class ChatEvents:
 
     ping = b": keep-alive\n\n"
 
-    def __init__(self, calls: Sequence[Call], request: ChatRequest, model: ServedModel) -> None:
+    def __init__(self, calls: Sequence[PendingTurn], request: ChatRequest, model: ServedModel) -> None:
         self._calls = calls
         self._request = request
         self._model = model
@@ -237,7 +237,7 @@ class ChatEvents:
             last += event({**self._head, "choices": [], "usage": usage})
         return last + b"data: [DONE]\n\n"
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         return b"data: " + error(refusal) + b"\n\n"
 
     def _chunk(

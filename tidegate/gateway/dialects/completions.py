@@ -9,14 +9,14 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import chat, fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.refusal import Refusal
-from tidegate.gateway.sampling import Wishes
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.toolcalls import Part
 
 error = fields.openai_error
@@ -35,13 +35,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "logit_b
 class CompletionsRequest:
     """Completions of one prompt or several, `choices` of each."""
 
-    asks: Sequence[Ask]
+    asks: Sequence[TurnRequest]
     stream: bool
     choices: int
     logprobs: bool
     include_usage: bool
 
-    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         rows = [
             {
                 "index": index,
@@ -54,37 +54,37 @@ class CompletionsRequest:
         usage = chat.usage_row(Usage.of(calls, model, self.choices))
         return orjson.dumps({**_head(calls, model), "choices": rows, "usage": usage})
 
-    def events(self, calls: Sequence[Call], model: ServedModel) -> CompletionEvents:
+    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> CompletionEvents:
         return CompletionEvents(calls, self, model)
 
 
-def read(payload: dict[str, Any], session: Session) -> CompletionsRequest:
+def read(payload: dict[str, Any], session: GatewaySession) -> CompletionsRequest:
     """Translate a body; raises Refusal that names what cannot be honoured."""
     n = chat.read_n(payload)
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     if payload.get("best_of") not in (None, n):
-        raise Refusal(f"best_of: only the value of n ({n}) is supported", param="best_of")
+        raise ApiError(f"best_of: only the value of n ({n}) is supported", param="best_of")
     logprobs = get(payload, "logprobs", int)
     if logprobs not in (None, 0):
-        raise Refusal(
+        raise ApiError(
             "logprobs: only 0 is supported, the logprobs of the sampled tokens alone", param="logprobs"
         )
     prompts = _prompts(payload.get("prompt"))
     if n * len(prompts) > chat.MOST_CHOICES:
-        raise Refusal(f"n and prompt ask for more than {chat.MOST_CHOICES} completions", param="prompt")
+        raise ApiError(f"n and prompt ask for more than {chat.MOST_CHOICES} completions", param="prompt")
     stream = get(payload, "stream", bool) or False
     options = get(payload, "stream_options", dict) or {}
     wishes = _wishes(payload)
     asks = [
         ask
         for prompt in prompts
-        for ask in chat.choices_of(Ask(messages=[], prompt=prompt, wishes=wishes, stream=stream), n)
+        for ask in chat.choices_of(TurnRequest(messages=[], prompt=prompt, wishes=wishes, stream=stream), n)
     ]
     return CompletionsRequest(asks, stream, n, logprobs is not None, bool(options.get("include_usage")))
 
 
-def _wishes(payload: dict[str, Any]) -> Wishes:
-    return Wishes(
+def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+    return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
         top_k=get(payload, "top_k", int),
@@ -101,7 +101,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
         return prompt
-    raise Refusal("prompt: a text, a list of ids, or a list of either is required", param="prompt")
+    raise ApiError("prompt: a text, a list of ids, or a list of either is required", param="prompt")
 
 
 def _is_prompt(value: Any) -> bool:
@@ -110,13 +110,13 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-def _head(calls: Sequence[Call], model: ServedModel) -> dict[str, Any]:
+def _head(calls: Sequence[PendingTurn], model: ServedModel) -> dict[str, Any]:
     first = calls[0]
     kind = "text_completion"
     return {"id": f"cmpl-{first.id}", "object": kind, "created": first.created, "model": model.name}
 
 
-def _logprobs(call: Call, model: ServedModel) -> dict[str, Any]:
+def _logprobs(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
     """The logprobs of a reply; offsets are into the text of its tokens, the hidden ones included."""
     assert call.node is not None, "the call is done"
     turn = call.node.turn
@@ -131,7 +131,7 @@ class CompletionEvents:
 
     ping = b": keep-alive\n\n"
 
-    def __init__(self, calls: Sequence[Call], request: CompletionsRequest, model: ServedModel) -> None:
+    def __init__(self, calls: Sequence[PendingTurn], request: CompletionsRequest, model: ServedModel) -> None:
         self._calls = calls
         self._request = request
         self._model = model
@@ -159,7 +159,7 @@ class CompletionEvents:
             last += event({**self._head, "choices": [], "usage": usage})
         return last + b"data: [DONE]\n\n"
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         return b"data: " + error(refusal) + b"\n\n"
 
     def _chunk(self, choice: int, text: str, finish: str | None = None, logprobs: Any = None) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.refusal import ApiError, unsupported
 from tidegate.gateway.sampling import Schema
 from tidegate.gateway.toolcalls import ToolUse
 
@@ -35,7 +35,7 @@ def get(payload: Mapping[str, Any], name: str, kind: type, where: str = "") -> A
         return float(value)
     if type(value) is not kind:
         param = where + name
-        raise Refusal(f"{param} must be {_KINDS[kind]}, not {value!r}"[:300], param=param)
+        raise ApiError(f"{param} must be {_KINDS[kind]}, not {value!r}"[:300], param=param)
     return value
 
 
@@ -43,21 +43,21 @@ def within(payload: Mapping[str, Any], name: str, low: float, high: float) -> fl
     """A number that must lie in low..high."""
     value: float | None = get(payload, name, float)
     if value is not None and not low <= value <= high:
-        raise Refusal(f"{name} must lie in {low:g}..{high:g}", param=name)
+        raise ApiError(f"{name} must lie in {low:g}..{high:g}", param=name)
     return value
 
 
 def at_least_1(payload: Mapping[str, Any], name: str) -> int | None:
     value: int | None = get(payload, name, int)
     if value is not None and value < 1:
-        raise Refusal(f"{name} must be at least 1", param=name)
+        raise ApiError(f"{name} must be at least 1", param=name)
     return value
 
 
 def top_p(payload: Mapping[str, Any]) -> float | None:
     value: float | None = get(payload, "top_p", float)
     if value is not None and not 0 < value <= 1:
-        raise Refusal("top_p must lie in (0, 1]", param="top_p")
+        raise ApiError("top_p must lie in (0, 1]", param="top_p")
     return value
 
 
@@ -88,7 +88,7 @@ def stops(payload: Mapping[str, Any], name: str) -> Sequence[str]:
         return ()
     found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise Refusal(f"{name} must be a string or a list of strings, none of them empty", param=name)
+        raise ApiError(f"{name} must be a string or a list of strings, none of them empty", param=name)
     return found
 
 
@@ -119,9 +119,9 @@ def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) 
     if choice not in ("required", "any") and not isinstance(name, str):
         raise unsupported("tool_choice", f"{choice!r} is not supported"[:300])
     if name is not None and name not in tools:
-        raise Refusal(f"tool_choice: {name!r} is none of the tools"[:300], param="tool_choice")
+        raise ApiError(f"tool_choice: {name!r} is none of the tools"[:300], param="tool_choice")
     if not tools:
-        raise Refusal("tool_choice: a call is demanded, and there are no tools", param="tool_choice")
+        raise ApiError("tool_choice: a call is demanded, and there are no tools", param="tool_choice")
     return ToolUse("required", name, parallel)
 
 
@@ -131,7 +131,7 @@ def event(payload: dict[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def openai_error(refusal: Refusal) -> bytes:
+def openai_error(refusal: ApiError) -> bytes:
     """The error body of OpenAI's dialects."""
     told = {
         "message": str(refusal),

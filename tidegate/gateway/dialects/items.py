@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.refusal import ApiError, unsupported
 from tidegate.gateway.reply import call_wire
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall
 from tidegate.types import Message
@@ -24,11 +24,11 @@ def read_items(items: Any, referred: Referred) -> list[Message]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise Refusal("input: a text or a list of items is required", param="input")
+        raise ApiError("input: a text or a list of items is required", param="input")
     reader = _Items(referred)
     for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise Refusal(f"input[{index}] is not an object", param="input")
+            raise ApiError(f"input[{index}] is not an object", param="input")
         reader.add(item, f"input[{index}]")
     return reader.messages
 
@@ -84,7 +84,7 @@ class _Items:
         recorded = self._referred(key) if isinstance(key, str) else None
         piece = None if recorded is None else _piece(recorded, key)
         if recorded is None or piece is None:
-            raise Refusal(f"{where}: there is no item {key!r} in this session"[:300], param="input")
+            raise ApiError(f"{where}: there is no item {key!r} in this session"[:300], param="input")
         if self._recorded is not recorded:
             if self._recorded is not None:
                 self._reply = None
@@ -137,7 +137,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refusal(f"{where} is neither text nor a list of parts", param="input")
+        raise ApiError(f"{where} is neither text nor a list of parts", param="input")
     return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 

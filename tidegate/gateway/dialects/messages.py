@@ -8,15 +8,15 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.refusal import Refusal, unsupported
+from tidegate.gateway.refusal import ApiError, unsupported
 from tidegate.gateway.reply import call_wire
-from tidegate.gateway.sampling import Schema, Wishes
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.sampling import RequestedSampling, Schema
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
 from tidegate.types import Message
 
@@ -47,43 +47,43 @@ _ERRORS = {
 class MessagesRequest:
     """A request for one message."""
 
-    asks: Sequence[Ask]
+    asks: Sequence[TurnRequest]
     stream: bool
 
-    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
         keys = iter(call.reader.call_ids)
         content = [_block(part, keys, _signature(call)) for part in merged(call.reader.parts)]
         usage = _usage(Usage.of(calls, model))
         return orjson.dumps({**_head(call, model), "content": content, **_end(call), "usage": usage})
 
-    def events(self, calls: Sequence[Call], model: ServedModel) -> MessageEvents:
+    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> MessageEvents:
         [call] = calls
         return MessageEvents(call, model)
 
 
-def read(payload: dict[str, Any], session: Session) -> MessagesRequest:
+def read(payload: dict[str, Any], session: GatewaySession) -> MessagesRequest:
     """Translate a body; raises Refusal that names what cannot be honoured."""
     if fields.at_least_1(payload, "max_tokens") is None:
-        raise Refusal("max_tokens: a number is required", param="max_tokens")
+        raise ApiError("max_tokens: a number is required", param="max_tokens")
     ask = read_prompt(payload)
     return MessagesRequest([ask], ask.stream)
 
 
-def read_prompt(payload: dict[str, Any]) -> Ask:
+def read_prompt(payload: dict[str, Any]) -> TurnRequest:
     """What `count_tokens` needs of a body, and any other parameter that is there."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     _check_history(payload)
     said: list[Any] = get(payload, "messages", list) or []
     if not said:
-        raise Refusal("messages: a list with at least one message is required", param="messages")
+        raise ApiError("messages: a list with at least one message is required", param="messages")
     messages = _system(payload)
     for index, message in enumerate(said):
         messages += _messages(message, f"messages[{index}]")
     if messages[-1]["role"] == "assistant":
         raise unsupported("messages", "the last one is the assistant's, and replies cannot be begun for it")
     tools = _tools(payload)
-    return Ask(
+    return TurnRequest(
         messages=messages,
         wishes=_wishes(payload),
         tools=tools,
@@ -93,8 +93,8 @@ def read_prompt(payload: dict[str, Any]) -> Ask:
     )
 
 
-def _wishes(payload: dict[str, Any]) -> Wishes:
-    return Wishes(
+def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+    return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 1),
         top_p=fields.top_p(payload),
         top_k=get(payload, "top_k", int),
@@ -157,7 +157,7 @@ def _check_history(payload: dict[str, Any]) -> None:
     """Raises Refusal unless the history is what the body says, all of it and nothing else."""
     if payload.get("thread") is not None:
         # By this code SDKs know that they have to send whole histories, and do.
-        raise Refusal(
+        raise ApiError(
             "thread: histories are not kept under a message's id; send all of the messages",
             code="thread_unsupported_request",
             param="thread",
@@ -181,14 +181,14 @@ def _system(payload: dict[str, Any]) -> list[Message]:
 def _messages(message: Any, where: str) -> list[Message]:
     """The messages that one of Anthropic's stands for: each tool result is a message of its own."""
     if not isinstance(message, dict):
-        raise Refusal(f"{where} is not an object", param="messages")
+        raise ApiError(f"{where} is not an object", param="messages")
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise unsupported(f"{where}.role", f"{role!r} is not one of user, assistant, system"[:300])
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise Refusal(f"{where}.content is neither text nor a list of blocks", param="messages")
+        raise ApiError(f"{where}.content is neither text nor a list of blocks", param="messages")
     if role == "assistant":
         return [_said(content, f"{where}.content")]
     return _asked(role, content, f"{where}.content")
@@ -239,7 +239,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refusal(f"{where} is neither text nor a list of blocks", param=where)
+        raise ApiError(f"{where} is neither text nor a list of blocks", param=where)
     return "\n".join(_block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
 
 
@@ -253,14 +253,14 @@ def _block_text(block: Any, where: str) -> str:
 
 def _kind(block: Any, where: str) -> Any:
     if not isinstance(block, dict):
-        raise Refusal(f"{where} is not a content block", param=where)
+        raise ApiError(f"{where} is not a content block", param=where)
     return block.get("type")
 
 
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def _head(call: Call, model: ServedModel) -> dict[str, Any]:
+def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model.name}
 
 
@@ -272,7 +272,7 @@ def _block(part: Part, keys: Iterator[str], signature: str) -> dict[str, Any]:
     return {**_opened(part), "text": part}
 
 
-def _signature(call: Call) -> str:
+def _signature(call: PendingTurn) -> str:
     """The signature of thinking. Nothing checks it, but clients rewrite unsigned thinking as text."""
     return call.id
 
@@ -286,7 +286,7 @@ def _opened(part: Part, key: str = "") -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def _end(call: Call) -> dict[str, Any]:
+def _end(call: PendingTurn) -> dict[str, Any]:
     assert call.node is not None, "the call is done"
     stop = call.reader.stopped
     if stop is not None:
@@ -313,7 +313,7 @@ class MessageEvents:
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, call: Call, model: ServedModel) -> None:
+    def __init__(self, call: PendingTurn, model: ServedModel) -> None:
         self._call = call
         self._model = model
         self._index = -1
@@ -348,7 +348,7 @@ class MessageEvents:
         delta = _event("message_delta", delta=_end(self._call), usage=usage)
         return self._close() + delta + _event("message_stop")
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         return b"event: error\ndata: " + error(refusal) + b"\n\n"
 
     def _begin(self, part: Part, key: str = "") -> bytes:
@@ -373,7 +373,7 @@ def _event(kind: str, **what: Any) -> bytes:
     return event({"type": kind, **what}, kind)
 
 
-def error(refusal: Refusal) -> bytes:
+def error(refusal: ApiError) -> bytes:
     message = str(refusal)
     if refusal.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # the words that clients look for

@@ -8,17 +8,17 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import Ask
-from tidegate.gateway.calls import Call
+from tidegate.gateway.ask import TurnRequest
+from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.dialects.items import content_of, in_namespace, item_of, named, read_items
-from tidegate.gateway.refusal import Refusal, unsupported
-from tidegate.gateway.sampling import Schema, Wishes
-from tidegate.gateway.sessions import Session
+from tidegate.gateway.refusal import ApiError, unsupported
+from tidegate.gateway.sampling import RequestedSampling, Schema
+from tidegate.gateway.sessions import GatewaySession
 from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
-from tidegate.gateway.tree import Node
+from tidegate.gateway.tree import TurnNode
 from tidegate.types import Message
 
 error = fields.openai_error
@@ -47,21 +47,21 @@ _ID_LENGTH = 32
 class ResponsesRequest:
     """A request for one response; `echo` has the parameters that the response repeats."""
 
-    ask: Ask
+    ask: TurnRequest
     instructed: bool
     echo: Mapping[str, Any] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()
     """Of the tools, so that calls name them as they were named."""
 
     @property
-    def asks(self) -> Sequence[Ask]:
+    def asks(self) -> Sequence[TurnRequest]:
         return [self.ask]
 
     @property
     def stream(self) -> bool:
         return self.ask.stream
 
-    def whole(self, calls: Sequence[Call], model: ServedModel) -> bytes:
+    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
         parts = merged(call.reader.parts)
         status = _status(call)
@@ -78,11 +78,11 @@ class ResponsesRequest:
         ]
         return orjson.dumps(self.finished(call, model, items))
 
-    def events(self, calls: Sequence[Call], model: ServedModel) -> ResponseEvents:
+    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ResponseEvents:
         [call] = calls
         return ResponseEvents(call, self, model)
 
-    def begun(self, call: Call, model: ServedModel, status: str = "in_progress") -> dict[str, Any]:
+    def begun(self, call: PendingTurn, model: ServedModel, status: str = "in_progress") -> dict[str, Any]:
         """The response as far as it is known when its call begins."""
         return {
             "id": f"resp_{call.id}" + _INSTRUCTED * self.instructed,
@@ -99,7 +99,7 @@ class ResponsesRequest:
             **self.echo,
         }
 
-    def finished(self, call: Call, model: ServedModel, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def finished(self, call: PendingTurn, model: ServedModel, items: list[dict[str, Any]]) -> dict[str, Any]:
         assert call.node is not None, "the call is done"
         status = _status(call)
         told: dict[str, Any] = {"output": items, "usage": _usage(Usage.of([call], model))}
@@ -109,14 +109,14 @@ class ResponsesRequest:
         return {**self.begun(call, model, status), **told}
 
 
-def read(payload: dict[str, Any], session: Session) -> ResponsesRequest:
+def read(payload: dict[str, Any], session: GatewaySession) -> ResponsesRequest:
     """Translate a body; raises Refusal that names what cannot be honoured."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     _check_include(payload)
     tools = _tools(payload)
     instructions = get(payload, "instructions", str)
     before = _previous(payload, session)
-    ask = Ask(
+    ask = TurnRequest(
         messages=_messages(payload, instructions, before, session),
         wishes=_wishes(payload),
         tools=tools,
@@ -130,7 +130,10 @@ def read(payload: dict[str, Any], session: Session) -> ResponsesRequest:
 
 
 def _messages(
-    payload: dict[str, Any], instructions: str | None, before: tuple[Node, bool] | None, session: Session
+    payload: dict[str, Any],
+    instructions: str | None,
+    before: tuple[TurnNode, bool] | None,
+    session: GatewaySession,
 ) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if before is not None:
@@ -143,11 +146,11 @@ def _messages(
 
     messages += read_items(payload.get("input") or [], referred)
     if not messages:
-        raise Refusal("input: a text or a list of items is required", param="input")
+        raise ApiError("input: a text or a list of items is required", param="input")
     return messages
 
 
-def _previous(payload: dict[str, Any], session: Session) -> tuple[Node, bool] | None:
+def _previous(payload: dict[str, Any], session: GatewaySession) -> tuple[TurnNode, bool] | None:
     """The turn that is continued, and whether its history begins with instructions."""
     key = get(payload, "previous_response_id", str)
     if key is None:
@@ -155,7 +158,7 @@ def _previous(payload: dict[str, Any], session: Session) -> tuple[Node, bool] | 
     name = key.removeprefix("resp_")
     node = _node(session, name[:_ID_LENGTH])
     if node is None or name[_ID_LENGTH:] not in ("", _INSTRUCTED):
-        raise Refusal(
+        raise ApiError(
             f"there is no response {key!r} in this session"[:300],
             code="previous_response_not_found",
             param="previous_response_id",
@@ -163,12 +166,12 @@ def _previous(payload: dict[str, Any], session: Session) -> tuple[Node, bool] | 
     return node, name.endswith(_INSTRUCTED)
 
 
-def _node(session: Session, key: str) -> Node | None:
+def _node(session: GatewaySession, key: str) -> TurnNode | None:
     return next((node for node in reversed(session.tree.nodes) if node.request.id == key), None)
 
 
-def _wishes(payload: dict[str, Any]) -> Wishes:
-    return Wishes(
+def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+    return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
         max_tokens=fields.at_least_1(payload, "max_output_tokens"),
@@ -233,7 +236,7 @@ def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
     return fields.required_tool(choice, name, [tool["function"]["name"] for tool in tools], parallel)
 
 
-def _echo(payload: dict[str, Any], ask: Ask) -> dict[str, Any]:
+def _echo(payload: dict[str, Any], ask: TurnRequest) -> dict[str, Any]:
     return {
         "instructions": payload.get("instructions"),
         "max_output_tokens": payload.get("max_output_tokens"),
@@ -254,7 +257,7 @@ def _echo(payload: dict[str, Any], ask: Ask) -> dict[str, Any]:
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def _status(call: Call) -> str:
+def _status(call: PendingTurn) -> str:
     assert call.node is not None, "the call is done"
     return "incomplete" if call.node.turn.finish_reason == "length" else "completed"
 
@@ -274,7 +277,7 @@ class ResponseEvents:
 
     ping = b": keep-alive\n\n"
 
-    def __init__(self, call: Call, request: ResponsesRequest, model: ServedModel) -> None:
+    def __init__(self, call: PendingTurn, request: ResponsesRequest, model: ServedModel) -> None:
         self._call = call
         self._request = request
         self._model = model
@@ -307,7 +310,7 @@ class ResponseEvents:
         response = self._request.finished(self._call, self._model, self._items)
         return data + self._event(f"response.{status}", response=response)
 
-    def error(self, refusal: Refusal) -> bytes:
+    def error(self, refusal: ApiError) -> bytes:
         told = {"code": refusal.code, "message": str(refusal), "param": refusal.param}
         # The SDKs raise where an event has an `error`; the protocol's own form alone they hand on.
         return self._event("error", **told, error={**told, "type": refusal.type})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.gateway.refusal import unsupported
-from tidegate.gateway.toolcalls import Parser, Part, ToolCall, ToolUse, partial_suffix
+from tidegate.gateway.toolcalls import Part, ReplyParser, ToolCall, ToolUse, partial_suffix
 
 Tools = Sequence[Any]
 """The tools of a request, as Chat Completions has them."""
@@ -16,7 +16,7 @@ Read = Callable[[str, Tools], list[ToolCall] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ToolCallFormat:
     """One family's form.
 
     `markers` are the tokens it is written with, which must be seen in decoded text. `forced(name)` is the
@@ -27,12 +27,12 @@ class Form:
 
     name: str
     markers: tuple[str, ...]
-    parser: Callable[[Tools], Parser]
+    parser: Callable[[Tools], ReplyParser]
     forced: Callable[[str | None], str] | None = None
     call_end: str | None = None
 
 
-def forced_start(form: Form, use: ToolUse) -> str:
+def forced_start(form: ToolCallFormat, use: ToolUse) -> str:
     """The text that a reply is made to start with so that it is a call; empty where it need not be one.
 
     Raises Refusal where the family's calls have no such start.
@@ -44,7 +44,7 @@ def forced_start(form: Form, use: ToolUse) -> str:
     return form.forced(use.name)
 
 
-def single_call_stop(form: Form, use: ToolUse) -> str | None:
+def single_call_stop(form: ToolCallFormat, use: ToolUse) -> str | None:
     """The text at which a reply with at most one call ends; None where there may be more of them.
 
     Raises Refusal where the family's calls have no such end.

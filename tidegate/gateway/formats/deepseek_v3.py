@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, called, load
 from tidegate.gateway.toolcalls import ToolCall
 
@@ -27,4 +27,4 @@ def _parser(tools: Tools) -> BlockParser:
     return BlockParser(_read, tools, _OPEN, _CLOSE, _SECTION)
 
 
-FORM = Form("deepseek_v3", (*_SECTION, _OPEN, _CLOSE, _SEPARATOR), _parser)
+FORM = ToolCallFormat("deepseek_v3", (*_SECTION, _OPEN, _CLOSE, _SEPARATOR), _parser)

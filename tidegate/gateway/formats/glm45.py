@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, called
 from tidegate.gateway.formats.typed import properties, typed
 from tidegate.gateway.toolcalls import ToolCall
@@ -33,4 +33,4 @@ def _forced(name: str | None) -> str:
     return OPEN + (name or "")
 
 
-FORM = Form("glm45", (OPEN, CLOSE, *_ARGUMENTS), _parser, _forced, CLOSE)
+FORM = ToolCallFormat("glm45", (OPEN, CLOSE, *_ARGUMENTS), _parser, _forced, CLOSE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, call_of, load
 from tidegate.gateway.toolcalls import ToolCall
 
@@ -18,4 +18,4 @@ def _parser(tools: Tools) -> BlockParser:
     return BlockParser(_read, tools, _OPEN)
 
 
-FORM = Form("granite", (_OPEN,), _parser)
+FORM = ToolCallFormat("granite", (_OPEN,), _parser)

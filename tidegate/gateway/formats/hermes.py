@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, call_of, load
 from tidegate.gateway.toolcalls import ToolCall
 
@@ -24,4 +24,4 @@ def _forced(name: str | None) -> str:
     return start if name is None else f'{start} {orjson.dumps(name).decode()}, "arguments":'
 
 
-FORM = Form("hermes", (OPEN, CLOSE), _parser, _forced, CLOSE)
+FORM = ToolCallFormat("hermes", (OPEN, CLOSE), _parser, _forced, CLOSE)

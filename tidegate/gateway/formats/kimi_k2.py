@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, called, load
 from tidegate.gateway.toolcalls import ToolCall
 
@@ -27,4 +27,4 @@ def _forced(name: str | None) -> str:
     return _SECTION[0] + _OPEN + "functions." + (name or "")
 
 
-FORM = Form("kimi_k2", (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS), _parser, _forced)
+FORM = ToolCallFormat("kimi_k2", (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS), _parser, _forced)

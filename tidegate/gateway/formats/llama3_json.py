@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, call_of, load_many
 from tidegate.gateway.toolcalls import Part, ToolCall
 
@@ -73,4 +73,4 @@ def _forced(name: str | None) -> str:
     return start if name is None else f'{start} {orjson.dumps(name).decode()}, "parameters":'
 
 
-FORM = Form("llama3_json", (_TAG,), LlamaParser, _forced)
+FORM = ToolCallFormat("llama3_json", (_TAG,), LlamaParser, _forced)

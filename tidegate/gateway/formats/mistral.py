@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, call_of, called, load
 from tidegate.gateway.toolcalls import ToolCall
 
@@ -24,4 +24,4 @@ def _parser(tools: Tools) -> BlockParser:
     return BlockParser(_read, tools, _OPEN)
 
 
-FORM = Form("mistral", (_OPEN, _ARGUMENTS, _ID), _parser)
+FORM = ToolCallFormat("mistral", (_OPEN, _ARGUMENTS, _ID), _parser)

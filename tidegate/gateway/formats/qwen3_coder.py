@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tidegate.gateway.formats.base import BlockParser, Form, Tools
+from tidegate.gateway.formats.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.formats.jsoncalls import all_or_none, called
 from tidegate.gateway.formats.typed import properties, typed
 from tidegate.gateway.toolcalls import ToolCall
@@ -34,4 +34,4 @@ def _forced(name: str | None) -> str:
     return OPEN + "\n<function" + ("" if name is None else f"={name}")
 
 
-FORM = Form("qwen3_coder", (OPEN, CLOSE), _parser, _forced, CLOSE)
+FORM = ToolCallFormat("qwen3_coder", (OPEN, CLOSE), _parser, _forced, CLOSE)

@@ -18,12 +18,12 @@ from tidegate.gateway.formats import (
     mistral,
     qwen3_coder,
 )
-from tidegate.gateway.formats.base import Form, Tools
-from tidegate.gateway.refusal import Refusal
+from tidegate.gateway.formats.base import ToolCallFormat, Tools
+from tidegate.gateway.refusal import ApiError
 from tidegate.gateway.toolcalls import Part, PlainParser, ToolCall
 from tidegate.types import Message
 
-NONE = Form("none", (), lambda _: PlainParser())
+NONE = ToolCallFormat("none", (), lambda _: PlainParser())
 FORMS = {
     module.FORM.name: module.FORM
     for module in (hermes, qwen3_coder, glm45, deepseek_v3, kimi_k2, llama3_json, mistral, granite)
@@ -51,10 +51,10 @@ _ASKED: list[Message] = [{"role": "user", "content": "How will it be in Oslo?"}]
 _CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """A form, and why it is that one."""
 
-    form: Form
+    form: ToolCallFormat
     why: str
 
 
@@ -62,25 +62,25 @@ Write = Callable[[list[Message], Any, dict[str, Any], bool], str]
 """`Renderer.write`."""
 
 
-def choose(name: str, write: Write) -> Choice:
+def choose(name: str, write: Write) -> FormatChoice:
     """The form called `name`; of `auto`, the one that reads back the call that the template writes.
 
     Raises ConfigError for a name that is none.
     """
     if name == "none":
-        return Choice(NONE, "as set")
+        return FormatChoice(NONE, "as set")
     if name in FORMS:
-        return Choice(FORMS[name], "as set")
+        return FormatChoice(FORMS[name], "as set")
     if name != "auto":
         raise ConfigError(f"tool_parser = {name!r}: it is one of auto, {', '.join(FORMS)}, none")
     try:
         written = _written(write)
-    except Refusal:
-        return Choice(_DEFAULT, "by default: the chat template takes no calls")
+    except ApiError:
+        return FormatChoice(_DEFAULT, "by default: the chat template takes no calls")
     for form in FORMS.values():
         if _reads(form, written):
-            return Choice(form, "it reads back the call that the chat template writes")
-    return Choice(_DEFAULT, "by default: the chat template writes no call that any known form reads")
+            return FormatChoice(form, "it reads back the call that the chat template writes")
+    return FormatChoice(_DEFAULT, "by default: the chat template writes no call that any known form reads")
 
 
 def _written(write: Write) -> str:
@@ -94,7 +94,7 @@ def _written(write: Write) -> str:
     return full[shared:]
 
 
-def _reads(form: Form, text: str) -> bool:
+def _reads(form: ToolCallFormat, text: str) -> bool:
     """Whether the form finds the call; what ends the reply may be taken for text, or may have to go."""
     for end in (len(text), *(at for at in range(len(text), 0, -1) if text[at - 1] in "}]")):
         calls = [part for part in _parse(form, text[:end], [_TOOL]) if isinstance(part, ToolCall)]
@@ -103,6 +103,6 @@ def _reads(form: Form, text: str) -> bool:
     return False
 
 
-def _parse(form: Form, text: str, tools: Tools) -> list[Part]:
+def _parse(form: ToolCallFormat, text: str, tools: Tools) -> list[Part]:
     parser = form.parser(tools)
     return [*parser.feed(text), *parser.finish()]

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.cluster.placement import Placement, readable
-from tidegate.trainer.cluster.seats import NAMESPACE, Seats
+from tidegate.trainer.cluster.seats import NAMESPACE, ActorSlots
 
 CONNECT_S = 10.0
 HEAD = "node:__internal_head__"
@@ -97,7 +97,7 @@ def _init(address: str, options: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def reserved(run: str, placement: Placement, home: str, patience_s: float) -> Iterator[Seats]:
+def reserved(run: str, placement: Placement, home: str, patience_s: float) -> Iterator[ActorSlots]:
     """All seats of a run, or none. `home` is the resource of the node for the first bundle.
 
     Raises StartError where the cluster does not give them in time.
@@ -115,7 +115,7 @@ def reserved(run: str, placement: Placement, home: str, patience_s: float) -> It
                 "Ask for less (engine.count, trainer.ranks, agent.workers, cluster.*), or wait longer "
                 "(cluster.patience_s)"
             )
-        yield Seats(run, placement, group)
+        yield ActorSlots(run, placement, group)
     finally:
         with contextlib.suppress(ConnectionError):  # with the cluster gone, nothing is reserved
             still_connected()

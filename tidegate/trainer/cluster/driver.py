@@ -18,11 +18,11 @@ from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.cluster.calls import LostError, meaning
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
-from tidegate.trainer.cluster.head import Errand, Head, Job
-from tidegate.trainer.cluster.passing import Node, passed_on
+from tidegate.trainer.cluster.head import RunActor, RunJob, RunSpec
+from tidegate.trainer.cluster.passing import ClusterNode, passed_on
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.cluster.relay import Told, tell
-from tidegate.trainer.parts import Parts
+from tidegate.trainer.parts import ProcessProvider
 
 LOOK_S = 0.25
 NEWS_S = 300.0
@@ -32,7 +32,7 @@ GO_ON = "Go on from the last checkpoint with --resume"
 
 
 def drive(
-    cluster: str, settings: Settings, make: Callable[[Observer, Parts], Job], observer: Observer
+    cluster: str, settings: Settings, make: Callable[[Observer, ProcessProvider], RunJob], observer: Observer
 ) -> int:
     """Run a job on a cluster; returns its exit code. `make` is called there.
 
@@ -41,11 +41,11 @@ def drive(
     """
     placement = Placement.of(settings)
     environment = passed_on(os.environ, settings.cluster.environment)
-    errand = Errand(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
+    errand = RunSpec(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
     with connected(cluster) as home:
         patience_s = settings.cluster.patience_s
         with _losses_told(), reserved(settings.run.name, placement, home, patience_s) as seats:
-            head = seats.take(HOME, Head, errand, seats)
+            head = seats.take(HOME, RunActor, errand, seats)
             try:
                 _compare(head)
                 with _signals() as signals:
@@ -58,8 +58,8 @@ def drive(
 
 def _compare(head: Any) -> None:
     """Raises StartError where the run's node is not as this one."""
-    there: Node = ray.get(head.about.remote(), timeout=ARRIVE_S)
-    unlike = there.unlike(Node("of this command"))
+    there: ClusterNode = ray.get(head.about.remote(), timeout=ARRIVE_S)
+    unlike = there.unlike(ClusterNode("of this command"))
     if unlike is not None:
         raise StartError(f"the run cannot begin: {unlike}")
 

@@ -15,14 +15,14 @@ import ray
 from tidegate.errors import StartError
 from tidegate.observer import Observer
 from tidegate.secrecy import shield_process
-from tidegate.trainer.cluster.parts import ClusterParts
-from tidegate.trainer.cluster.passing import Luggage, Mark, Node, meet_at
-from tidegate.trainer.cluster.relay import Relay, Told
-from tidegate.trainer.cluster.seats import Seats
-from tidegate.trainer.parts import Parts
+from tidegate.trainer.cluster.parts import RayProcesses
+from tidegate.trainer.cluster.passing import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
+from tidegate.trainer.cluster.relay import ObserverRelay, Told
+from tidegate.trainer.cluster.seats import ActorSlots
+from tidegate.trainer.parts import ProcessProvider
 
 
-class Job(Protocol):
+class RunJob(Protocol):
     """What is run: `launch.Launch`."""
 
     async def run(self) -> int:
@@ -33,7 +33,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RunSpec:
     """What the actor is made with."""
 
     run: str
@@ -41,24 +41,24 @@ class Errand:
     folder: Path
     """The working directory of the command."""
     environment: Mapping[str, str] = field(repr=False)
-    make: Callable[[Observer, Parts], Job]
+    make: Callable[[Observer, ProcessProvider], RunJob]
 
 
-class Head:
+class RunActor:
     """Runs a job whose processes are other actors', which end with this one."""
 
-    def __init__(self, errand: Errand, seats: Seats) -> None:
+    def __init__(self, errand: RunSpec, seats: ActorSlots) -> None:
         shield_process()
         os.environ.update(errand.environment)
         self._errand = errand
         self._seats = seats
-        self._node = Node(ray.util.get_node_ip_address())
-        meet_at(self._node.address)
-        self._relay = Relay()
-        self._job: Job | None = None
+        self._node = ClusterNode(ray.util.get_node_ip_address())
+        set_gloo_interface(self._node.address)
+        self._relay = ObserverRelay()
+        self._job: RunJob | None = None
         self._stopped = False
 
-    async def about(self) -> Node:
+    async def about(self) -> ClusterNode:
         return self._node
 
     async def run(self) -> int:
@@ -71,7 +71,7 @@ class Head:
                 f"{errand.folder} is not on node {self._node.address}, where the run is: give run.dir and "
                 "the other paths as they are there, from the root"
             )
-        parts = ClusterParts(self._seats, self._node, self._pack, self._relay.note)
+        parts = RayProcesses(self._seats, self._node, self._pack, self._relay.note)
         self._job = await asyncio.to_thread(errand.make, self._relay, parts)  # torch takes seconds
         if self._stopped:
             self._job.stop()
@@ -93,7 +93,7 @@ class Head:
         if self._job is not None:
             self._job.stop()
 
-    def _pack(self) -> Luggage:
+    def _pack(self) -> ActorContext:
         errand = self._errand
-        mark = Mark.leave(errand.run_dir.absolute())
-        return Luggage(errand.run, mark, errand.folder, errand.environment)
+        mark = SharedDirProbe.leave(errand.run_dir.absolute())
+        return ActorContext(errand.run, mark, errand.folder, errand.environment)

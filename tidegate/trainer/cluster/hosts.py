@@ -15,28 +15,28 @@ import ray
 
 from tidegate.secrecy import shield_process
 from tidegate.services import Service
-from tidegate.trainer.cluster.parcels import Parcel, Shelf
-from tidegate.trainer.cluster.passing import Luggage, Node, meet_at
-from tidegate.trainer.cluster.scratch import Scratch
-from tidegate.trainer.followed import Follower
+from tidegate.trainer.cluster.parcels import FileBundle, FileCache
+from tidegate.trainer.cluster.passing import ActorContext, ClusterNode, set_gloo_interface
+from tidegate.trainer.cluster.scratch import TempDir
+from tidegate.trainer.followed import LocalRankProcess
 from tidegate.trainer.parts import Live
 from tidegate.trainer.workers import Access, AgentResult, AgentWorker
 from tidegate.types import TaskView
 
 
-class Host:
+class ProcessActor:
     """An actor with a directory for what it keeps: the run's where it sees that, else one of this node."""
 
-    def __init__(self, luggage: Luggage) -> None:
+    def __init__(self, luggage: ActorContext) -> None:
         shield_process()
         luggage.unpack()
-        self.node = Node(ray.util.get_node_ip_address())
-        meet_at(self.node.address)
+        self.node = ClusterNode(ray.util.get_node_ip_address())
+        set_gloo_interface(self.node.address)
         self.shares = luggage.mark.seen()
-        self._scratch = None if self.shares else Scratch(f"tidegate-{luggage.run}")
+        self._scratch = None if self.shares else TempDir(f"tidegate-{luggage.run}")
         self.directory = luggage.mark.directory if self._scratch is None else self._scratch.path
 
-    async def about(self) -> tuple[Node, bool]:
+    async def about(self) -> tuple[ClusterNode, bool]:
         """Where this is, and whether the run's directory is seen from here."""
         return self.node, self.shares
 
@@ -58,12 +58,12 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartCommand:
     """What a server is to be started with."""
 
     port: int = 0
     """0 takes a free one; another one stays the same, wherever the actor is started again."""
-    weights: Path | Parcel | None = None
+    weights: Path | FileBundle | None = None
     version: int = 0
 
 
@@ -73,17 +73,17 @@ class Build(Protocol):
     def __call__(self, directory: Path, host: str, port: int, live: Live) -> Service: ...
 
 
-class ServerHost(Host):
+class ServerActor(ProcessActor):
     """Owns an engine or a gateway."""
 
-    def __init__(self, luggage: Luggage, build: Build) -> None:
+    def __init__(self, luggage: ActorContext, build: Build) -> None:
         super().__init__(luggage)
         self._build = build
-        self._shelf = Shelf(self.directory / "weights")
+        self._shelf = FileCache(self.directory / "weights")
         self._live = (Path(), 0)
         self._service: Service | None = None
 
-    async def start(self, order: Order) -> str:
+    async def start(self, order: StartCommand) -> str:
         """Start it, again where it has run already; returns its URL. Raises StartError."""
         if order.weights is not None:
             self._live = (await self.take(order.weights), order.version)
@@ -93,7 +93,7 @@ class ServerHost(Host):
             await self._service.stop()
         return await self._service.start()
 
-    async def take(self, weights: Path | Parcel) -> Path:
+    async def take(self, weights: Path | FileBundle) -> Path:
         """Where these weights are on this node."""
         return weights if isinstance(weights, Path) else await self._shelf.unpack(weights)
 
@@ -108,10 +108,10 @@ class ServerHost(Host):
             await self._service.stop()
 
 
-class AgentHost(Host):
+class AgentActor(ProcessActor):
     """Owns a process that runs agents."""
 
-    def __init__(self, luggage: Luggage, name: str, use: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, luggage: ActorContext, name: str, use: str, options: Mapping[str, Any]) -> None:
         super().__init__(luggage)
         self._worker = AgentWorker(use, options, self.directory / "logs" / f"{name}.log")
         self._runs: dict[str, asyncio.Task[AgentResult]] = {}
@@ -138,12 +138,12 @@ class AgentHost(Host):
         await self._worker.close()
 
 
-class RankHost(Host):
+class RankActor(ProcessActor):
     """Owns a trainer rank other than the first."""
 
-    def __init__(self, luggage: Luggage, rank: int) -> None:
+    def __init__(self, luggage: ActorContext, rank: int) -> None:
         super().__init__(luggage)
-        self._follower = Follower(rank, self.directory / "logs")
+        self._follower = LocalRankProcess(rank, self.directory / "logs")
         self._telling = asyncio.Lock()
 
     async def start(self) -> None:

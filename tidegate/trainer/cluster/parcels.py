@@ -16,21 +16,21 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class FileBundle:
     """A directory's files, by name, as references to their bytes (uint8)."""
 
     name: str
     files: Mapping[str, Any]
 
 
-class Post:
+class FileSender:
     """Sends directories; the last two stay in the object store."""
 
     def __init__(self) -> None:
-        self._sent: dict[Path, Parcel] = {}
+        self._sent: dict[Path, FileBundle] = {}
         self._numbers = 0
 
-    def parcel(self, directory: Path) -> Parcel:
+    def parcel(self, directory: Path) -> FileBundle:
         """The directory's files, put there when they are first asked for. It blocks. Raises OSError.
 
         Directories are told apart by their paths, and are not changed once they are named.
@@ -43,14 +43,14 @@ class Post:
                 for file in sorted(directory.iterdir())
                 if file.is_file()
             }
-            found = Parcel(f"{self._numbers:06d}-{directory.name}", files)
+            found = FileBundle(f"{self._numbers:06d}-{directory.name}", files)
         self._sent[directory] = found
         for oldest in list(self._sent)[:-KEPT]:
             del self._sent[oldest]
         return found
 
 
-class Shelf:
+class FileCache:
     """Where parcels are unpacked; the last two stay."""
 
     def __init__(self, directory: Path) -> None:
@@ -58,7 +58,7 @@ class Shelf:
         self._kept: list[Path] = []
         self._unpacking = asyncio.Lock()
 
-    async def unpack(self, parcel: Parcel) -> Path:
+    async def unpack(self, parcel: FileBundle) -> Path:
         """Write the files, and name the directory when it is whole; once, also where a start and a load ask
         for it at the same time. Raises OSError, and RayError where they are lost."""
         place = self._directory / parcel.name
@@ -71,7 +71,7 @@ class Shelf:
         return place
 
 
-async def _write(parcel: Parcel, place: Path) -> None:
+async def _write(parcel: FileBundle, place: Path) -> None:
     part = place.with_suffix(".partial")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.hosts import AgentHost, RankHost, ServerHost
-from tidegate.trainer.cluster.parcels import Parcel, Post
-from tidegate.trainer.cluster.passing import Luggage, Node
-from tidegate.trainer.cluster.placed import Placed, PlacedAgents, PlacedRank, PlacedServer
-from tidegate.trainer.cluster.seats import Seats
+from tidegate.trainer.cluster.hosts import AgentActor, RankActor, ServerActor
+from tidegate.trainer.cluster.parcels import FileBundle, FileSender
+from tidegate.trainer.cluster.passing import ActorContext, ClusterNode
+from tidegate.trainer.cluster.placed import RemoteAgents, RemoteProcess, RemoteRank, RemoteServer
+from tidegate.trainer.cluster.seats import ActorSlots
 from tidegate.trainer.parts import Live
 from tidegate.trainer.servers import (
     MAX_RESTARTS,
@@ -28,11 +28,15 @@ from tidegate.trainer.servers import (
 GATHER_S = 3.0
 
 
-class ClusterParts:
+class RayProcesses:
     """`trainer.parts.Parts` of a cluster. Made on the node where the run is."""
 
     def __init__(
-        self, seats: Seats, home: Node, pack: Callable[[], Luggage], note: Callable[[str], None]
+        self,
+        seats: ActorSlots,
+        home: ClusterNode,
+        pack: Callable[[], ActorContext],
+        note: Callable[[str], None],
     ) -> None:
         """`pack` is asked when the run's directory is there."""
         self.host = home.address
@@ -40,18 +44,18 @@ class ClusterParts:
         self._home = home
         self._pack = pack
         self._note = note
-        self._luggage: Luggage | None = None
-        self._post = Post()
+        self._luggage: ActorContext | None = None
+        self._post = FileSender()
         self._posting = asyncio.Lock()
-        self._engines: list[PlacedServer] = []
-        self._all: list[Placed] = []
+        self._engines: list[RemoteServer] = []
+        self._all: list[RemoteProcess] = []
 
-    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[PlacedServer]:
+    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[RemoteServer]:
         for index, name in enumerate(engine_names(settings)):
             build = partial(engine_server, settings, name, index)
-            engine = PlacedServer(
+            engine = RemoteServer(
                 name,
-                self._seats.take(name, ServerHost, self._packed(), build, restarts=MAX_RESTARTS),
+                self._seats.take(name, ServerActor, self._packed(), build, restarts=MAX_RESTARTS),
                 self._home,
                 run_dir / "logs",
                 live=live,
@@ -63,30 +67,30 @@ class ClusterParts:
         self._all += self._engines
         return self._engines
 
-    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> PlacedServer:
+    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> RemoteServer:
         build = partial(gateway_server, settings, key, journal)
-        actor = self._seats.take("gateway", ServerHost, self._packed(), build, restarts=MAX_RESTARTS)
+        actor = self._seats.take("gateway", ServerActor, self._packed(), build, restarts=MAX_RESTARTS)
         port = settings.gateway.port
-        gateway = PlacedServer("gateway", actor, self._home, run_dir / "logs", port=port)
+        gateway = RemoteServer("gateway", actor, self._home, run_dir / "logs", port=port)
         self._all.append(gateway)
         return gateway
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[PlacedAgents]:
+    def agents(self, settings: Settings, run_dir: Path) -> Sequence[RemoteAgents]:
         agent = settings.agent
         found = []
         for name in agent_names(settings):
             what = (name, agent.use, agent.options)
-            actor = self._seats.take(name, AgentHost, self._packed(), *what, restarts=-1)
-            found.append(PlacedAgents(name, actor, self._home, run_dir / "logs"))
+            actor = self._seats.take(name, AgentActor, self._packed(), *what, restarts=-1)
+            found.append(RemoteAgents(name, actor, self._home, run_dir / "logs"))
         self._all += found
         return found
 
-    def followers(self, settings: Settings, run_dir: Path) -> Sequence[PlacedRank]:
+    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RemoteRank]:
         found = []
         for rank in range(1, settings.trainer.ranks):
             name = f"trainer-{rank}"
-            actor = self._seats.take(name, RankHost, self._packed(), rank)
-            found.append(PlacedRank(name, actor, self._home, run_dir / "logs", rank))
+            actor = self._seats.take(name, RankActor, self._packed(), rank)
+            found.append(RemoteRank(name, actor, self._home, run_dir / "logs", rank))
         self._all += found
         return found
 
@@ -106,10 +110,10 @@ class ClusterParts:
                 except OSError as error:
                     self._note(f"logs of {one.name} could not be written: {error}")
 
-    async def _send(self, weights: Path) -> Parcel:
+    async def _send(self, weights: Path) -> FileBundle:
         async with self._posting:  # several engines want the same
             return await asyncio.to_thread(self._post.parcel, weights)
 
-    def _packed(self) -> Luggage:
+    def _packed(self) -> ActorContext:
         self._luggage = self._luggage or self._pack()
         return self._luggage

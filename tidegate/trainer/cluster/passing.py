@@ -41,14 +41,14 @@ def passed_on(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """Where an actor is, and what it runs there."""
 
     address: str
     python: str = field(default_factory=platform.python_version)
     tidegate: str = __version__
 
-    def unlike(self, other: Node) -> str | None:
+    def unlike(self, other: ClusterNode) -> str | None:
         """What is not as on the other node, in words."""
         pairs = (("Python", self.python, other.python), ("tidegate", self.tidegate, other.tidegate))
         differ = [f"{what} {mine} instead of {theirs}" for what, mine, theirs in pairs if mine != theirs]
@@ -57,7 +57,7 @@ class Node:
         return f"node {self.address} has {' and '.join(differ)} (node {other.address}); install that there"
 
 
-def meet_at(address: str) -> None:
+def set_gloo_interface(address: str) -> None:
     """Have process groups of this process, and of those that it starts, use the node's own network.
 
     Gloo listens at the address that the machine's name stands for, which often is 127.0.0.1. What the
@@ -70,14 +70,14 @@ def meet_at(address: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SharedDirProbe:
     """A file by which a process on another node finds out whether it sees the run's directory."""
 
     directory: Path
     text: str
 
     @classmethod
-    def leave(cls, directory: Path) -> Mark:
+    def leave(cls, directory: Path) -> SharedDirProbe:
         directory.mkdir(parents=True, exist_ok=True)
         mark = cls(directory, secrets.token_hex(16))
         (directory / MARK).write_text(mark.text)
@@ -92,11 +92,11 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Luggage:
+class ActorContext:
     """What every actor of a run is made with."""
 
     run: str
-    mark: Mark
+    mark: SharedDirProbe
     folder: Path
     """The working directory of the command: relative paths in settings begin there."""
     environment: Mapping[str, str] = field(repr=False)

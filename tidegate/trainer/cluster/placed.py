@@ -17,9 +17,9 @@ import ray
 from tidegate.errors import StartError
 from tidegate.services import READY_S
 from tidegate.trainer.cluster.calls import ANSWER_S, LostError, answer
-from tidegate.trainer.cluster.hosts import Order
-from tidegate.trainer.cluster.parcels import Parcel
-from tidegate.trainer.cluster.passing import Node
+from tidegate.trainer.cluster.hosts import StartCommand
+from tidegate.trainer.cluster.parcels import FileBundle
+from tidegate.trainer.cluster.passing import ClusterNode
 from tidegate.trainer.parts import Live
 from tidegate.trainer.workers import MAX_RESTARTS, Access, AgentResult
 from tidegate.types import Outcome, TaskView
@@ -30,14 +30,14 @@ PAUSE_S = 0.5
 BEYOND_S = 30.0
 """An actor that says nothing of an agent so long after its deadline is taken for lost."""
 
-Send = Callable[[Path], Awaitable[Parcel]]
+Send = Callable[[Path], Awaitable[FileBundle]]
 """A directory's files, on their way to nodes that do not see it."""
 
 
-class Placed:
+class RemoteProcess:
     """An actor, and what is known of it."""
 
-    def __init__(self, name: str, actor: Any, home: Node, logs: Path) -> None:
+    def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path) -> None:
         self.name = name
         self.shares = False
         """Whether it sees the run's directory."""
@@ -90,14 +90,14 @@ class Placed:
             await asyncio.sleep(PAUSE_S)
 
 
-class PlacedServer(Placed):
+class RemoteServer(RemoteProcess):
     """An engine or a gateway (`parts.Server`)."""
 
     def __init__(
         self,
         name: str,
         actor: Any,
-        home: Node,
+        home: ClusterNode,
         logs: Path,
         *,
         live: Live | None = None,
@@ -134,14 +134,14 @@ class PlacedServer(Placed):
         there: Path = await answer(self._actor.take.remote(parcel), self.name, self._ready_s)
         return there
 
-    async def _order(self) -> Order:
+    async def _order(self) -> StartCommand:
         if self._live is None or self._pinned is None or self._send is None:
-            return Order(self._port or 0)
+            return StartCommand(self._port or 0)
         if self.shares:
             weights, version = self._pinned()
-            return Order(0, weights, version)
+            return StartCommand(0, weights, version)
         weights, version = self._live()
-        return Order(0, await self._send(weights), version)
+        return StartCommand(0, await self._send(weights), version)
 
     async def died(self) -> str:
         """Wait for its end, or its actor's; returns how it ended, in words."""
@@ -166,10 +166,10 @@ class PlacedServer(Placed):
         return self._words
 
 
-class PlacedAgents(Placed):
+class RemoteAgents(RemoteProcess):
     """A process of agents (`crew.Runner`)."""
 
-    def __init__(self, name: str, actor: Any, home: Node, logs: Path) -> None:
+    def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path) -> None:
         super().__init__(name, actor, home, logs)
         self._there = False
         self._losses = 0
@@ -212,10 +212,10 @@ class PlacedAgents(Placed):
         await self.end()
 
 
-class PlacedRank(Placed):
+class RemoteRank(RemoteProcess):
     """A trainer rank (`followed.Following`)."""
 
-    def __init__(self, name: str, actor: Any, home: Node, logs: Path, rank: int) -> None:
+    def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path, rank: int) -> None:
         super().__init__(name, actor, home, logs)
         self.rank = rank
 

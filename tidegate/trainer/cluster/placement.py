@@ -14,7 +14,7 @@ HOME = "trainer-0"
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ActorSlot:
     """A process's place: a bundle, and what it takes of that."""
 
     name: str
@@ -26,7 +26,7 @@ class Seat:
 class Placement:
     """The seats of a run. What has one bundle is on one node."""
 
-    seats: tuple[Seat, ...]
+    seats: tuple[ActorSlot, ...]
 
     @classmethod
     def of(cls, settings: Settings) -> Placement:
@@ -36,22 +36,25 @@ class Placement:
         asks = settings.cluster
         together = [
             [
-                Seat(HOME, 0, _trainer(settings)),
-                Seat("gateway", 0, _asked({"CPU": settings.gateway.shards}, asks.gateway)),
+                ActorSlot(HOME, 0, _trainer(settings)),
+                ActorSlot("gateway", 0, _asked({"CPU": settings.gateway.shards}, asks.gateway)),
             ],
-            *([Seat(f"trainer-{rank}", 0, _trainer(settings))] for rank in range(1, settings.trainer.ranks)),
-            *([Seat(name, 0, _engine(settings))] for name in engine_names(settings)),
-            *([Seat(name, 0, _asked({"CPU": 1}, asks.agents))] for name in agent_names(settings)),
+            *(
+                [ActorSlot(f"trainer-{rank}", 0, _trainer(settings))]
+                for rank in range(1, settings.trainer.ranks)
+            ),
+            *([ActorSlot(name, 0, _engine(settings))] for name in engine_names(settings)),
+            *([ActorSlot(name, 0, _asked({"CPU": 1}, asks.agents))] for name in agent_names(settings)),
         ]
         return cls(
             tuple(
-                Seat(seat.name, bundle, seat.resources)
+                ActorSlot(seat.name, bundle, seat.resources)
                 for bundle, seats in enumerate(together)
                 for seat in seats
             )
         )
 
-    def __getitem__(self, name: str) -> Seat:
+    def __getitem__(self, name: str) -> ActorSlot:
         return next(seat for seat in self.seats if seat.name == name)
 
     @property

@@ -13,7 +13,7 @@ Told = tuple[str, tuple[object, ...]]
 """A method of `Observer`, and its arguments."""
 
 
-class Relay:
+class ObserverRelay:
     """An observer whose news are asked for. Where nobody asks, the oldest are forgotten."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ _SWEEPER = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$0") >/dev/null 2>&1 &'
 """Waits for the end of its standard input, and removes; in the background, as nobody's child."""
 
 
-class Scratch:
+class TempDir:
     """Made in the node's directory for temporary files (TMPDIR)."""
 
     def __init__(self, name: str) -> None:

@@ -17,7 +17,7 @@ CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class ActorSlots:
     """What a run has reserved of a cluster."""
 
     run: str

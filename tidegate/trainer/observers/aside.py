@@ -27,7 +27,7 @@ class Logger(Protocol):
         """No more will come."""
 
 
-class Aside(Silent):
+class BackgroundLogger(Silent):
     """Hands each step's metrics to a logger, in a thread that begins with the run.
 
     `make(step)` makes the logger, `step` being the one the run goes on from (0: it is new). It is called

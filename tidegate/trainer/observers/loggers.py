@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
-from tidegate.trainer.observers.aside import Aside, Logger
+from tidegate.trainer.observers.aside import BackgroundLogger, Logger
 
 
 def check_loggers(settings: Settings) -> None:
@@ -19,11 +19,11 @@ def check_loggers(settings: Settings) -> None:
             )
 
 
-def loggers_of(settings: Settings, say: Callable[[str], None]) -> list[Aside]:
+def loggers_of(settings: Settings, say: Callable[[str], None]) -> list[BackgroundLogger]:
     """Those that the settings name; `say` hears of one that fails."""
 
-    def aside(name: str) -> Aside:
-        return Aside(name, lambda step: MAKERS[name](settings, step), say)
+    def aside(name: str) -> BackgroundLogger:
+        return BackgroundLogger(name, lambda step: MAKERS[name](settings, step), say)
 
     return [aside(name) for name in settings.run.loggers]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tidegate.observer import Observer
 
 
-class Several:
+class CompositeObserver:
     """Tells each of them everything, in order; they are closed in reverse, so that the first hears it all."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:

@@ -25,7 +25,7 @@ from tidegate.serve import Listen, run_app
 from tidegate.viewer.dashboard import views
 from tidegate.viewer.dashboard.episode import Part
 from tidegate.viewer.dashboard.records import Kind
-from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ def _guard(app: FastAPI, *, loopback: bool) -> None:
 
 
 def _refuse(app: FastAPI) -> None:
-    @app.exception_handler(NotThere)
-    async def not_there(_: Request, error: NotThere) -> Response:
+    @app.exception_handler(NotFound)
+    async def not_there(_: Request, error: NotFound) -> Response:
         return _refusal(404, str(error))
 
     @app.exception_handler(RequestValidationError)

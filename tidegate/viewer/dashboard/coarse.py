@@ -14,7 +14,7 @@ LAST = ("step", "time", "version", "episodes", "tokens/sampled_total")
 """Counted since the start of the run, like `groups/…` and `attempts/…`: their newest value stands."""
 
 
-class Coarse:
+class Downsampled:
     """Rows in runs of equal length, each made one; what was made of whole runs is kept while a run grows."""
 
     def __init__(self) -> None:

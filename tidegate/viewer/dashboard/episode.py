@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tidegate.viewer.dashboard.records import Summary, spans_of
-from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.records import EpisodeSummary, spans_of
+from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.episodes import episode as spoken
 from tidegate.viewer.text import known, printable
@@ -31,7 +31,7 @@ class Exported:
     own: frozenset[int]
 
 
-class Tree:
+class EpisodeTree:
     """The turns of a record, by index, each knowing its parent. Damaged turns are left out."""
 
     def __init__(self, record: Record) -> None:
@@ -43,7 +43,7 @@ class Tree:
 
     def turn(self, index: int) -> Record:
         if index not in self.turns:
-            raise NotThere(f"the episode has {len(self.turns)} turns; there is no turn {index}")
+            raise NotFound(f"the episode has {len(self.turns)} turns; there is no turn {index}")
         return self.turns[index]
 
     def path(self, index: int) -> list[int]:
@@ -112,7 +112,7 @@ def versions(turn: Record, start: int, end: int) -> list[int | None]:
     return found
 
 
-def tokens(tree: Tree, index: int, part: Part, texts: Texts, start: int, most: int) -> dict[str, Any]:
+def tokens(tree: EpisodeTree, index: int, part: Part, texts: Texts, start: int, most: int) -> dict[str, Any]:
     """At most `most` tokens of a turn from place `start` on, as columns side by side."""
     turn = tree.turn(index)
     every = ids(turn, part)
@@ -134,7 +134,7 @@ def tokens(tree: Tree, index: int, part: Part, texts: Texts, start: int, most: i
     return found
 
 
-def _before(tree: Tree, turn: Record, part: Part, start: int) -> list[int]:
+def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int]:
     """A few ids that stand before place `start` of a part of a turn."""
     parent = tree.turns.get(turn["parent"]) if turn.get("parent") is not None else None
     before = ids(parent, "sampled")[-CONTEXT:] if parent is not None else []
@@ -143,7 +143,7 @@ def _before(tree: Tree, turn: Record, part: Part, start: int) -> list[int]:
     return [*before, *ids(turn, part)[max(0, start - CONTEXT) : start]][-CONTEXT:]
 
 
-def turn_words(tree: Tree, index: int, state: str, belongs: Iterable[int]) -> dict[str, Any]:
+def turn_words(tree: EpisodeTree, index: int, state: str, belongs: Iterable[int]) -> dict[str, Any]:
     """What is told of a turn besides its tokens; `belongs` are the numbers of its sequences."""
     turn = tree.turns[index]
     prompt = sum(len(ids(tree.turns[one], part)) for one in tree.path(index)[:-1] for part in PARTS)
@@ -172,12 +172,12 @@ def turn_words(tree: Tree, index: int, state: str, belongs: Iterable[int]) -> di
 PARTS: Sequence[Part] = ("given", "sampled")
 
 
-def shown(one: Summary, record: Record, state: str, texts: Texts, budget: int) -> dict[str, Any]:
+def shown(one: EpisodeSummary, record: Record, state: str, texts: Texts, budget: int) -> dict[str, Any]:
     """An episode: what is known of it, its messages, its turns, and tokens as far as `budget` reaches.
 
     Sampled tokens come before given ones where there is no room for all; the rest is asked for by turn.
     """
-    tree = Tree(record)
+    tree = EpisodeTree(record)
     sequences = tree.sequences()
     turns = {}
     for index in tree.turns:

@@ -45,7 +45,7 @@ class Quarantined:
     why: str
 
 
-class GroupBook:
+class LedgerGroups:
     """Follows the ledger entry by entry. Attempts are kept only where they came to nothing: those that did
     not are in the trajectory files."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tidegate.viewer.dashboard.follow import goes_on, json_object, whole_lines
-from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.text import known, printable
 
 Kind = Literal["step", "eval", "failed"]
@@ -23,7 +23,7 @@ LONGEST_ERROR = 400
 
 
 @dataclass(slots=True)
-class Summary:
+class EpisodeSummary:
     """One record, as a list shows it; `line` is its place in the file, from 0."""
 
     line: int
@@ -52,14 +52,14 @@ class Summary:
         return {name: getattr(self, name) for name in self.__slots__ if name not in hidden}
 
 
-def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> Summary:
+def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> EpisodeSummary:
     """The words on one record; missing fields are left out, never an error."""
     turns = [one for one in _list(record.get("turns")) if isinstance(one, Mapping)]
     versions = [int(span[0]) for turn in turns for span in spans_of(turn)]
     metadata = record.get("metadata")
     attempt = record.get("attempt") or (metadata.get("attempt") if isinstance(metadata, Mapping) else None)
     slot = record.get("slot")
-    return Summary(
+    return EpisodeSummary(
         line=line,
         offset=offset,
         length=length,
@@ -99,8 +99,8 @@ class RecordFile:
 
     path: Path
     name: str
-    summaries: list[Summary] = field(default_factory=list)
-    groups: dict[str, list[Summary]] = field(default_factory=dict)
+    summaries: list[EpisodeSummary] = field(default_factory=list)
+    groups: dict[str, list[EpisodeSummary]] = field(default_factory=dict)
     seen: tuple[int, int, int] = (0, 0, 0)
     """What tells one state of the file from another."""
     _end: int = 0
@@ -111,7 +111,7 @@ class RecordFile:
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the with below
         except FileNotFoundError:
-            raise NotThere(f"the run has no {self.name}: {self.path.name} was not written") from None
+            raise NotFound(f"the run has no {self.name}: {self.path.name} was not written") from None
         with file:
             found = os.fstat(file.fileno())
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -126,7 +126,7 @@ class RecordFile:
                     self._add(summary(len(self.summaries), offset, len(line), record))
             self.seen = seen
 
-    def _add(self, one: Summary) -> None:
+    def _add(self, one: EpisodeSummary) -> None:
         self.summaries.append(one)
         if one.group:
             self.groups.setdefault(one.group, []).append(one)
@@ -134,21 +134,21 @@ class RecordFile:
     def read(self, line: int) -> dict[str, Any]:
         """One whole record. Raises NotThere for a line that the file does not hold."""
         if not 0 <= line < len(self.summaries):
-            raise NotThere(f"{self.name} has {len(self.summaries)} episodes; there is none at place {line}")
+            raise NotFound(f"{self.name} has {len(self.summaries)} episodes; there is none at place {line}")
         one = self.summaries[line]
         with open(self.path, "rb") as file:
             found = os.fstat(file.fileno())
             file.seek(one.offset)
             record = json_object(file.read(one.length))
         if found.st_ino != self.seen[0] or record is None:
-            raise NotThere(f"{self.name} is being written again; ask once more")
+            raise NotFound(f"{self.name} is being written again; ask once more")
         return record
 
-    def group(self, group_id: str) -> list[Summary]:
+    def group(self, group_id: str) -> list[EpisodeSummary]:
         """The members of a group in slot order. Raises NotThere."""
         found = self.groups.get(group_id)
         if not found:
-            raise NotThere(f"{self.name} holds no group {group_id!r}")
+            raise NotFound(f"{self.name} holds no group {group_id!r}")
         return sorted(found, key=lambda one: (one.slot is None, one.slot or 0, one.line))
 
 
@@ -166,7 +166,7 @@ class Records:
         with self._lock:
             return self._file(kind, number)
 
-    def read(self, kind: Kind, number: int, line: int) -> tuple[Summary, dict[str, Any]]:
+    def read(self, kind: Kind, number: int, line: int) -> tuple[EpisodeSummary, dict[str, Any]]:
         """One record and the words on it. Raises NotThere."""
         with self._lock:
             file = self._file(kind, number)

@@ -5,5 +5,5 @@ from __future__ import annotations
 from tidegate.errors import TidegateError
 
 
-class NotThere(TidegateError):
+class NotFound(TidegateError):
     """A step, group, episode or turn that the run's files do not hold; the message names it."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidegate.viewer.books import BookKeeper, Books, committed
-from tidegate.viewer.dashboard.coarse import Coarse
+from tidegate.viewer.books import LedgerCounter, LedgerCounts, committed
+from tidegate.viewer.dashboard.coarse import Downsampled
 from tidegate.viewer.dashboard.follow import Tail
-from tidegate.viewer.dashboard.ledger import GroupBook, GroupEntry
-from tidegate.viewer.dashboard.records import Records, Summary
+from tidegate.viewer.dashboard.ledger import GroupEntry, LedgerGroups
+from tidegate.viewer.dashboard.records import EpisodeSummary, Records
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.files import RunFiles, enter_row, read_settings, run_directory
 
@@ -51,9 +51,9 @@ class FollowedRun:
         self.texts = Texts(run_dir, None)
         self._config: tuple[int, int] | None = None
         self.records = Records(run_dir)
-        self.book = GroupBook()
-        self._coarse = Coarse()
-        self._keeper = BookKeeper()
+        self.book = LedgerGroups()
+        self._coarse = Downsampled()
+        self._keeper = LedgerCounter()
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._ledger = Tail(run_dir / "ledger.jsonl")
         self._restarts = 0
@@ -101,7 +101,7 @@ class FollowedRun:
     def _read_ledger(self) -> None:
         if self._ledger.restarted():
             self._restarts += 1
-            self.book, self._keeper = GroupBook(), BookKeeper()
+            self.book, self._keeper = LedgerGroups(), LedgerCounter()
         for entry in self._ledger.objects():
             self.book.enter(entry)
             self._keeper.enter(entry)
@@ -116,11 +116,11 @@ class FollowedRun:
                 self._made[name] = found
             return found[1]
 
-    def books(self) -> Books | None:
+    def books(self) -> LedgerCounts | None:
         """None where there is no ledger yet."""
         if not self._ledger.offset:
             return None
-        books: Books = self.made("books", lambda: self._keeper.books(self._committed))
+        books: LedgerCounts = self.made("books", lambda: self._keeper.books(self._committed))
         return books
 
     def curves(self) -> RunFiles:
@@ -136,7 +136,7 @@ class FollowedRun:
                 found.append(f"{tail.path.name} has {lines} not JSON and left out")
         return found
 
-    def state_of(self, one: Summary) -> str:
+    def state_of(self, one: EpisodeSummary) -> str:
         """What became of an episode, by the ledger where it knows, else as its record says."""
         if one.state is None:
             return "eval"

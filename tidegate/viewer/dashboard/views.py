@@ -12,8 +12,8 @@ from tidegate.viewer.books import STATES
 from tidegate.viewer.chart import Chart
 from tidegate.viewer.dashboard import episode
 from tidegate.viewer.dashboard.eval_results import eval_results
-from tidegate.viewer.dashboard.records import Kind, RecordFile, Summary
-from tidegate.viewer.dashboard.refusal import NotThere
+from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile
+from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.files import Row
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
@@ -132,7 +132,7 @@ def step(run: FollowedRun, number: int) -> Wire:
         after = [int(one["step"]) for one in rows[at + (row is not None) :][:1]]
     written = number in run.records.numbers("step")
     if row is None and not written:
-        raise NotThere(f"the run has not taken step {number}")
+        raise NotFound(f"the run has not taken step {number}")
     return {
         "step": number,
         "metrics": row,
@@ -162,7 +162,7 @@ def groups(run: FollowedRun, number: int, which: str | None, start: int, most: i
     }
 
 
-def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Summary]) -> Wire:
+def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[EpisodeSummary]) -> Wire:
     ordered = sorted(members, key=lambda one: (one.slot is None, one.slot or 0, one.line))
     rewards = [one.reward for one in members if one.reward is not None]
     entry = run.group_entry(group_id)
@@ -216,7 +216,7 @@ def more_tokens(
     run: FollowedRun, kind: Kind, number: int, line: int, turn: int, part: episode.Part, start: int, most: int
 ) -> Wire:
     _, record = run.records.read(kind, number, line)
-    return episode.tokens(episode.Tree(record), turn, part, run.texts, start, most)
+    return episode.tokens(episode.EpisodeTree(record), turn, part, run.texts, start, most)
 
 
 def evaluations(run: FollowedRun) -> Wire:
@@ -275,23 +275,23 @@ def compared(
     }
 
 
-def _gain(before: Summary | None, after: Summary | None) -> float | None:
+def _gain(before: EpisodeSummary | None, after: EpisodeSummary | None) -> float | None:
     if before is None or after is None or before.reward is None or after.reward is None:
         return None
     return after.reward - before.reward
 
 
-def _by_task(run: FollowedRun, number: int, chosen: tuple[str, str]) -> dict[str, Summary]:
+def _by_task(run: FollowedRun, number: int, chosen: tuple[str, str]) -> dict[str, EpisodeSummary]:
     """The first episode of each task."""
     file: RecordFile = run.records.file("eval", number)
-    found: dict[str, Summary] = {}
+    found: dict[str, EpisodeSummary] = {}
     for one in file.summaries:
         if (one.eval_set, one.mode) == chosen:
             found.setdefault(one.task, one)
     return found
 
 
-def _short(one: Summary | None) -> Wire | None:
+def _short(one: EpisodeSummary | None) -> Wire | None:
     if one is None:
         return None
     return {"line": one.line, "reward": one.reward, "outcome": one.outcome, "tokens": one.tokens}
@@ -302,7 +302,7 @@ def failures(run: FollowedRun, start: int, most: int) -> Wire:
     run.look()
     try:
         summaries = run.records.file("failed", 0).summaries
-    except NotThere:
+    except NotFound:
         summaries = []
     books = run.books()
     page = summaries[::-1][start : start + most]
