@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tidegate.errors import EngineError, GatewayError, UnfitEngineError
@@ -101,7 +101,12 @@ class World:
         self.machines.setdefault(url, Machine(label))
         await self.add_engine(url)
 
-    def back(self, url: str, label: str) -> None:
+    async def started(self) -> None:
+        """A process starts, which takes longer than to look at an engine and tell the gateway of it."""
+        await self.until(lambda: not self.engines._telling.locked())
+
+    async def back(self, url: str, label: str) -> None:
+        await self.started()
         machine = self.machines[url]
         machine.alive = True
         if machine.label != label and url in self.rows:
@@ -301,7 +306,7 @@ async def test_one_that_came_back_with_older_weights_is_brought_to_the_live_ones
         await world.until(lambda: world.serves("new"))
         await world.publish()
         world.machines["new"].alive = False
-        world.back("new", "default")
+        await world.back("new", "default")
         await world.until(lambda: world.serves("new"))
         assert world.machines["new"].loads == [0, 1, 1]
 
@@ -331,6 +336,7 @@ HAPPENINGS = st.one_of(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(HAPPENINGS, max_size=25))
+@example([("join", "b"), ("tick", 6), ("join", "a"), ("kill", "b")])
 def test_whatever_joins_leaves_and_dies_no_call_reaches_other_weights(story: list[tuple[str, Any]]) -> None:
     asyncio.run(_told(story))
 
@@ -345,6 +351,7 @@ async def _told(story: list[tuple[str, Any]]) -> None:
                 for _ in range(which):
                     await asyncio.sleep(0)
             elif what == "join" and which not in world.rows:
+                await world.started()
                 world.machines[which] = Machine("default")
                 await world.join(which)
             elif what == "leave":
@@ -352,14 +359,14 @@ async def _told(story: list[tuple[str, Any]]) -> None:
             elif what == "kill" and which in world.machines:
                 world.machines[which].alive = False
             elif what == "back" and which in world.machines and not world.machines[which].alive:
-                world.back(which, "default")
+                await world.back(which, "default")
             elif what == "refuse" and which in world.machines:
                 world.machines[which].fault = EngineError("no")
             world.check()
         for url, machine in world.machines.items():
             machine.fault = None
             if not machine.alive:
-                world.back(url, "default")
+                await world.back(url, "default")
         if publishing is not None:
             await publishing
         await world.publish()

@@ -34,6 +34,8 @@ class EngineMembership:
         """Told with every look whether any engine serves."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Their control addresses, by URL."""
+        self._joining: set[str] = set()
+        """Members that were brought to a version, and have not served yet."""
         self._trial: set[str] = set()
         """Members that the next publish has to bring to its version, or they are refused."""
         self._work: dict[str, asyncio.Task[None]] = {}
@@ -131,6 +133,7 @@ class EngineMembership:
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
                 self._trial.discard(url)
+                self._joining.discard(url)
                 self._note(f"engine {url} left")
             for url in self._work.keys() - rows.keys():
                 self._work.pop(url).cancel()
@@ -175,8 +178,8 @@ class EngineMembership:
             if brought == {publisher.live[1]}:
                 break
         self._members[url] = control  # with no wait in between: the next publish is for it too
-        if await self._tell(url):
-            self._note(f"engine {url} joined, at version {publisher.live[1]}")
+        self._joining.add(url)
+        await self._tell(url)
 
     async def _not_by_files(self, url: str, control: tuple[str, ...], error: EngineError) -> None:
         """One that cannot read the weights may be one that they can be sent to."""
@@ -194,20 +197,28 @@ class EngineMembership:
             await self._tell(url)
 
     async def _tell(self, url: str) -> bool:
-        """Tell the gateway whether an engine serves: it does if nothing of it is out of service."""
+        """Tell the gateway whether an engine serves: it does if nothing of it is out of service and it
+        attests the live version, for it may have been started again since it was brought to it."""
         async with self._telling:
-            serves = url in self._members and self._lead.out.isdisjoint(self._members[url])
+            control = self._members.get(url, ())
+            serves = (
+                bool(control) and self._lead.out.isdisjoint(control) and await self._lead.attested(control)
+            )
             try:
                 await self._gateway.admit_engine(url, serves)
             except GatewayError as error:
                 if error.status != 404:  # it was removed meanwhile
                     raise
                 return False
+        if serves and url in self._joining:
+            self._joining.discard(url)
+            self._note(f"engine {url} joined, at version {self._lead.live[1]}")
         return serves
 
     async def _refuse(self, url: str, why: str) -> None:
         self._members.pop(url, None)
         self._trial.discard(url)
+        self._joining.discard(url)
         self._note(f"engine {url} is refused: {why}")
         await self._gateway.remove_engine(url)
 

@@ -156,6 +156,12 @@ class Publisher:
         await self.quarantine(url, why)
         return False
 
+    async def attested(self, urls: Sequence[str]) -> bool:
+        """Whether all of them attest what is live."""
+        async with aiohttp.ClientSession() as http:
+            labels = await asyncio.gather(*(EngineControl(url, http).label() for url in urls))
+        return set(labels) == {str(self.live[1])}
+
     def expect(self, urls: Iterable[str]) -> None:
         """They are out of service; the next publish tells of them whether it could bring them to it."""
         self.out.update(urls)
