@@ -14,17 +14,17 @@ import pytest
 from tests.rag_stand import FakeIndex
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalUnavailable
-from tidegate.rag.batcher import Batcher, BatchOptions
+from tidegate.rag.batcher import QueryBatcher, BatchOptions
 from tidegate.rag.metrics import RetrievalMetrics
 from tidegate.rag.questions import Query, answer_all
 from tidegate.rag.retrieval import RagOptions
 
 
 @contextlib.asynccontextmanager
-async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[Batcher]:
+async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[QueryBatcher]:
     executor = ThreadPoolExecutor(1, thread_name_prefix="search")
     settings = BatchOptions(**{"window_s": 0.0, **options})  # type: ignore[arg-type]
-    made = Batcher(lambda questions: answer_all(index, questions), executor, settings, RetrievalMetrics())
+    made = QueryBatcher(lambda questions: answer_all(index, questions), executor, settings, RetrievalMetrics())
     try:
         yield made
     finally:
@@ -33,13 +33,13 @@ async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[Batcher]:
         executor.shutdown()
 
 
-async def ask(made: Batcher, *queries: str, k: int = 1, mode: str = "dense") -> list[str]:
+async def ask(made: QueryBatcher, *queries: str, k: int = 1, mode: str = "dense") -> list[str]:
     """The best document of each query."""
     found = await made.ask([Query(query, k, mode) for query in queries])
     return [rows[0].id for rows in found]
 
 
-async def busy(made: Batcher, index: FakeIndex) -> asyncio.Task[list[str]]:
+async def busy(made: QueryBatcher, index: FakeIndex) -> asyncio.Task[list[str]]:
     """A batch of the query "0" that is computed until the index' gate opens."""
     index.gate.clear()
     task = asyncio.create_task(ask(made, "0"))

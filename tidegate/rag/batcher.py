@@ -54,7 +54,7 @@ class _Entry:
     askers: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
-class Batcher:
+class QueryBatcher:
     """Made within a running event loop. `answer` is called in `executor`, never twice at the same time; it
     gives an answer for each question, in their order."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tidegate.errors import ConfigError, RetrievalRefused, RetrievalUnavailable
 from tidegate.loading import did_you_mean
 from tidegate.prometheus import prometheus
-from tidegate.rag.batcher import Batcher, BatchOptions
+from tidegate.rag.batcher import QueryBatcher, BatchOptions
 from tidegate.rag.cache import Cache
 from tidegate.rag.client import NO_DOCUMENT, SearchResult
 from tidegate.rag.corpus import Document
@@ -68,7 +68,7 @@ class _LoadedIndex:
     ) -> None:
         self.index = index
         self.cache = Cache(options.cache_bytes)
-        self.batcher = Batcher(
+        self.batcher = QueryBatcher(
             lambda questions: answer_all(index, questions), executor, options.batches, metrics
         )
 
