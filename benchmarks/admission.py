@@ -21,8 +21,8 @@ from common import Check, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.admission_driver import World
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.rules import Rules
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
 
 EVENTS_A_WORLD = 20_000
 BASELINE_EVENTS = 50_000

@@ -33,14 +33,14 @@ from common import Check, report
 
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.trainer.audit import audit_run
-from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.evaluate import Evaluator
-from tidegate.trainer.guard import TaskSupervisor
-from tidegate.trainer.local import LocalProcesses
-from tidegate.trainer.metrics import read_metrics
-from tidegate.trainer.processes import start_processes
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.processes.launcher import start_processes
+from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.records.metrics import read_metrics
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 

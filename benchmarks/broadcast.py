@@ -28,12 +28,12 @@ from common import Check, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
-from tidegate.services import Service
-from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.followed import rank_processes
-from tidegate.trainer.guard import TaskSupervisor
-from tidegate.trainer.ranks import Ranks
-from tidegate.trainer.sender import WeightBroadcaster
+from tidegate.service.service import Service
+from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.processes.rank_process import rank_processes
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.engine_control import EngineControl
 
 Buckets = Generator[dict[str, torch.Tensor], None, None]
 WAYS = ("one ahead", "all first", "all first, paused")

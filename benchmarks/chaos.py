@@ -33,7 +33,7 @@ from common import Check, report
 from lineage import lineage_of
 
 from tidegate.failpoints import PASSED, VARIABLE
-from tidegate.trainer.audit import audit_run
+from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo" / "config.toml"

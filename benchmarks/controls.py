@@ -24,9 +24,9 @@ from common import Check, report
 
 from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.trainer.audit import audit_run
-from tidegate.trainer.credit import Advantage, Credit, GroupCredit
-from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.batch.credit import Advantage, Credit, GroupCredit
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.types import Group
 from tidegate.viewer.live import make_view

@@ -45,11 +45,11 @@ import torch
 from common import Check, report
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import parse_generate
-from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import parse_generate
+from tidegate.engine.scheduling.scheduler import Scheduler
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_base" / "model"
 COUNTS = (1, 16, 64, 128)

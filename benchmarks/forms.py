@@ -28,8 +28,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import Settings, TrainerSettings
 from tidegate.plan.memory import memory_plan, read_shape
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.policy import Policy
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -25,7 +25,7 @@ from turns.material import write_replies
 from turns.systems import Loader, Processes, System, rllm_python
 
 from tidegate.gateway.client import GatewayClient
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Sampling
 
 ROOT = Path(__file__).parents[1]

@@ -44,13 +44,13 @@ from step import Work, flops
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings, load_settings
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import Generation, parse_generate
-from tidegate.engine.scheduler import Scheduler
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.policy import Policy
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import Generation, parse_generate
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.policy import Policy
 
 Results = list[dict[str, Any]]
 

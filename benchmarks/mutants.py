@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - a fault a line reads best
 """Faults planted in the admission core, one at a time: do its tests see each of them?
 
-Every fault is one line of `tidegate/trainer/admission.py` (or `rules.py`, `groups.py`, `outage.py`, `resume.py`)
+Every fault is one line of `tidegate/trainer/admission/core.py` (or `rules.py`, `groups.py`, `outage.py`, `resume.py`)
 changed in a copy of the package; then the core's own tests run against the copy. A fault that no test sees is a hole in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
@@ -20,7 +20,7 @@ from pathlib import Path
 from common import Check, report
 
 ROOT = Path(__file__).parents[1]
-CORE = Path("tidegate/trainer/admission.py")
+CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE, RESUME = (
     CORE.with_name(f"{one}.py") for one in ("rules", "groups", "outage", "resume")
 )

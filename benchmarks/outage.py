@@ -31,7 +31,7 @@ from common import Check, report
 from lineage import lineage_of
 
 from tidegate.config import load_settings
-from tidegate.trainer.audit import audit_run
+from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -23,8 +23,8 @@ from poisoned_solver import poison_of
 
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.trainer.audit import audit_run
-from tidegate.trainer.ledger import read_ledger
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.ledger.ledger import read_ledger
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 

@@ -27,7 +27,7 @@ from retrieval.material import make_encoder, make_index, queries
 from retrieval.systems import RagProcesses, Searches
 from turns.systems import System
 
-from tidegate.rag.searcher import Searcher
+from tidegate.rag.index.searcher import Searcher
 
 LONE, CLIENTS = 1, (64, 256)
 LONE_QUERIES = 60

@@ -32,7 +32,7 @@ from tidegate.simulation.calibrate import rules_of, scenario_of
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import AgentModel, EngineModel, RuleModel, Scenario, Spread, TrainerModel
 from tidegate.simulation.world import SimulatedRun
-from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 

@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidegate.agents.solver import TOOLS
 from tidegate.config import DECOUPLED, LOSSES, TrainerSettings
 from tidegate.envs.arithmetic import Arithmetic
-from tidegate.trainer.batches import rows_to_train
-from tidegate.trainer.credit import GroupCredit
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.batcher import rows_to_train
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
 TINY_BASE = Path(__file__).parents[1] / "examples" / "tiny_base"

@@ -26,9 +26,9 @@ from common import Check, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import TrainSequence, rows_of
-from tidegate.trainer.layout import bundles
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 4096

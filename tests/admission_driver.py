@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.checkpoint import Checkpoint
-from tidegate.trainer.entries import LedgerEntry, State
-from tidegate.trainer.groups import AdmissionProgress, BatchSelection, Phase
-from tidegate.trainer.resume import LedgerState
-from tidegate.trainer.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
+from tidegate.trainer.checkpoint.checkpoint import Checkpoint
+from tidegate.trainer.ledger.entries import LedgerEntry, State
+from tidegate.trainer.ledger.recovery import LedgerState
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 

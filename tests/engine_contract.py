@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.integration.engine_http import Client
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.services import Service
+from tidegate.service.service import Service
 
 LONG = 400
 META = {

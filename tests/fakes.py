@@ -21,9 +21,9 @@ from openai import AsyncOpenAI
 
 from tests.serving import served as served
 from tests.waiting import eventually as eventually
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.real_tokenizer import tekken
 from tests.tiny_tokenizer import tiny_backend
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -20,7 +20,7 @@ from tests.fakes import eventually
 from tidegate import failpoints
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.server import GatewayOptions, serve
-from tidegate.serve import Listen, bind
+from tidegate.service.serve import Listen, bind
 
 KEY = "admin"
 DIES_S = 20.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from tidegate.gateway.journal import Recovered
-from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.journal.base import Recovered
+from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Outcome
 
 OPEN, CLOSING, FINISHED = "open", "closing", "finished"

@@ -17,15 +17,15 @@ import pytest
 from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences, told
 from tidegate import failpoints
 from tidegate.gateway import gateway as gateway_module
-from tidegate.gateway import journal_disk
-from tidegate.gateway.ask import TurnRequest, digest_of
-from tidegate.gateway.calls import PendingTurn
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.journal_load import load
+from tidegate.gateway.journal import sqlite
+from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.protocol import GenerateRequest, GenerateResult
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.gateway.request import TurnRequest, digest_of
+from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import VersionSpan
 
 Files = dict[str, bytes]
@@ -66,7 +66,7 @@ class World:
         self._looked_at: tuple[Files, State] = ({}, self.state)
         self._words = 0
         self._sampled = 0
-        patch.setattr(journal_disk, "LAZY_S", 3600.0)
+        patch.setattr(sqlite, "LAZY_S", 3600.0)
         patch.setattr(gateway_module, "SWEEP_S", 3600.0)
         patch.setattr(gateway_module, "certify", functools.cache(gateway_module.certify))
         patch.setattr(failpoints, "reach", self._reach)
@@ -135,8 +135,8 @@ class World:
         torn = []
         for before, after in pairwise(moments):
             old, new = before.files, after.files
-            log = f"{journal_disk.FILE}-wal"
-            if old.keys() == new.keys() and old[journal_disk.FILE] == new[journal_disk.FILE]:
+            log = f"{sqlite.FILE}-wal"
+            if old.keys() == new.keys() and old[sqlite.FILE] == new[sqlite.FILE]:
                 size = int(len(new.get(log, b"")) * (0.5 if crash is None else crash))
                 mixed = new.get(log, b"")[:size] + old.get(log, b"")[size:]
                 torn.append(Moment(f"torn at {size}, {after.place}", {**new, log: mixed}))
@@ -157,7 +157,7 @@ class World:
 
     async def _loaded(self, files: Files) -> Any:
         moments, self._moments = self._moments, None
-        connection = journal_disk._opened(self._laid("look", files) / journal_disk.FILE)
+        connection = sqlite._opened(self._laid("look", files) / sqlite.FILE)
         try:
             recovered = load(connection)
         finally:

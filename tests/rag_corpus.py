@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from tidegate.rag.build import Plan, build
-from tidegate.rag.manifest import Manifest
-from tidegate.rag.news import BuildProgress
+from tidegate.rag.index.manifest import Manifest
+from tidegate.rag.progress import BuildProgress
 
 PLACES = ("harbour", "bridge", "market", "library", "tower", "garden", "station", "museum")
 TRADES = ("mayor", "baker", "pilot", "judge", "painter", "doctor", "teacher")

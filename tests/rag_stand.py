@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from tests.serving import served
 from tests.waiting import eventually
-from tidegate.rag.app import create_app
-from tidegate.rag.corpus import Document
-from tidegate.rag.retrieval import RagOptions, Retrieval
+from tidegate.rag.corpus.corpus import Document
+from tidegate.rag.server.app import create_app
+from tidegate.rag.server.service import RagOptions, Retrieval
 
 
 class Match(NamedTuple):

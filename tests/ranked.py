@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tidegate.trainer.follower import RankInit
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.distributed.rank_main import RankInit
+from tidegate.trainer.policy.policy import Policy
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -15,10 +15,10 @@ import ray
 from tests.ray_cluster import SEATS
 from tidegate.config import load_settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.calls import LostError, answer
+from tidegate.trainer.cluster.actor_calls import LostError, answer
+from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.connect import connected, reserved
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.seats import ActorSlots
 
 
 class Failing:

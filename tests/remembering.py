@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.engine.params import SamplingParams
-from tidegate.engine.requests import Generation
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.slots import Slots
+from tidegate.engine.requests.params import SamplingParams
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.slots import Slots
 
 VOCAB = 1000
 

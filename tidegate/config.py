@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.cluster_settings import ClusterSettings
-from tidegate.sections import DirectoryName, HttpUrl, SettingsSection, load
+from tidegate.settings.cluster import ClusterSettings
+from tidegate.settings.sections import DirectoryName, HttpUrl, SettingsSection, load
 
 
 class RunSettings(SettingsSection):

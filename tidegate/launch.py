@@ -16,11 +16,11 @@ from tidegate.config import Settings
 from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import Observer
-from tidegate.trainer.local import LocalProcesses
-from tidegate.trainer.observers.loggers import check_loggers, loggers_of
-from tidegate.trainer.observers.several import CompositeObserver
-from tidegate.trainer.parts import ProcessProvider
+from tidegate.trainer.loggers.composite import CompositeObserver
+from tidegate.trainer.loggers.registry import check_loggers, loggers_of
 from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tidegate.rag.searcher import Searcher
-from tidegate.serve import Listen, bind, run_app
+from tidegate.rag.index.searcher import Searcher
+from tidegate.service.serve import Listen, bind, run_app
 
 WINDOW_S, MAX_BATCH, K = 0.1, 64, 5
 Rows = list[dict[str, Any]]

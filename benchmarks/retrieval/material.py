@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from tidegate.rag.build import Plan, build
-from tidegate.rag.news import BuildProgress
+from tidegate.rag.progress import BuildProgress
 
 DOCUMENTS, DIMENSION, WORDS = 50_000, 384, 30_000
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]

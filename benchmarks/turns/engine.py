@@ -19,7 +19,7 @@ import httptools
 import orjson
 import uvloop
 
-from tidegate.serve import url_of, write_whole
+from tidegate.service.serve import url_of, write_whole
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n%b"

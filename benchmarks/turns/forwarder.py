@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from tidegate.serve import Listen, bind, run_app
+from tidegate.service.serve import Listen, bind, run_app
 
 
 def create_app(upstream: str) -> FastAPI:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:  # the load generator needs none of it
-    from tidegate.gateway.render import Renderer
+    from tidegate.gateway.rendering.renderer import Renderer
 
 TURN_TOKENS = 64
 _VERSION = "7"

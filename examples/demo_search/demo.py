@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tidegate.config import load_settings
-from tidegate.envs.search_world import documents, make_world
+from tidegate.envs.search.synthetic_world import documents, make_world
 from tidegate.errors import TidegateError
-from tidegate.services import Service
+from tidegate.service.service import Service
 
 CONFIG = Path(__file__).with_name("config.toml")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from examples.bases.episodes import TOOL_CALL, episodes, load, show
 from examples.search_base.make import TOOLS
-from tidegate.envs.search_world import Fact, SyntheticWorld, WorldQuestion, make_world
+from tidegate.envs.search.synthetic_world import Fact, SyntheticWorld, WorldQuestion, make_world
 
 MAX_TURNS = 5
 MAX_TOKENS = 40

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.bases import recipe
-from tidegate.envs.search_world import FACTS, KINDS, QUERIES, SYLLABLES, Fact, Kind, held_out_name
+from tidegate.envs.search.synthetic_world import FACTS, KINDS, QUERIES, SYLLABLES, Fact, Kind, held_out_name
 
 SEED = 17
 BATCH = 32

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidegate.trainer.audit import Audit, audit_run
+from tidegate.trainer.ledger.audit import Audit, audit_run
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "examples" / "demo" / "config.toml"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.runs import TrainProcess, gone, held, ledger, metrics, training
 from tidegate.errors import StartError
-from tidegate.trainer.servers import MAX_RESTARTS
+from tidegate.trainer.processes.servers import MAX_RESTARTS
 
 pytestmark = pytest.mark.slow
 

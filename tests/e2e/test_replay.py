@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.runs import held, training
 from tidegate.cli import main
-from tidegate.trainer.trajectories import read_lines, step_files
+from tidegate.trainer.records.trajectories import read_lines, step_files
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from tests.fuzzing.dialects.base import Answer, Dialect
 from tests.fuzzing.histories import changed
 from tests.fuzzing.values import spoiled, written
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.tree import TurnNode
+from tidegate.gateway.sessions.tree import TurnNode
 
 _REPLIES = [
     "Four.", "", " ", "é🍎\n\nzz", "<tool_call>oops", '<tool_call>{"name": 1}</tool_call>',

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tidegate.engine.model import Model
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import Generation, parse_generate
-from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.model.model import Model
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import Generation, parse_generate
+from tidegate.engine.scheduling.scheduler import Scheduler
 
 
 class Driver:

@@ -12,7 +12,7 @@ import aiohttp
 
 from tests.serving import served
 from tidegate.engine.engine import Engine
-from tidegate.engine.server import create_app
+from tidegate.engine.server.server import create_app
 
 DEADLINE_S = 30.0
 

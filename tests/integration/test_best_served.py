@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from tests.integration.engine_http import Client
 from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.services import Service
-from tidegate.trainer.best import BestCheckpoint
-from tidegate.trainer.policy import Policy
+from tidegate.service.service import Service
+from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.policy.policy import Policy
 
 
 async def test_served_logprobs_are_those_of_plain_transformers(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from tests.fakes import FakeEngine, Fault
 from tidegate.config import Settings
-from tidegate.doctor.examine import Examination
+from tidegate.doctor.doctor import Examination
 from tidegate.doctor.findings import Finding, Level
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
 
 GOOD_AGENT = """

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.integration.engine_drive import Driver, worst_error
 from tests.tape import Tapes
 from tests.tiny import make_tiny_model
-from tidegate.engine import rows
-from tidegate.engine.decode import Recorded, Size
-from tidegate.engine.model import Model, load_model, probe
+from tidegate.engine.model.decode import Recorded, Size
+from tidegate.engine.model.model import Model, load_model, probe
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Generation
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling import running_batch
 
 SLOTS, CONTEXT = 8, 256
 
@@ -103,7 +103,7 @@ def test_a_padding_row_leaves_a_half_computed_prompt_alone(
     eager: Model, recorded: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five decode in a size of eight, so three are padding; the sixth row is being prefilled meanwhile."""
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 16)
 
     def play(driver: Driver) -> list[Generation]:
         talking = ask(driver, prompts(5, 3, 9, seed=3), max_new_tokens=60)

@@ -11,10 +11,10 @@ import torch
 
 from tests.integration.engine_drive import Driver, plain_logprobs, worst_error
 from tests.tiny import make_tiny_model
-from tidegate.engine import rows
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.requests import Generation
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling import running_batch
 
 TOLERANCE = 1e-4
 
@@ -294,7 +294,7 @@ def test_long_prompts_in_chunks_are_exact_and_say_what_was_cached(
     loaded: tuple[Model, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of 32 tokens between the steps of others; some begin where an earlier one was."""
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 32)
     model, plain = loaded
     driver = Driver(model)
     talking = [driver.submit(prompt, max_new_tokens=60) for prompt in prompts(3, seed=5)]

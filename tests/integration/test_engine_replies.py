@@ -19,9 +19,9 @@ from tests.integration.engine_http import Client, serving
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.engine.engine import Engine
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.text import TokenDecoder
+from tidegate.engine.requests.detokenizer import TokenDecoder
 
 VOCAB = 640
 
@@ -198,7 +198,7 @@ async def test_a_grammar_that_fails_midway_fails_its_own_request(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever makes a matcher refuse a token: its request gets an error, the others go on."""
-    from tidegate.engine.grammar import Grammar
+    from tidegate.engine.requests.grammar import Grammar
 
     monkeypatch.setattr(Grammar, "allowed", lambda self, vocab: torch.zeros(vocab, dtype=bool).numpy())
     body = {"input_ids": [1], "sampling_params": {"regex": "(zq){9}", "ignore_eos": True}}

@@ -16,9 +16,9 @@ from tests.integration.engine_http import Client, serving
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.engine.engine import Engine
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.text import TokenDecoder
+from tidegate.engine.requests.detokenizer import TokenDecoder
 
 LONG = 1000
 """Output tokens that outlast whatever a test does meanwhile (a second or more)."""

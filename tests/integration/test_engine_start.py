@@ -16,12 +16,12 @@ import transformers
 
 from tests.tiny import make_tiny_model
 from tests.waiting import announced
-from tidegate import checksum
-from tidegate.engine.model import load_model
+from tidegate.engine.model.model import load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.server import serve
+from tidegate.engine.server.server import serve
 from tidegate.errors import StartError
-from tidegate.serve import Listen, bind
+from tidegate.service.serve import Listen, bind
+from tidegate.weights import checksum
 
 SMALL = {
     "vocab_size": 64,
@@ -147,13 +147,13 @@ SERVE = """
 import sys
 from pathlib import Path
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.server import serve
-from tidegate.serve import Listen
+from tidegate.engine.server.server import serve
+from tidegate.service.serve import Listen
 {before}
 serve(EngineOptions(Path(sys.argv[1]), max_context=512), Listen(announce=Path(sys.argv[2]), owned=True))
 """
 DIES_AT_STEP_20 = """
-from tidegate.engine.model import Model
+from tidegate.engine.model.model import Model
 decode = Model.decode
 steps = 0
 def dying(self, slots):

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 
 from tests.fakes import Stage, eventually
 from tests.integration.sdk_stage import TASK, finished, opened, stage
-from tidegate.gateway import request_body
-from tidegate.gateway.app import create_app
-from tidegate.gateway.front import ShardRouter
+from tidegate.gateway.http.app import create_app
+from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.turns import request_body
 from tidegate.types import Outcome
 
 __all__ = ["stage"]

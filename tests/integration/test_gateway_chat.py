@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import Fault, Stage, logprob_of
 from tests.integration.chat_calls import ASK, TOOLS, streamed, whole
 from tests.integration.sdk_stage import CALL, opened, stage
-from tidegate.gateway import exchange
+from tidegate.gateway.http import response as exchange
 from tidegate.types import Outcome, Sampling, VersionSpan
 
 __all__ = ["stage"]

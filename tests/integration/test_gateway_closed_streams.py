@@ -19,7 +19,7 @@ from tests.integration.sdk_stage import CALL, TASK, finished, opened, stage
 from tests.integration.test_gateway_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
-from tidegate.trainer.batch import rows_of
+from tidegate.trainer.batch.rows import rows_of
 from tidegate.types import CLIENT_CLOSED, Trajectory, VersionSpan
 
 __all__ = ["stage"]

@@ -22,12 +22,12 @@ from tests.fakes import FakeEngine, Fault, Stage, eventually, served, staged
 from tests.tiny_tokenizer import make_model_dir, make_tokenizer
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.server import serve
-from tidegate.serve import Listen
+from tidegate.service.serve import Listen
 from tidegate.types import Message, Outcome, Sampling, Scored, Task, Trajectory
 
 SECRET = "the answer is 4711"
@@ -494,7 +494,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 from tidegate.gateway.server import GatewayOptions, serve
-from tidegate.serve import Listen
+from tidegate.service.serve import Listen
 serve(GatewayOptions(model=Path(sys.argv[1]), admin_key="admin"),
       Listen(announce=Path(sys.argv[2]), owned=True))
 assert "torch" not in sys.modules

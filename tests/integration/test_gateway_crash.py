@@ -21,10 +21,10 @@ import pytest
 from tests.fakes import Stage, eventually, staged
 from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed, model, talk
 from tidegate.errors import GatewayError
-from tidegate.gateway import journal_disk
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.journal_disk import FILE, DiskJournal
-from tidegate.gateway.journal_layout import WHOLE, turn_id
+from tidegate.gateway.journal import sqlite
+from tidegate.gateway.journal.schema import WHOLE, turn_id
+from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
 __all__ = ["model"]
@@ -34,7 +34,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 @pytest.fixture
 async def stage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     """A gateway that is always killed before it could note that a reply went out."""
-    monkeypatch.setattr(journal_disk, "LAZY_S", 3600.0)
+    monkeypatch.setattr(sqlite, "LAZY_S", 3600.0)
     async with staged(model, journal=tmp_path / "journal") as made:
         yield made
 

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 from tests.fakes import eventually, served
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.engines.protocol import FREE_WITHIN
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.protocol import FREE_WITHIN
 from tidegate.types import Sampling, Task, Trajectory
 
 TASK = Task("t", "none", [])

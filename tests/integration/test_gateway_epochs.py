@@ -14,7 +14,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.test_gateway_journal import ASK, TASK, client_of, killed, model, talk
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
-from tidegate.trainer.engines import EngineMembership
+from tidegate.trainer.publish.engines import EngineMembership
 from tidegate.types import Outcome
 
 __all__ = ["model"]

@@ -19,13 +19,13 @@ from openai import APIError, AsyncOpenAI
 from tests.fakes import FakeEngine
 from tests.gateway_process import KEY, GatewayProcess, running
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway import journal_disk
 from tidegate.gateway.client import SessionAccess, SessionSummary
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.journal import sqlite
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Group, Outcome, Task, Trajectory
 
 TASK = Task("t1", "none", [{"role": "user", "content": "?"}])
-WRITES = re.findall(r'\.write\(\s*"(\w+)"', inspect.getsource(journal_disk))
+WRITES = re.findall(r'\.write\(\s*"(\w+)"', inspect.getsource(sqlite))
 POINTS = [
     f"{write}.{when}" for write in (*WRITES, "made", "tended") for when in ("before", "within", "after")
 ]

@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.pool import PoolOptions
-from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")

@@ -21,10 +21,10 @@ from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.journal_disk import FILE, DiskJournal
+from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.sessions import GatewaySession
-from tidegate.gateway.tree import TurnNode, TurnRequestInfo
+from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})

@@ -20,10 +20,10 @@ import pytest
 
 from tests.fakes import eventually
 from tidegate.errors import EngineError
-from tidegate.gateway.engines import Affinity, EngineRecord
-from tidegate.gateway.pool import EnginePool, PoolOptions
-from tidegate.gateway.protocol import GenerateRequest
-from tidegate.gateway.wire import EngineClient, ProbeTimeout
+from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
+from tidegate.gateway.engines.engine import Affinity, EngineRecord
+from tidegate.gateway.engines.pool import EnginePool, PoolOptions
+from tidegate.gateway.engines.protocol import GenerateRequest
 
 REPLY = {
     "output_ids": [5],

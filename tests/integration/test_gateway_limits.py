@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
-from tidegate.gateway import request_body
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.limits import SessionLimits
-from tidegate.gateway.pool import PoolOptions
+from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.turns import request_body
 from tidegate.prometheus import merged
 from tidegate.types import Outcome, Task
 

@@ -11,8 +11,8 @@ from anthropic import AsyncAnthropic
 
 from tests.fakes import Fault, Stage
 from tests.integration.sdk_stage import CALL, TASK, stage
-from tidegate.gateway import exchange
 from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.http import response as exchange
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import Stage, staged
 from tests.families import FAMILIES, family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.tree import TurnTree, prefix_mismatch
+from tidegate.gateway.sessions.tree import TurnTree, prefix_mismatch
 from tidegate.types import Ids, Turn
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]

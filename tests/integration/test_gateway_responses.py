@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from tests.fakes import Fault, Stage
 from tests.integration.sdk_stage import CALL, finished, opened, stage
-from tidegate.gateway import exchange
+from tidegate.gateway.http import response as exchange
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]

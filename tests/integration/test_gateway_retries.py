@@ -17,9 +17,9 @@ from openai import AsyncOpenAI
 from tests.fakes import Fault, Stage, eventually
 from tests.integration.chat_calls import ASK
 from tests.integration.sdk_stage import finished, opened, stage
-from tidegate.gateway.ask import TurnRequest, digest_of
-from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.client import SessionAccess
+from tidegate.gateway.request import TurnRequest, digest_of
+from tidegate.gateway.sessions.calls import PendingTurn
 
 __all__ = ["stage"]
 

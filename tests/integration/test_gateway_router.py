@@ -22,9 +22,9 @@ from tests.fakes import eventually, served
 from tests.integration.test_gateway_engine import publish, recomputed
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.types import Sampling, Task
 

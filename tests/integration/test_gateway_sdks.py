@@ -16,11 +16,11 @@ from tests.clients.house import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, proces
 from tests.fakes import served
 from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
-from tidegate.trainer.batch import rows_of
+from tidegate.trainer.batch.rows import rows_of
 
 FUNCTION = TOOLS[0]["function"]
 ANSWER = "#### 140"

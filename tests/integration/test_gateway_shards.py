@@ -31,17 +31,17 @@ from yarl import URL
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
-from tidegate.gateway import shards as shards_module
-from tidegate.gateway.app import create_app
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
-from tidegate.gateway.front import ShardRouter
+from tidegate.gateway.engines.pool import PoolOptions
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.journal_disk import FILE
-from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.http.app import create_app
+from tidegate.gateway.journal.sqlite import FILE
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.pool import PoolOptions
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.shards import Shard, id_prefix, journal_of, shard_of_group, shard_of_id
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.sharding import shard as shards_module
+from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.shard import Shard, id_prefix, journal_of, shard_of_group, shard_of_id
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])

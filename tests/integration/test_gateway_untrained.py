@@ -16,8 +16,8 @@ from tests.integration.test_gateway_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.base import Session
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.protocol import GenerateResult, trainable_tokens
-from tidegate.trainer.batch import rows_of
+from tidegate.gateway.engines.protocol import GenerateResult, trainable_tokens
+from tidegate.trainer.batch.rows import rows_of
 from tidegate.viewer.dashboard.episode import may_train, reasons
 
 __all__ = ["stage"]

@@ -11,15 +11,15 @@ from tidegate.config import load_settings
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward
 from tidegate.observer import Silent
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batcher
-from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.evaluate import Evaluator
-from tidegate.trainer.pause import Pause
-from tidegate.trainer.rollout import Rollout
-from tidegate.trainer.rules import Rules
-from tidegate.trainer.trajectories import TrajectoryFiles, read_lines
-from tidegate.trainer.workers import AgentWorker
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.processes.agent_worker import AgentWorker
+from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.evaluator import Evaluator
+from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.types import Task
 
 GOLD = "gold-4711"

@@ -16,7 +16,7 @@ from tests.rag_stand import FakeIndex, serving
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.client import SearchClient, SearchResult, SyncSearchClient
-from tidegate.rag.corpus import Document
+from tidegate.rag.corpus.corpus import Document
 
 
 @dataclass

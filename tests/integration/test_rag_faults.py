@@ -20,14 +20,14 @@ import pytest
 from tests.rag_stand import FakeIndex, Stand, serving
 from tests.waiting import eventually
 from tidegate.errors import CorpusError
-from tidegate.rag import retrieval as module
-from tidegate.rag.batcher import BatchOptions
 from tidegate.rag.build import Plan, build
 from tidegate.rag.client import SearchClient
-from tidegate.rag.news import BuildProgress
-from tidegate.rag.retrieval import RagOptions
-from tidegate.rag.searcher import Searcher
-from tidegate.services import Service
+from tidegate.rag.index.searcher import Searcher
+from tidegate.rag.progress import BuildProgress
+from tidegate.rag.server import service as module
+from tidegate.rag.server.batcher import BatchOptions
+from tidegate.rag.server.service import RagOptions
+from tidegate.service.service import Service
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "islet", "junco"]
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rag_stand import FakeIndex, Stand, serving
 from tests.waiting import eventually
-from tidegate.rag.retrieval import MAX_K, RagOptions
+from tidegate.rag.server.service import MAX_K, RagOptions
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from tests.ranked import train
 from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.followed import rank_processes
-from tidegate.trainer.follower import RankInit
-from tidegate.trainer.policy import Policy
-from tidegate.trainer.ranks import Ranks, RankZeroPolicy
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.distributed.rank_main import RankInit
+from tidegate.trainer.distributed.ranks import Ranks, RankZeroPolicy
+from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.processes.rank_process import rank_processes
 
 pytestmark = pytest.mark.slow
 UNCLIPPED = 1e9

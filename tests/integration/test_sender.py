@@ -17,12 +17,12 @@ from tests.integration.engine_http import Client, serving
 from tests.tiny import make_tiny_model
 from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.weights_receiver import WeightsReceiver
-from tidegate.trainer import sender
-from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.publish import Publisher
-from tidegate.trainer.sender import WeightBroadcaster
-from tidegate.weights_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
+from tidegate.engine.weights.receiver import WeightsReceiver
+from tidegate.trainer.publish import broadcast as sender
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.weights.process_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 
 
 @dataclass

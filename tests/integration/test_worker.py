@@ -17,8 +17,8 @@ import pytest
 
 from tests.scripted_llm import scripted_llm, tool_call
 from tidegate.errors import ConfigError, StartError
-from tidegate.trainer import workers
-from tidegate.trainer.workers import AgentResult, AgentWorker
+from tidegate.trainer.processes import agent_worker
+from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
 from tidegate.types import Outcome, TaskView
 
 AGENTS = '''
@@ -237,7 +237,7 @@ async def test_cancelling_the_call_cancels_the_run(worker: AgentWorker, fifo: Pa
 async def test_an_agent_that_blocks_the_process_costs_the_process(
     worker: AgentWorker, fifo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    monkeypatch.setattr(agent_worker, "GRACE_S", 0.5)
     other = asyncio.create_task(run(worker, told("meet", fifo=str(fifo))))
     await met(fifo)
     blocked = await run(worker, told("block"), deadline_s=0.2)
@@ -263,11 +263,11 @@ async def test_the_death_of_the_process_ends_its_runs_and_the_next_gets_a_new_on
 
 
 async def test_a_process_that_always_dies_is_given_up(worker: AgentWorker) -> None:
-    for _ in range(workers.MAX_RESTARTS):
+    for _ in range(agent_worker.MAX_RESTARTS):
         assert (await run(worker, told("die"))).outcome is Outcome.CANCELLED
     # A run that ends well begins the count again.
     assert (await run(worker, told("answer"))).outcome is None
-    for _ in range(workers.MAX_RESTARTS + 1):
+    for _ in range(agent_worker.MAX_RESTARTS + 1):
         assert (await run(worker, told("die"))).outcome is Outcome.CANCELLED
     with pytest.raises(StartError, match="died 6 times in a row"):
         await run(worker, told("answer"))
@@ -336,7 +336,7 @@ async def test_the_process_does_not_outlive_a_parent_that_was_killed(
 import asyncio
 from pathlib import Path
 from tests.integration.test_worker import run, told
-from tidegate.trainer.workers import AgentWorker
+from tidegate.trainer.processes.agent_worker import AgentWorker
 
 async def main():
     worker = await AgentWorker.start("{file}:many", {{}}, Path("{tmp_path}/agent.log"))

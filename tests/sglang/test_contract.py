@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
 from tests.integration.engine_http import Client
-from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.sender import WeightBroadcaster
-from tidegate.weights_group import buckets
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.weights.process_group import buckets
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

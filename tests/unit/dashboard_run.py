@@ -12,12 +12,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.trainer.batches import Batch
-from tidegate.trainer.entries import State, entry
-from tidegate.trainer.groups import BatchSelection
-from tidegate.trainer.ledger import Ledger
-from tidegate.trainer.metrics import MetricsLog
-from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.trainer.admission.state import BatchSelection
+from tidegate.trainer.batch.batcher import Batch
+from tidegate.trainer.ledger.entries import State, entry
+from tidegate.trainer.ledger.ledger import Ledger
+from tidegate.trainer.records.metrics import MetricsLog
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
 EVIL = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from tidegate.trainer.batch import TrainSequence
+from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
-    from tidegate.trainer.layout import Microbatch
+    from tidegate.trainer.policy.microbatch import Microbatch
 
 VOCABULARY = 48
 
@@ -102,7 +102,7 @@ def make_group(
 
 def lay(rows: list[TrainSequence], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
-    from tidegate.trainer.layout import microbatches
+    from tidegate.trainer.policy.microbatch import microbatches
 
     return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, most_padding=1.0)
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.policy.policy import Policy
 
 from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tidegate.address import EVERYWHERE, own_address
-from tidegate.serve import Listen, bind, url_of
+from tidegate.service.address import EVERYWHERE, own_address
+from tidegate.service.serve import Listen, bind, url_of
 
 
 def test_what_listens_everywhere_is_told_by_an_address_that_answers() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import LedgerEntry, entry
-from tidegate.trainer.groups import AdmissionProgress, TaskSlot
-from tidegate.trainer.resume import LedgerState
-from tidegate.trainer.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.state import AdmissionProgress, TaskSlot
+from tidegate.trainer.ledger.entries import LedgerEntry, entry
+from tidegate.trainer.ledger.recovery import LedgerState
 from tidegate.trainer.start import Start, rules_of
 from tidegate.types import Outcome
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from tests.admission_driver import Killed, World
 from tests.unit.test_admission_world import WORLDS
-from tidegate.trainer.rules import Rules
+from tidegate.trainer.admission.rules import Rules
 
 EVENTS = 20_000
 STEPS = 50

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.admission_driver import World
-from tidegate.trainer.rules import Rules
+from tidegate.trainer.admission.rules import Rules
 
 WORLDS = st.builds(
     Rules,

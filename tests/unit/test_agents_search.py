@@ -14,7 +14,7 @@ from tests.scripted_llm import Reply, scripted_llm, tool_call
 from tidegate.agents.base import Result, Session, load_agent
 from tidegate.agents.search import SearchAgent, together
 from tidegate.errors import ConfigError, InfrastructureError, RetrievalRefused, RetrievalUnavailable
-from tidegate.rag.corpus import Document
+from tidegate.rag.corpus.corpus import Document
 from tidegate.types import TaskView
 
 TASK = TaskView("t", [{"role": "user", "content": "What is in 7?"}])

@@ -6,110 +6,109 @@ import ast
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "tidegate"
 CORE = {
-    "types",
-    "errors",
+    "__init__",
     "config",
-    "address",
-    "tracebacks",
-    "program",
     "devices",
-    "cluster_settings",
-    "sections",
-    "serve",
+    "errors",
+    "failpoints",
     "loading",
     "observer",
-    "services",
-    "tether",
-    "tethered",
-    "failpoints",
+    "program",
     "prometheus",
-    "key",
-    "secrecy",
-    "checksum",
-    "weight_files",
-    "weights_group",
-    "__init__",
+    "service",
+    "settings",
+    "tracebacks",
+    "types",
+    "weights",
 }
+MOST_MODULES = 14
+"""In a folder; `cli` has a file for each verb."""
 ALLOWED = {
     "gateway": set(),
     "engine": set(),
     "agents": {"rag.client"},
     "rag": set(),
     "viewer": set(),
-    "plan": {"engine.options", "trainer.cluster.placement", "trainer.servers", "trainer.vllm"},
+    "plan": {
+        "engine.options",
+        "trainer.cluster.placement",
+        "trainer.processes.servers",
+        "trainer.processes.vllm",
+    },
     "scaffold": set(),
     "vllm": {
-        "engine.checks",
-        "engine.control",
-        "engine.http",
-        "engine.params",
-        "engine.requests",
-        "engine.text",
-        "engine.wire",
+        "engine.validation",
+        "engine.server.control",
+        "engine.server.http",
+        "engine.requests.params",
+        "engine.requests.request",
+        "engine.requests.detokenizer",
+        "engine.server.replies",
     },
     "simulation": {
-        "trainer.admission",
-        "trainer.entries",
-        "trainer.groups",
-        "trainer.ledger",
-        "trainer.metrics",
-        "trainer.rules",
+        "trainer.admission.core",
+        "trainer.ledger.entries",
+        "trainer.admission.state",
+        "trainer.ledger.ledger",
+        "trainer.records.metrics",
+        "trainer.admission.rules",
     },
     "doctor": {
         "agents.base",
         "envs.base",
-        "gateway.certify",
+        "gateway.rendering.conformance",
         "gateway.client",
-        "gateway.protocol",
-        "gateway.refusal",
-        "gateway.render",
-        "gateway.formats",
-        "trainer.local",
-        "trainer.processes",
-        "trainer.workers",
+        "gateway.engines.protocol",
+        "gateway.errors",
+        "gateway.rendering.renderer",
+        "gateway.parsing.tool_calls",
+        "trainer.processes.local",
+        "trainer.processes.launcher",
+        "trainer.processes.agent_worker",
     },
     "evaluation": {
         "envs.base",
-        "gateway.rewards",
-        "trainer.guard",
-        "trainer.local",
+        "gateway.groups.rewards",
+        "trainer.processes.supervisor",
+        "trainer.processes.local",
         "trainer.preflight",
-        "trainer.processes",
-        "trainer.rollout",
-        "trainer.trajectories",
-        "trainer.workers",
+        "trainer.processes.launcher",
+        "trainer.rollout.episodes",
+        "trainer.records.trajectories",
+        "trainer.processes.agent_worker",
     },
     "envs": {"rag.client"},
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }
 TORCH = {
-    "weights_group",
+    "weights/process_group",
     "devices",
-    "trainer/policy",
-    "trainer/loss",
-    "trainer/diagnostics",
-    "trainer/layout",
-    "trainer/adapter",
-    "trainer/forward",
-    "trainer/optimizer",
-    "trainer/recompute",
-    "trainer/publish",
-    "trainer/checkpoint",
-    "trainer/pretrained",
-    "trainer/sender",
-    "trainer/sharded",
-    "trainer/ranks",
-    "trainer/follower",
-    "trainer/observers/tensorboard",
+    "trainer/policy/policy",
+    "trainer/policy/loss",
+    "trainer/policy/diagnostics",
+    "trainer/policy/microbatch",
+    "trainer/policy/lora",
+    "trainer/policy/forward",
+    "trainer/policy/optimizer",
+    "trainer/policy/activation_checkpointing",
+    "trainer/publish/publisher",
+    "trainer/checkpoint/checkpoint",
+    "trainer/checkpoint/huggingface",
+    "trainer/publish/broadcast",
+    "trainer/distributed/fsdp",
+    "trainer/distributed/ranks",
+    "trainer/distributed/rank_main",
+    "trainer/loggers/tensorboard",
     "engine/",
-    "rag/encode",
+    "rag/encoders/encoder",
 }
 
 
@@ -174,32 +173,70 @@ def test_torch_and_ray_stay_where_they_belong(path: Path) -> None:
             f"{name} imports torch"
         )
     assert "ray" not in heavy or name.startswith("trainer/cluster/")
-    assert "peft" not in heavy or name == "trainer/adapter"
+    assert "peft" not in heavy or name == "trainer/policy/lora"
 
 
-def test_no_circles() -> None:
-    graph = {}
+def graph_of(group: Callable[[Path], str]) -> dict[str, set[str]]:
+    """Who imports whom, type checking and functions included, with the files grouped as given."""
+    graph: dict[str, set[str]] = {}
     for path in modules():
-        name = "tidegate." + name_of(path).replace("/", ".").removesuffix(".__init__")
-        graph[name] = {one for one in imports(path, top_level=True) if one.startswith("tidegate")}
+        node = group(path)
+        targets = graph.setdefault(node, set())
+        for imported in imports(path):
+            file = _file(imported)
+            if file is not None and imported != "tidegate":  # the package itself holds its version alone
+                targets.add(group(file))
+        targets.discard(node)
+    return graph
+
+
+def folder_or_file(path: Path) -> str:
+    """A folder that has no folders in it; of others each file by itself."""
+    leaf = not any(child.is_dir() and any(child.glob("*.py")) for child in path.parent.iterdir())
+    return name_of(path.parent if leaf else path)
+
+
+@pytest.mark.parametrize("group", [name_of, folder_or_file])
+def test_no_circles(group: Callable[[Path], str]) -> None:
+    graph = graph_of(group)
     seen: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
         assert name not in trail, " → ".join([*trail[trail.index(name) :], name])
         if name in seen:
             return
-        for one in graph.get(name, ()):
-            visit(one, (*trail, name))
+        for target in graph[name]:
+            visit(target, (*trail, name))
         seen.add(name)
 
     for name in graph:
         visit(name, ())
 
 
+def test_no_folder_is_crowded() -> None:
+    folders = Counter(path.parent for path in modules() if path.name != "__init__.py")
+    crowded = {
+        str(folder.relative_to(PACKAGE)): number
+        for folder, number in folders.items()
+        if number > MOST_MODULES and folder.name != "cli"
+    }
+    assert not crowded, crowded
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    assert not shared, shared
+
+
 def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import tidegate.gateway.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
+        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

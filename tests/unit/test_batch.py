@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from tidegate.errors import TrainingError
-from tidegate.trainer.batch import rows_of
+from tidegate.trainer.batch.rows import rows_of
 from tidegate.types import Trajectory
 
 from .learning_fixtures import make_trajectory, make_turn, trees

@@ -12,13 +12,13 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
 from tidegate.observer import Observer
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batcher
-from tidegate.trainer.credit import GroupCredit
-from tidegate.trainer.metrics import MetricsLog
-from tidegate.trainer.record import Recorder
-from tidegate.trainer.rules import Rules
-from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.records.metrics import MetricsLog
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Group, Outcome, Trajectory
 
 ALIKE, APART = [1.0, 1.0], [0.0, 1.0]

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.unit.learning_fixtures import VOCABULARY, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.best import BestCheckpoint
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.policy.policy import Policy
 
 
 def weights(directory: Path, content: str) -> Path:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.policy.policy import Policy
 
 from .learning_fixtures import make_model, make_rows
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_tiny_model
-from tidegate import checksum
-from tidegate.trainer.pretrained import write_model
-from tidegate.weights_group import checksum as of_tensors
+from tidegate.trainer.checkpoint.huggingface import write_model
+from tidegate.weights import checksum
+from tidegate.weights.process_group import checksum as of_tensors
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 

@@ -17,7 +17,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.observer import Silent
 from tidegate.plan.dry_run import describe
-from tidegate.trainer.cluster.passing import (
+from tidegate.trainer.cluster.environment import (
     GLOO_INTERFACE,
     ActorContext,
     ClusterNode,
@@ -25,10 +25,10 @@ from tidegate.trainer.cluster.passing import (
     passed_on,
     set_gloo_interface,
 )
+from tidegate.trainer.cluster.observer_relay import KEPT, ObserverRelay, tell
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.relay import KEPT, ObserverRelay, tell
-from tidegate.trainer.crew import AgentPool
-from tidegate.trainer.workers import AgentResult
+from tidegate.trainer.processes.agent_pool import AgentPool
+from tidegate.trainer.processes.agent_worker import AgentResult
 from tidegate.types import TaskView
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tidegate.trainer.cluster import placed
-from tidegate.trainer.cluster.calls import LostError
-from tidegate.trainer.cluster.parcels import FileBundle, FileCache
-from tidegate.trainer.cluster.passing import ClusterNode
-from tidegate.trainer.cluster.placed import RemoteServer
+from tidegate.trainer.cluster import remote as placed
+from tidegate.trainer.cluster.actor_calls import LostError
+from tidegate.trainer.cluster.environment import ClusterNode
+from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
+from tidegate.trainer.cluster.remote import RemoteServer
 
 HOME = ClusterNode("192.0.2.1")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.policy import Policy
 
 from .learning_fixtures import make_group, make_model, make_rows
 

@@ -8,7 +8,7 @@ import pytest
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError
-from tidegate.sections import differences, dump, known_keys, split_words
+from tidegate.settings.sections import differences, dump, known_keys, split_words
 
 MODEL = ["--model.path", "somewhere"]
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import rows_of
-from tidegate.trainer.credit import GroupCredit
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.rows import rows_of
 from tidegate.types import Group, Outcome, Trajectory
 
 from .learning_fixtures import make_trajectory, make_turn

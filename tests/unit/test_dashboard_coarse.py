@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.viewer.dashboard import coarse
-from tidegate.viewer.dashboard.coarse import Downsampled, one_of
-from tidegate.viewer.files import Row, RunFiles
+from tidegate.viewer.dashboard import downsample
+from tidegate.viewer.dashboard.downsample import Downsampled, one_of
+from tidegate.viewer.run_files import Row, RunFiles
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coarse, "MOST_ROWS", 10)
+    monkeypatch.setattr(downsample, "MOST_ROWS", 10)
 
 
 def row(step: int, value: float = 0.0) -> Row:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tidegate.viewer.dashboard import follow
-from tidegate.viewer.dashboard.follow import Tail
+from tidegate.viewer.dashboard import tail as follow
+from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.records import Records
-from tidegate.viewer.dashboard.refusal import NotFound
+from tidegate.viewer.dashboard.tail import Tail
 
 
 def line(**fields: Any) -> str:

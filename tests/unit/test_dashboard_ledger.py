@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidegate.viewer.dashboard.ledger import LedgerGroups
+from tidegate.viewer.dashboard.ledger_groups import LedgerGroups
 
 
 def test_a_task_whose_quarantine_was_lifted_is_not_listed() -> None:

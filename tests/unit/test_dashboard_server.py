@@ -19,9 +19,9 @@ from tests.unit.dashboard_run import EVIL, SECRET, Writer, write_dashboard_run, 
 from tests.waiting import announced
 from tidegate.cli import main
 from tidegate.errors import ConfigError
+from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledEpisode
-from tidegate.evaluation.tally import EvalResults
-from tidegate.trainer.entries import entry
+from tidegate.trainer.ledger.entries import entry
 from tidegate.types import Outcome, Task, Trajectory
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard.app import create_app, is_loopback, page_files

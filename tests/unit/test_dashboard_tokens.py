@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.trainer.batch import rows_of
-from tidegate.trainer.trajectories import readable
+from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.records.trajectories import readable
 from tidegate.types import Trajectory
 from tidegate.viewer.dashboard.episode import EpisodeTree, reasons, tokens, versions
 from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from tidegate.envs.base import load_environment
-from tidegate.envs.dataset import Dataset
+from tidegate.envs.datasets.dataset import Dataset
 from tidegate.errors import ConfigError
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n, "level": n % 3} for n in range(40)]

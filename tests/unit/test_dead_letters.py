@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tidegate.trainer.dead_letters import Attempted, DeadLetters
+from tidegate.trainer.records.dead_letters import Attempted, DeadLetters
 from tidegate.types import Outcome, Task
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.trainer.deal import partition_rows
+from tidegate.trainer.distributed.partition import partition_rows
 
 from .learning_fixtures import make_rows
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.trainer.diagnostics import Diagnostics
-from tidegate.trainer.layout import Microbatch
+from tidegate.trainer.policy.diagnostics import Diagnostics
+from tidegate.trainer.policy.microbatch import Microbatch
 
 from .learning_fixtures import lay, make_rows
 

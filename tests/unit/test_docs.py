@@ -13,7 +13,7 @@ import pytest
 
 from tidegate.cli import _parser
 from tidegate.config import Settings
-from tidegate.sections import known_keys
+from tidegate.settings.sections import known_keys
 
 REPO = Path(__file__).parents[2]
 DOCUMENTS = sorted(

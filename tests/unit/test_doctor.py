@@ -22,7 +22,6 @@ from tidegate.cli import doctor
 from tidegate.config import Settings
 from tidegate.doctor import environment as rooms
 from tidegate.doctor import rewards as grading
-from tidegate.doctor.deadline import within
 from tidegate.doctor.engine import judge_reply
 from tidegate.doctor.environment import check_environment
 from tidegate.doctor.episode import counted
@@ -30,11 +29,12 @@ from tidegate.doctor.findings import Finding, Level
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
+from tidegate.doctor.timeout import within
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward, exact_answer
 from tidegate.errors import ConfigError
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
 from tidegate.types import Task
 

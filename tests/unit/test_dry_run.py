@@ -16,7 +16,7 @@ from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
 from tidegate.plan.memory import FLOAT32, disk_plan, memory_plan, read_shape, readable
-from tidegate.trainer.adapter import Adapter
+from tidegate.trainer.policy.lora import Adapter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"

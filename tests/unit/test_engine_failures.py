@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.remembering import Remembering, drain, expected_output, generation, submit
-from tidegate.engine import rows
-from tidegate.engine.requests import Generation
-from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling import running_batch
+from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.errors import EngineError
 
 
@@ -24,7 +24,7 @@ def scheduler(decoder: Remembering) -> Scheduler:
 def test_a_chunk_that_cannot_be_computed_fails_its_request_alone(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 16)
     decoder.refuses = 66
     scheduler = Scheduler(decoder, max_slots=3, version="0", deliver=lambda _: None)
     talking = generation([1, 2], 30)

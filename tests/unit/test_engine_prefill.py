@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.remembering import Remembering, drain, expected_output, generation, submit
-from tidegate.engine import rows
-from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.scheduling import running_batch
+from tidegate.engine.scheduling.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def scheduler(decoder: Remembering) -> Scheduler:
 def test_prefill_batches_are_bounded_and_of_like_length(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "PASS_TOKENS", 210)
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 60)
+    monkeypatch.setattr(running_batch, "PASS_TOKENS", 210)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 60)
     scheduler = Scheduler(decoder, max_slots=10, version="0", deliver=lambda _: None)
     lengths = [101, 11, 91, 12, 10, 99, 13, 14, 15, 16]
     requests = [generation([1] * length, 9) for length in lengths]
@@ -39,7 +39,7 @@ def test_a_long_prompt_never_stands_between_two_tokens_with_more_than_a_chunk(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in passes of the model, not in time."""
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 32)
     scheduler = Scheduler(decoder, max_slots=6, version="0", deliver=lambda _: None)
     talking = generation([1, 2, 3], 60)
     submit(scheduler, talking)
@@ -65,7 +65,7 @@ def test_a_long_prompt_never_stands_between_two_tokens_with_more_than_a_chunk(
 def test_a_prompt_that_is_half_computed_may_be_disturbed(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch, disturbance: str
 ) -> None:
-    monkeypatch.setattr(rows, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(running_batch, "CHUNK_TOKENS", 16)
     scheduler = Scheduler(decoder, max_slots=3, version="0", prefix_bytes=10_000, deliver=lambda _: None)
     talking = [generation([1, 2], 12), generation([3, 4], 30)]
     submit(scheduler, *talking)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.engine.block_hashes import BLOCK, BlockHashes
-from tidegate.engine.prefix import PrefixStore
+from tidegate.engine.requests.block_hashes import BLOCK, BlockHashes
+from tidegate.engine.scheduling.prefix_cache import PrefixStore
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tidegate.engine.checks import RequestError
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import parse_generate, samples_of
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import parse_generate, samples_of
+from tidegate.engine.validation import RequestError
 
 LIMITS = TokenLimits(vocab_size=50, max_context=20, eos_ids=frozenset([2]), has_tokenizer=False)
 

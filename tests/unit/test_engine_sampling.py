@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.engine.params import SamplingParams
-from tidegate.engine.requests import Generation
-from tidegate.engine.sampling import BLOCK, _inverse_cdf, _inverse_cdf_in_blocks, sample, uniforms
-from tidegate.engine.slots import Slots
+from tidegate.engine.model.sampling import BLOCK, _inverse_cdf, _inverse_cdf_in_blocks, sample, uniforms
+from tidegate.engine.requests.params import SamplingParams
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling.slots import Slots
 
 
 def slots_of(*params: SamplingParams, outputs: list[int] | None = None) -> Slots:

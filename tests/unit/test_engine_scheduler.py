@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.remembering import Remembering, between_steps, drain, expected_output, generation, submit
-from tidegate.engine.requests import Generation
-from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling.scheduler import Scheduler
 
 
 @pytest.fixture

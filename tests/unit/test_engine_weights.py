@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_tiny_model
-from tidegate import checksum
-from tidegate.engine.weights import copy_weights, read_weights
-from tidegate.weight_files import WeightsError
+from tidegate.engine.weights.loading import copy_weights, read_weights
+from tidegate.weights import checksum
+from tidegate.weights.files import WeightsError
 
 Tensors = dict[str, torch.Tensor]
 NORM = "model.layers.1.input_layernorm.weight"

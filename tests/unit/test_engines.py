@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tidegate.errors import EngineError, GatewayError, UnfitEngineError
-from tidegate.trainer import engines as engines_module
-from tidegate.trainer import publish
-from tidegate.trainer.engines import EngineMembership
-from tidegate.trainer.publish import Publisher
+from tidegate.trainer.publish import engines as engines_module
+from tidegate.trainer.publish import publisher as publish
+from tidegate.trainer.publish.engines import EngineMembership
+from tidegate.trainer.publish.publisher import Publisher
 
 
 @dataclass

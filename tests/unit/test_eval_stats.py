@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledEpisode, failed
 from tidegate.evaluation.stats import estimate, pass_at_k, wilson
-from tidegate.evaluation.tally import EvalResults
 from tidegate.types import Outcome, Task, Trajectory
 
 

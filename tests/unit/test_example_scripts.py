@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.envs.search_qa import SearchQA
+from tidegate.envs.search.search_qa import SearchQA
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

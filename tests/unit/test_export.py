@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from tests.unit.dashboard_run import write_dashboard_run
 from tidegate.cli import main
-from tidegate.trainer.batch import rows_of
-from tidegate.trainer.trajectories import read_lines, readable, recorded, step_files
+from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.records.trajectories import read_lines, readable, recorded, step_files
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.trainer import followed
-from tidegate.trainer.followed import LocalRankProcess
+from tidegate.trainer.processes import rank_process
+from tidegate.trainer.processes.rank_process import LocalRankProcess
 
 BATCH = bytes(1_000_000)
 """More than a pipe holds."""
@@ -33,7 +33,7 @@ Start = Callable[[str, float], AbstractAsyncContextManager[Program]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(followed, "STOP_S", 0.1)
+    monkeypatch.setattr(rank_process, "STOP_S", 0.1)
 
     @asynccontextmanager
     async def started(code: str, patience_s: float) -> AsyncIterator[Program]:

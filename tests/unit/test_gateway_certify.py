@@ -8,8 +8,8 @@ import pytest
 
 from tests.families import FAMILIES, family_renderer
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.certify import ConformanceReport, check_conformance
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.conformance import ConformanceReport, check_conformance
+from tidegate.gateway.rendering.renderer import Renderer
 
 
 def verdicts(certificate: ConformanceReport) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.families import FAMILIES, Family, family_renderer
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Message
 
 TOOLS = [

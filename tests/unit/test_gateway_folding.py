@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.gateway import folding
-from tidegate.gateway.folding import fold
-from tidegate.gateway.refusal import ApiError
+from tidegate.gateway import large_json
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.large_json import fold
 
 TEXTS = st.text(st.sampled_from('ab "\\\n\té€🍎\u2028/u{[,'), max_size=60)
 VALUES = st.recursive(
@@ -27,8 +27,8 @@ VALUES = st.recursive(
 def test_what_is_folded_and_unfolded_is_what_came(value: Any, ascii: bool, window: int, long: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folding, "WINDOW", window)
-        patch.setattr(folding, "_LONG", long)
+        patch.setattr(large_json, "WINDOW", window)
+        patch.setattr(large_json, "_LONG", long)
         assert fold(text, 1000).whole() == orjson.loads(text)
         assert fold(bytearray(text), 1000).whole() == orjson.loads(text)
 
@@ -42,8 +42,8 @@ def test_what_the_library_refuses_is_refused(noise: bytes, quoted: bool, window:
     except orjson.JSONDecodeError:
         wanted = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folding, "WINDOW", window)
-        patch.setattr(folding, "_LONG", 4)
+        patch.setattr(large_json, "WINDOW", window)
+        patch.setattr(large_json, "_LONG", 4)
         if wanted is None and text.strip(b" \t\r\n") != b"null":
             with pytest.raises(ApiError, match="the body"):
                 fold(text, 1000)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.families import FAMILIES, family_renderer
 from tidegate.config import ToolParser
 from tidegate.errors import ConfigError
-from tidegate.gateway.formats.base import forced_start, single_call_stop
-from tidegate.gateway.formats.registry import FORMS, NONE, choose
-from tidegate.gateway.formats.typed import typed
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.reply import ReplyReader
-from tidegate.gateway.toolcalls import Part, ToolCall, ToolUse
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.parsing.parts import Part, ToolCall, ToolUse
+from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.parsing.tool_calls.base import forced_start, single_call_stop
+from tidegate.gateway.parsing.tool_calls.registry import FORMS, NONE, choose
+from tidegate.gateway.parsing.tool_calls.typed_arguments import typed
 
 TOOLS = [
     {

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError, GatewayError
-from tidegate.gateway.fleet import Answer
-from tidegate.gateway.front import ShardRouter
+from tidegate.gateway.sharding.fleet import Answer
+from tidegate.gateway.sharding.frontend import ShardRouter
 
 ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
 

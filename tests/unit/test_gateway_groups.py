@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.groups import GroupStore
-from tidegate.gateway.journal import Journal, Recovered
-from tidegate.gateway.sessions import GatewaySession
+from tidegate.gateway.groups.store import GroupStore
+from tidegate.gateway.journal.base import Journal, Recovered
+from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Group
 
 

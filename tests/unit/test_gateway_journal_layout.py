@@ -6,11 +6,11 @@ from dataclasses import fields
 
 import numpy as np
 
-from tidegate.gateway import journal_layout as layout
-from tidegate.gateway.limits import SessionLimits
-from tidegate.gateway.names import hash_key
-from tidegate.gateway.sessions import GatewaySession, SessionResult
-from tidegate.gateway.tree import TurnNode, TurnRequestInfo
+from tidegate.gateway.ids import hash_key
+from tidegate.gateway.journal import schema as layout
+from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.sessions.session import GatewaySession, SessionResult
+from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan
 
 TURN = Turn(

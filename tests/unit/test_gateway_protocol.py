@@ -10,7 +10,13 @@ import orjson
 import pytest
 
 from tidegate.errors import EngineError
-from tidegate.gateway.protocol import GenerateRequest, GenerateResult, read_reply, read_version, request_body
+from tidegate.gateway.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    read_reply,
+    read_version,
+    request_body,
+)
 from tidegate.types import VersionSpan
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.formats import hermes
-from tidegate.gateway.reasoning import ReasoningParser
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.reply import ReplyReader
-from tidegate.gateway.toolcalls import Part, PlainParser, Reasoning, ToolCall
+from tidegate.gateway.parsing.parts import Part, PlainParser, Reasoning, ToolCall
+from tidegate.gateway.parsing.reasoning import ReasoningParser
+from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.parsing.tool_calls import hermes
+from tidegate.gateway.rendering.renderer import Renderer
 
 RENDERER = Renderer(make_tokenizer("qwen2"))
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.render import Renderer, Unrenderable
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
 from tidegate.types import Message
 
 TOOLS = [

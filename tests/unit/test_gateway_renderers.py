@@ -12,8 +12,8 @@ import renderers
 from tests.families import FAMILIES, family_renderer, family_tokenizer
 from tests.unit.test_gateway_families import TOOLS, after, reply, text
 from tests.unit.test_gateway_formats import write
-from tidegate.gateway.formats.registry import FORMS
-from tidegate.gateway.toolcalls import ToolCall
+from tidegate.gateway.parsing.parts import ToolCall
+from tidegate.gateway.parsing.tool_calls.registry import FORMS
 
 KNOWN = {
     "qwen3": (renderers.Qwen3Renderer, renderers.Qwen3RendererConfig),

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.formats import hermes
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.reply import Detokenizer, ReplyReader, StopCutter
-from tidegate.gateway.toolcalls import PlainParser
+from tidegate.gateway.parsing.parts import PlainParser
+from tidegate.gateway.parsing.reply import Detokenizer, ReplyReader, StopCutter
+from tidegate.gateway.parsing.tool_calls import hermes
+from tidegate.gateway.rendering.renderer import Renderer
 
 TOKENIZER = make_tokenizer("qwen2")
 RENDERER = Renderer(TOKENIZER)

@@ -18,10 +18,11 @@ from tidegate.cli import _parser, main
 from tidegate.config import EnvSettings, Settings
 from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
-from tidegate.gateway import rewards, server
+from tidegate.gateway import server
+from tidegate.gateway.groups import rewards
+from tidegate.gateway.groups.rewards import Scorer
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.rewards import Scorer
-from tidegate.trainer.servers import gateway_arguments
+from tidegate.trainer.processes.servers import gateway_arguments
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
 from .learning_fixtures import make_trajectory, make_turn

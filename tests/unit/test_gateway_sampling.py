@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tidegate.gateway.refusal import ApiError, refused_by_engine
+from tidegate.gateway.errors import ApiError, refused_by_engine
 from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Schema, token_budget
 from tidegate.gateway.seeds import turn_seed
 from tidegate.types import Sampling

@@ -11,9 +11,9 @@ from tokenizers import normalizers
 
 from tests.families import family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.render_codec import BREAK
-from tidegate.gateway.token_bound import TokenBound, longest_token
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.gateway.rendering.token_bound import TokenBound, longest_token
+from tidegate.gateway.rendering.tokenizer import BREAK
 
 PIECES = st.sampled_from(
     ["word ", " " * 40, "=" * 60, "\n\n", "é", "e\u0301", "각", "🍎", BREAK, "<|im_end|>", "</think>"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.gateway.formats import hermes
-from tidegate.gateway.toolcalls import Part, PlainParser, ToolCall
+from tidegate.gateway.parsing.parts import Part, PlainParser, ToolCall
+from tidegate.gateway.parsing.tool_calls import hermes
 
 
 def read(*pieces: str) -> tuple[str, list[ToolCall], str | None]:

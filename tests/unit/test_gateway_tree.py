@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.tree import TurnRequestInfo, TurnTree
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.sessions.tree import TurnRequestInfo, TurnTree
 from tidegate.types import Message, Outcome, Trajectory, Turn
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_gateway_tree import Driver, calling, said, user
-from tidegate.gateway import lines
-from tidegate.gateway.messages import meaning
-from tidegate.gateway.tree import TurnTree
-from tidegate.trainer.batch import rows_of
+from tidegate.gateway.rendering.messages import meaning
+from tidegate.gateway.sessions import history as lines
+from tidegate.gateway.sessions.tree import TurnTree
+from tidegate.trainer.batch.rows import rows_of
 from tidegate.types import Message, Outcome, Trajectory
 
 ANY = -1

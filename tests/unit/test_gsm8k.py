@@ -11,11 +11,11 @@ import pytest
 
 from tests.gsm8k_data import GSM8K as DATA
 from tests.gsm8k_data import needs_gsm8k
-from tidegate.envs import verifier
 from tidegate.envs.base import Environment, load_environment
-from tidegate.envs.graders import verl_flexible, verl_strict
-from tidegate.envs.gsm8k import GSM8K
-from tidegate.envs.verifier import Verifier
+from tidegate.envs.datasets.gsm8k import GSM8K
+from tidegate.envs.grading import math_verify as verifier
+from tidegate.envs.grading.graders import verl_flexible, verl_strict
+from tidegate.envs.grading.math_verify import Verifier
 from tidegate.errors import ConfigError, RewardError
 from tidegate.types import Task
 

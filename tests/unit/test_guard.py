@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tidegate.errors import EngineError, StalledError
-from tidegate.trainer.guard import TaskSupervisor, watchdog
 from tidegate.trainer.loop import unless, whole
+from tidegate.trainer.processes.supervisor import TaskSupervisor, watchdog
 
 
 async def fails(after: asyncio.Event | None = None) -> None:

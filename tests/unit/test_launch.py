@@ -11,7 +11,7 @@ from rich.console import Console
 from tidegate.config import Settings
 from tidegate.launch import _finish
 from tidegate.program import program
-from tidegate.sections import dump
+from tidegate.settings.sections import dump
 from tidegate.trainer.run import RunResult
 from tidegate.viewer.live import make_view
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.layout import (
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.microbatch import (
     MOST_PADDING,
     PREFIX_SHARE,
     PrefixBatch,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tidegate import sections
 from tidegate.config import Settings
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.audit import audit_run, summary, table
-from tidegate.trainer.entries import entry
-from tidegate.trainer.ledger import Ledger, read_ledger
-from tidegate.trainer.rules import Rules
+from tidegate.settings import sections
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.ledger.audit import audit_run, summary, table
+from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.types import Outcome
 
 RAW = {

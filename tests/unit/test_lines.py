@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.learning_fixtures import make_trajectory, make_turn
-from tidegate.trainer.entries import State
-from tidegate.trainer.lines import drop_torn_line, whole_lines
-from tidegate.trainer.trajectories import (
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.jsonl import drop_torn_line, whole_lines
+from tidegate.trainer.records.trajectories import (
     LONGEST_ANSWER,
     TrajectoryFiles,
     bounded_answer,

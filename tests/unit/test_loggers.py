@@ -19,10 +19,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 from tidegate.config import Settings, load_settings
 from tidegate.errors import StartError
 from tidegate.observer import Silent
-from tidegate.trainer.observers import aside
-from tidegate.trainer.observers.aside import BackgroundLogger
-from tidegate.trainer.observers.loggers import check_loggers, loggers_of
-from tidegate.trainer.observers.several import CompositeObserver
+from tidegate.trainer.loggers import background
+from tidegate.trainer.loggers.background import BackgroundLogger
+from tidegate.trainer.loggers.composite import CompositeObserver
+from tidegate.trainer.loggers.registry import check_loggers, loggers_of
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "config.toml"
 BLOCK = 32_768
@@ -79,7 +79,7 @@ def test_tensorboard_has_every_number_and_drops_what_a_resume_takes_back(tmp_pat
 def test_weights_and_biases_has_every_number_and_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "CLOSE_S", 90)
+    monkeypatch.setattr(background, "CLOSE_S", 90)
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = settings_of(tmp_path, "wandb")
     settings.run_dir.mkdir()
@@ -139,7 +139,7 @@ class Broken:
 
 
 def test_a_logger_that_does_not_start_at_first_gets_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "START_DELAYS_S", (0.01, 0.01))
+    monkeypatch.setattr(background, "START_DELAYS_S", (0.01, 0.01))
     ear, kept, tries = Ear(), Kept(), []
 
     def make(step: int) -> Kept:
@@ -182,7 +182,7 @@ def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start(
 def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, made: bool, why: str
 ) -> None:
-    monkeypatch.setattr(aside, "START_DELAYS_S", ())
+    monkeypatch.setattr(background, "START_DELAYS_S", ())
     ear = Ear()
     observer = CompositeObserver([ear, BackgroundLogger("mine", lambda step: Broken(made), ear.note)])
     observer.started({"resumed_from": None})
@@ -195,8 +195,8 @@ def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
 
 @pytest.mark.parametrize(("steps", "why"), [(3, "has not ended within 0.1 s"), (50, "10 steps wait for it")])
 def test_a_logger_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, steps: int, why: str) -> None:
-    monkeypatch.setattr(aside, "CLOSE_S", 0.1)
-    monkeypatch.setattr(aside, "MOST_WAITING", 10)
+    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    monkeypatch.setattr(background, "MOST_WAITING", 10)
     let_go = threading.Event()
     ear = Ear()
 

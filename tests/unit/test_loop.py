@@ -14,15 +14,15 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import ModelSettings, Settings, TrainerSettings
 from tidegate.errors import GatewayError, PublishError
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.batches import Batcher
-from tidegate.trainer.credit import GroupCredit
-from tidegate.trainer.entries import LedgerEntry
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.loop import Loop
-from tidegate.trainer.record import Recorder
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.start import rules_of
-from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Outcome
 
 SETTINGS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1}

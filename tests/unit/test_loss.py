@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.layout import Microbatch
-from tidegate.trainer.loss import Loss, make_loss, token_logprobs
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.loss import Loss, make_loss, token_logprobs
+from tidegate.trainer.policy.microbatch import Microbatch
 
 from .learning_fixtures import VOCABULARY, lay, make_rows
 

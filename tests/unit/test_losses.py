@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tidegate import config
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.loss import LOSSES, make_loss
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.loss import LOSSES, make_loss
 
 from .learning_fixtures import lay, make_row
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tidegate.errors import TidegateError
-from tidegate.trainer.metrics import MetricsLog, read_metrics
+from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 
 
 def test_a_step_is_one_flat_line(tmp_path):

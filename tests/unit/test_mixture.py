@@ -13,8 +13,8 @@ import pytest
 from tidegate.envs.base import load_environment
 from tidegate.envs.mixture import CYCLE, Mixture
 from tidegate.errors import ConfigError
-from tidegate.gateway.rewards import Scorer
-from tidegate.trainer.record import custom_metrics
+from tidegate.gateway.groups.rewards import Scorer
+from tidegate.trainer.records.recorder import custom_metrics
 from tidegate.types import Outcome, Trajectory
 
 

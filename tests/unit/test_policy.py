@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
-import tidegate.trainer.forward as forward_module
+import tidegate.trainer.policy.forward as forward_module
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.advantage import centred, group_deviation, scaled
-from tidegate.trainer.batch import TrainSequence, rows_of
-from tidegate.trainer.layout import bundles
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.advantage import centred, group_deviation, scaled
+from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Trajectory
 
 from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows, make_trajectory, make_turn

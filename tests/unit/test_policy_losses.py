@@ -11,10 +11,10 @@ import torch
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import TrainSequence, minibatches
-from tidegate.trainer.layout import bundles
-from tidegate.trainer.loss import LOSSES, make_loss
-from tidegate.trainer.policy import Policy
+from tidegate.trainer.batch.rows import TrainSequence, minibatches
+from tidegate.trainer.policy.loss import LOSSES, make_loss
+from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.policy import Policy
 
 from .learning_fixtures import make_group, make_model, make_rows
 

@@ -14,10 +14,10 @@ import pytest
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, FinishedError, StartError
-from tidegate.sections import dump
+from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
-from tidegate.trainer.entries import LedgerEntry, entry
-from tidegate.trainer.ledger import Ledger
+from tidegate.trainer.ledger.entries import LedgerEntry, entry
+from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.start import Start
 

@@ -12,9 +12,9 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import StartError
-from tidegate.trainer import processes
-from tidegate.trainer.local import LocalProcesses
-from tidegate.trainer.servers import MAX_RESTARTS, engine_arguments, pinned
+from tidegate.trainer.processes import launcher
+from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.servers import MAX_RESTARTS, engine_arguments, pinned
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
@@ -79,9 +79,9 @@ class Mortal:
         """Until it serves again, or its owner gives it up."""
         one = cast(Any, self)
         keeping = asyncio.create_task(
-            processes._keep_engine(one, lambda: (Path(), 7), self.notes.append, one)
+            launcher._keep_engine(one, lambda: (Path(), 7), self.notes.append, one)
             if self.name == "engine"
-            else processes._keep_gateway(one, one, self.notes.append)
+            else launcher._keep_gateway(one, one, self.notes.append)
         )
         serving = asyncio.create_task(self.back.wait())
         async with asyncio.timeout(5):
@@ -96,7 +96,7 @@ class Mortal:
 @pytest.fixture(params=["engine", "gateway"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Either of the servers, which is started again at once."""
-    monkeypatch.setattr(processes, "PAUSE_S", 0)
+    monkeypatch.setattr(launcher, "PAUSE_S", 0)
     return str(request.param)
 
 

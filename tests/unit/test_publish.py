@@ -16,11 +16,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.fakes import FakeEngine, Fault
-from tidegate import weights_group
 from tidegate.errors import EngineError, PublishError
-from tidegate.trainer import publish
-from tidegate.trainer.engine_control import EngineControl
-from tidegate.trainer.publish import Publisher
+from tidegate.trainer.publish import publisher as publish
+from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.weights import process_group
 
 
 @dataclass
@@ -269,7 +269,7 @@ async def test_a_load_may_take_as_long_as_its_bytes(
     stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "CALL_S", 0.5)
-    monkeypatch.setattr(weights_group, "SLOWEST_BYTES_S", SIZE / 60)
+    monkeypatch.setattr(process_group, "SLOWEST_BYTES_S", SIZE / 60)
     engines[0].slow |= {"update_weights_from_disk": 0.6}
     await stage.publisher.publish(1)
     assert [engine.version for engine in engines] == ["1", "1"]

@@ -14,17 +14,19 @@ import pytest
 from tests.rag_stand import FakeIndex
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalUnavailable
-from tidegate.rag.batcher import QueryBatcher, BatchOptions
-from tidegate.rag.metrics import RetrievalMetrics
-from tidegate.rag.questions import Query, answer_all
-from tidegate.rag.retrieval import RagOptions
+from tidegate.rag.server.batcher import BatchOptions, QueryBatcher
+from tidegate.rag.server.metrics import RetrievalMetrics
+from tidegate.rag.server.query import Query, answer_all
+from tidegate.rag.server.service import RagOptions
 
 
 @contextlib.asynccontextmanager
 async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[QueryBatcher]:
     executor = ThreadPoolExecutor(1, thread_name_prefix="search")
     settings = BatchOptions(**{"window_s": 0.0, **options})  # type: ignore[arg-type]
-    made = QueryBatcher(lambda questions: answer_all(index, questions), executor, settings, RetrievalMetrics())
+    made = QueryBatcher(
+        lambda questions: answer_all(index, questions), executor, settings, RetrievalMetrics()
+    )
     try:
         yield made
     finally:

@@ -17,10 +17,10 @@ from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.failpoints import VARIABLE
 from tidegate.rag import build as build_module
 from tidegate.rag.build import Plan
-from tidegate.rag.corpus import FILES
-from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.manifest import NAME, Manifest
-from tidegate.rag.searcher import Searcher
+from tidegate.rag.corpus.corpus import FILES
+from tidegate.rag.encoders.hashing import HashEncoder
+from tidegate.rag.index.manifest import NAME, Manifest
+from tidegate.rag.index.searcher import Searcher
 
 COUNT, SHARD = 100, 16
 

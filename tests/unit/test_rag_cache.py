@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tidegate.rag.cache import Cache
 from tidegate.rag.client import SearchResult
-from tidegate.rag.questions import Query
+from tidegate.rag.server.cache import Cache
+from tidegate.rag.server.query import Query
 
 
 def question(n: int) -> Query:

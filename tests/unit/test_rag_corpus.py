@@ -13,11 +13,11 @@ from pyarrow import parquet
 
 from tests.rag_corpus import passages, write_jsonl
 from tidegate.errors import ConfigError, CorpusError
-from tidegate.rag import corpus as corpus_module
-from tidegate.rag import ids
-from tidegate.rag.corpus import Corpus, Document
-from tidegate.rag.ingest import ingest
-from tidegate.rag.source import extent, source_files
+from tidegate.rag.corpus import corpus as corpus_module
+from tidegate.rag.corpus import ids
+from tidegate.rag.corpus.corpus import Corpus, Document
+from tidegate.rag.corpus.ingest import ingest
+from tidegate.rag.corpus.source import extent, source_files
 
 
 def read(directory: Path, *sources: Path, shard: int = 4) -> Corpus:

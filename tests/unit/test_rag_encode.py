@@ -14,11 +14,11 @@ from tests.rag_corpus import build_quietly, passages, write_jsonl
 from tests.tiny_encoder import make_tiny_encoder
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.build import Plan
-from tidegate.rag.encode import load_encoder
-from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.prefixes import EncoderPrefixes, known_prefixes
-from tidegate.rag.searcher import Searcher
-from tidegate.rag.words import words
+from tidegate.rag.encoders.encoder import load_encoder
+from tidegate.rag.encoders.hashing import HashEncoder
+from tidegate.rag.encoders.prefixes import EncoderPrefixes, known_prefixes
+from tidegate.rag.encoders.words import words
+from tidegate.rag.index.searcher import Searcher
 
 TEXTS = ["the mayor of Bato", "a much longer text about the harbour, the bridge and the old market", "x"]
 

@@ -15,16 +15,24 @@ from tests.rag_corpus import build_quietly, passages, write_jsonl
 from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.rag import estimate as estimates
 from tidegate.rag.build import Plan
+from tidegate.rag.corpus.source import Extent
+from tidegate.rag.encoders.hashing import HashEncoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
-from tidegate.rag.gpu import on_gpus
-from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.index import VectorIndex, build_index
-from tidegate.rag.kinds import KINDS, IndexKind, cells, choose, code_bytes, index_bytes, subquantizers
-from tidegate.rag.manifest import NAME, Manifest
-from tidegate.rag.news import BuildProgress
-from tidegate.rag.searcher import Searcher
-from tidegate.rag.source import Extent
-from tidegate.rag.vectors import Vectors
+from tidegate.rag.index.gpu import on_gpus
+from tidegate.rag.index.index_types import (
+    KINDS,
+    IndexKind,
+    cells,
+    choose,
+    code_bytes,
+    index_bytes,
+    subquantizers,
+)
+from tidegate.rag.index.manifest import NAME, Manifest
+from tidegate.rag.index.searcher import Searcher
+from tidegate.rag.index.vector_index import VectorIndex, build_index
+from tidegate.rag.index.vectors import Vectors
+from tidegate.rag.progress import BuildProgress
 
 WIKI = (21_015_324, 768)
 """Passages of Wikipedia's 2018 dump, encoded by a model of BERT's size."""
@@ -194,7 +202,7 @@ def test_damage_to_any_file_is_noticed_by_name(whole: Path, tmp_path: Path) -> N
 def test_of_large_files_parts_are_compared(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidegate.rag.manifest.WHOLE_UP_TO", 10)
+    monkeypatch.setattr("tidegate.rag.index.manifest.WHOLE_UP_TO", 10)
     directory, manifest = copied(whole, tmp_path)
     manifest.check_files(directory)
     path = directory / manifest.generation / "vectors.faiss"

@@ -11,8 +11,8 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.rag.build import Plan, build
-from tidegate.rag.news import BuildProgress
-from tidegate.rag.searcher import Searcher
+from tidegate.rag.index.searcher import Searcher
+from tidegate.rag.progress import BuildProgress
 
 ROWS = [
     {"id": "paris", "contents": '"Paris"\nParis is the capital of France.'},

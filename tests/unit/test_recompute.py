@@ -12,10 +12,10 @@ from transformers import DynamicCache
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch import TrainSequence
-from tidegate.trainer.layout import bundles
-from tidegate.trainer.policy import Policy
-from tidegate.trainer.recompute import recompute
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.activation_checkpointing import recompute
+from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.policy import Policy
 
 from .learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 

@@ -12,16 +12,16 @@ from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
-from tidegate.trainer.batches import Batch
-from tidegate.trainer.entries import State
-from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.evaluate import Evaluator, _metrics
-from tidegate.trainer.groups import BatchSelection
-from tidegate.trainer.metrics import MetricsLog, read_metrics
-from tidegate.trainer.policy import Policy
-from tidegate.trainer.record import Recorder
-from tidegate.trainer.tokens import TokenCounts
-from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.trainer.admission.state import BatchSelection
+from tidegate.trainer.batch.batcher import Batch
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.token_counts import TokenCounts
+from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.records.metrics import MetricsLog, read_metrics
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
 from tidegate.types import Group, Task, Trajectory
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tidegate.config import Settings
 from tidegate.errors import TidegateError
-from tidegate.trainer.entries import entry
-from tidegate.trainer.ledger import Ledger
+from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.replay import Replay
 
 

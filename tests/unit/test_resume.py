@@ -14,15 +14,15 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, LedgerError
-from tidegate.trainer.batches import Batch, Batcher
-from tidegate.trainer.checkpoint import Checkpoint
-from tidegate.trainer.entries import LedgerEntry, State, entry
-from tidegate.trainer.groups import BatchSelection, Phase, TaskSlot
-from tidegate.trainer.ledger import Ledger, read_ledger
-from tidegate.trainer.resume import LedgerState, cancel_lost, read_ledger_state, reinstate
-from tidegate.trainer.rules import Rules
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import BatchSelection, Phase, TaskSlot
+from tidegate.trainer.batch.batcher import Batch, Batcher
+from tidegate.trainer.checkpoint.checkpoint import Checkpoint
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.trainer.ledger.ledger import Ledger, read_ledger
+from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.start import ResumedRun, Start, rules_of, take_over
-from tidegate.trainer.trajectories import TrajectoryFiles
 from tidegate.types import Group, Trajectory
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)

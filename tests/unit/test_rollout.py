@@ -16,13 +16,13 @@ import pytest
 from tests.unit.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
 from tidegate.errors import GatewayError, HopelessError, OutageError, TrainingError
-from tidegate.trainer import pause as pauses
-from tidegate.trainer import rollout as module
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.pause import Pause
-from tidegate.trainer.rollout import Rollout, cancel_doomed
-from tidegate.trainer.rules import Rules
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.rollout import pause as pauses
+from tidegate.trainer.rollout import rollout as module
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.rollout import Rollout, cancel_doomed
 from tidegate.types import Outcome, Task, Trajectory
 
 EPOCH = 3

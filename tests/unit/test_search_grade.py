@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.envs.search_grade import (
+from tidegate.envs.search.grading import (
     exact_match,
     extract,
     f1,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.scripted_llm import Reply, scripted_llm
-from tidegate.envs.search_judge import Judge
-from tidegate.envs.search_qa import SearchQA
+from tidegate.envs.search.judge import Judge
+from tidegate.envs.search.search_qa import SearchQA
 from tidegate.errors import ConfigError, RewardError
 from tidegate.types import Task
 

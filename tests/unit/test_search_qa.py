@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tidegate.envs.base import load_environment
-from tidegate.envs.search_data import decipher
-from tidegate.envs.search_qa import SearchQA
+from tidegate.envs.search.questions import decipher
+from tidegate.envs.search.search_qa import SearchQA
 from tidegate.errors import ConfigError
 from tidegate.types import Task
 

@@ -23,8 +23,8 @@ from tidegate.agents.command import CommandAgent
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
-from tidegate.trainer.servers import gateway_server
-from tidegate.trainer.workers import AgentWorker
+from tidegate.trainer.processes.agent_worker import AgentWorker
+from tidegate.trainer.processes.servers import gateway_server
 from tidegate.types import Task, TaskView
 
 SECRET = "key-4711-of-nobody-else"
@@ -53,7 +53,10 @@ def opened() -> Iterator[Path]:
 def test_a_process_that_is_shielded_is_read_by_no_other_of_its_user() -> None:
     """The same program without its shield is read: the test sees what it looks for."""
     waiting = "print(flush=True); import sys; sys.stdin.read()"
-    for shield, readable in (("", True), ("from tidegate.secrecy import *; shield_process();", False)):
+    for shield, readable in (
+        ("", True),
+        ("from tidegate.service.secrecy import *; shield_process();", False),
+    ):
         process = subprocess.Popen(
             [sys.executable, "-c", shield + waiting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=unprivileged,
@@ -154,7 +157,12 @@ def session() -> Session:
 async def test_a_command_as_another_user_reads_neither_the_run_nor_its_processes(opened: Path) -> None:
     run = opened / "run"
     making = "shield_process(); run = pathlib.Path(sys.argv[1]); run.mkdir(); (run / 'config.toml').touch()"
-    made = [sys.executable, "-c", f"import sys, pathlib; from tidegate.secrecy import *; {making}", str(run)]
+    made = [
+        sys.executable,
+        "-c",
+        f"import sys, pathlib; from tidegate.service.secrecy import *; {making}",
+        str(run),
+    ]
     await asyncio.to_thread(subprocess.run, made, check=True)
     reading = f"id -u; cat {run}/config.toml; ls {run}; cat /proc/$PPID/environ; cat $TASK_FILE; exit 0"
     result = await CommandAgent(["/bin/sh", "-c", reading], user=NOBODY).run(TaskView("t-1", []), session())

@@ -15,8 +15,8 @@ import torch
 
 from tests.waiting import eventually
 from tidegate.errors import EngineError
-from tidegate.trainer import sender
-from tidegate.trainer.sender import WeightBroadcaster
+from tidegate.trainer.publish import broadcast as sender
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
 
 NUMBER = 6
 

@@ -15,10 +15,10 @@ import pytest
 from tests.e2e.runs import gone
 from tidegate.config import EngineSettings, load_settings
 from tidegate.errors import ConfigError, StartError
-from tidegate.trainer.cluster.hosts import ServerActor, StartCommand
-from tidegate.trainer.cluster.passing import GLOO_INTERFACE, ActorContext, SharedDirProbe
-from tidegate.trainer.servers import engine_server
-from tidegate.trainer.sglang import SGLangServer
+from tidegate.trainer.cluster.actors import ServerActor, StartCommand
+from tidegate.trainer.cluster.environment import GLOO_INTERFACE, ActorContext, SharedDirProbe
+from tidegate.trainer.processes.servers import engine_server
+from tidegate.trainer.processes.sglang import SGLangServer
 
 SERVER = """#!{python}
 import http.server, json, os, pathlib, sys
@@ -131,7 +131,7 @@ def test_a_tethered_program_ends_with_a_killed_parent(stopped: bool, ignores: bo
     child = f"import signal, sys, time; {ignore}print('up', flush=True); time.sleep(600)"
     parent = (
         "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'tidegate.tether', str(os.getpid())]\n"
+        "command = [sys.executable, '-m', 'tidegate.service.parent_death', str(os.getpid())]\n"
         f"command += [sys.executable, '-c', {child!r}]\n"
         "process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)\n"
         "process.stdout.readline()\n"
@@ -147,7 +147,15 @@ def test_a_tethered_program_ends_with_a_killed_parent(stopped: bool, ignores: bo
 
 
 def test_a_program_whose_parent_died_already_is_not_started() -> None:
-    command = [sys.executable, "-m", "tidegate.tether", "1", sys.executable, "-c", "print('up')"]
+    command = [
+        sys.executable,
+        "-m",
+        "tidegate.service.parent_death",
+        "1",
+        sys.executable,
+        "-c",
+        "print('up')",
+    ]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == ""
 
 

@@ -14,9 +14,9 @@ import torch
 from tests.unit.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, TrainingError
-from tidegate.trainer import ranks as module
-from tidegate.trainer.forward import Forward
-from tidegate.trainer.ranks import Ranks
+from tidegate.trainer.distributed import ranks as module
+from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.policy.forward import Forward
 
 MEMORY = r"out of memory on cpu: .*; lower trainer\.microbatch_tokens \(it is 99\)"
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from tests.unit.viewer_run import trajectory, write_run
-from tidegate.viewer.episodes import LONGEST_MESSAGE, MOST_MESSAGES, as_text, choose, episode, pair
-from tidegate.viewer.files import evaluations
+from tidegate.viewer.run_files import evaluations
+from tidegate.viewer.transcripts import LONGEST_MESSAGE, MOST_MESSAGES, as_text, choose, episode, pair
 
 RNG = random.Random(0)
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from tests.unit.viewer_run import evaluation, metrics_row, write_run
 from tidegate.observer import Silent
 from tidegate.program import program
-from tidegate.viewer.board import LiveState, Rate
+from tidegate.viewer.console import SafeConsole
+from tidegate.viewer.formatting import binned, duration, number, printable, smoothed, sparkline
 from tidegate.viewer.live import LiveView, make_view, screen
-from tidegate.viewer.out import SafeConsole
-from tidegate.viewer.plain import PlainView
-from tidegate.viewer.text import binned, duration, number, printable, smoothed, sparkline
+from tidegate.viewer.live_state import LiveState, Rate
+from tidegate.viewer.log_view import PlainView
 
 INFO = {"name": "demo", "model": "models/tiny", "env": "arithmetic", "agent": "solver", "steps": 100}
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.unit.viewer_run import evaluation, metrics_row
-from tidegate.viewer.out import SafeConsole
-from tidegate.viewer.plain import PlainView
+from tidegate.viewer.console import SafeConsole
+from tidegate.viewer.log_view import PlainView
 
 
 class Clock:

@@ -20,10 +20,10 @@ import pytest
 
 from tests.unit.viewer_run import write_run
 from tidegate.errors import ConfigError
-from tidegate.viewer.books import newest_checkpoint, read_books
 from tidegate.viewer.chart import MOST_POINTS, Series, label, lines, stacked, thinned, ticks
-from tidegate.viewer.files import lineage, read_run
+from tidegate.viewer.ledger_counts import newest_checkpoint, read_books
 from tidegate.viewer.report import write_report
+from tidegate.viewer.run_files import lineage, read_run
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -376,7 +376,7 @@ def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> N
 
 
 def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
-    from tidegate.trainer.audit import audit_run
+    from tidegate.trainer.ledger.audit import audit_run
 
     run_dir = write_run(tmp_path / "demo", steps=30)
     config = (run_dir / "config.toml").read_text()

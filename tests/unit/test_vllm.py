@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tidegate import checksum
 from tidegate.config import EngineSettings
-from tidegate.engine.checks import RequestError
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import parse_generate
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import parse_generate
+from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
-from tidegate.trainer.vllm import vllm_arguments
+from tidegate.trainer.processes.vllm import vllm_arguments
 from tidegate.vllm import weights
 from tidegate.vllm.inside.tidegate_worker import ReloadsTied
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.options import VLLMOptions
 from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
-from tidegate.weight_files import INDEX_FILE, WeightsError
+from tidegate.weights import checksum
+from tidegate.weights.files import INDEX_FILE, WeightsError
 
 LIMITS = TokenLimits(100, 50, frozenset({7}), has_tokenizer=True)
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 from tests.engine_contract import embedded, make_versions, served
 from tests.integration.engine_http import Client
 from tidegate.config import EngineSettings
-from tidegate.services import Service
-from tidegate.trainer.vllm import VLLMServer
+from tidegate.service.service import Service
+from tidegate.trainer.processes.vllm import VLLMServer
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON", "")
 ARGUMENTS = [

@@ -15,7 +15,7 @@ from tests.integration.engine_http import Client
 from tests.vllm.conftest import ARGUMENTS
 from tidegate.config import EngineSettings
 from tidegate.errors import StartError
-from tidegate.trainer.vllm import VLLMServer
+from tidegate.trainer.processes.vllm import VLLMServer
 
 pytestmark = pytest.mark.timeout(600)
 

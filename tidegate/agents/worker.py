@@ -28,11 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.address import own_address
 from tidegate.agents.base import Agent, Result, Session, load_agent
 from tidegate.errors import ConfigError, InfrastructureError
-from tidegate.secrecy import shield_process
-from tidegate.tether import continue_at_parent_exit
+from tidegate.service.address import own_address
+from tidegate.service.parent_death import continue_at_parent_exit
+from tidegate.service.secrecy import shield_process
 from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 

@@ -19,7 +19,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.trainer.audit import audit_run, table
+    from tidegate.trainer.ledger.audit import audit_run, table
 
     audit = audit_run(run_directory(arguments.run_dir))
     print(table(audit))

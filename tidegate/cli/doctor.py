@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.cli.verbs import Verbs
-from tidegate.secrecy import shield_process
+from tidegate.service.secrecy import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
@@ -38,7 +38,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.doctor.examine import Examination
+    from tidegate.doctor.doctor import Examination
     from tidegate.doctor.findings import failed
 
     settings = settings_of(arguments, rest)
@@ -65,7 +65,7 @@ def settings_of(arguments: argparse.Namespace, rest: list[str]) -> Settings:
     """What is examined: a settings file, named or lying here, with what the command line says over it."""
     from tidegate.config import load_settings
     from tidegate.scaffold.init import TINY_BASE
-    from tidegate.sections import split_file
+    from tidegate.settings.sections import split_file
 
     config, settings = split_file(rest)
     if config is None and Path("config.toml").is_file():

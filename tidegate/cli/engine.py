@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError, GatewayError
-from tidegate.secrecy import shield_process
+from tidegate.service.secrecy import shield_process
 
 log = logging.getLogger("tidegate.engine")
 JOIN_S = 5.0
@@ -47,8 +47,8 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.engine.options import EngineOptions
-    from tidegate.engine.server import serve
-    from tidegate.serve import Listen
+    from tidegate.engine.server.server import serve
+    from tidegate.service.serve import Listen
 
     log_to_stderr()
     options = EngineOptions(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.verbs import Verbs, run_directory
 from tidegate.errors import STOPPED, ConfigError
-from tidegate.secrecy import shield_process
+from tidegate.service.secrecy import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
-    from tidegate.evaluation.direct import ModelEndpoint
+    from tidegate.evaluation.endpoint import ModelEndpoint
     from tidegate.evaluation.target import Target
 
 
@@ -62,7 +62,7 @@ def _table(text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.evaluation.target import find_target
-    from tidegate.sections import split_words
+    from tidegate.settings.sections import split_words
 
     words, overrides = split_words(rest)
     if len(words) > 1:
@@ -152,7 +152,7 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
 
 
 def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndpoint | None:
-    from tidegate.evaluation.direct import ModelEndpoint
+    from tidegate.evaluation.endpoint import ModelEndpoint
 
     if arguments.url is None:
         for name in ("model", "api_key_env"):

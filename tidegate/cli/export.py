@@ -27,7 +27,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.trainer.export import write_parquet, write_sft
+    from tidegate.trainer.records.export import write_parquet, write_sft
 
     run_dir = run_directory(arguments.run_dir)
     suffix = "parquet" if arguments.parquet else "jsonl"

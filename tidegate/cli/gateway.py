@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError
-from tidegate.secrecy import received, shield_process
+from tidegate.service.secrecy import received, shield_process
 
 if TYPE_CHECKING:
+    from tidegate.gateway.groups.rewards import Rewarder
     from tidegate.gateway.options import GatewayOptions
-    from tidegate.gateway.rewards import Rewarder
 
 
 def add(verbs: Verbs) -> None:
@@ -70,7 +70,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.gateway.client import ADMIN_KEY
     from tidegate.gateway.server import serve, serve_front
-    from tidegate.serve import Listen
+    from tidegate.service.serve import Listen
 
     shield_process()
     secrets = _secrets(arguments, os.environ.pop(ADMIN_KEY, None))
@@ -99,10 +99,10 @@ def _options(
     arguments: argparse.Namespace, limits: dict[str, int], secrets: dict[str, Any]
 ) -> GatewayOptions:
     from tidegate.envs.base import check_reward_timeout, load_environment
-    from tidegate.gateway.limits import SessionLimits
+    from tidegate.gateway.engines.pool import PoolOptions
     from tidegate.gateway.options import GatewayOptions
-    from tidegate.gateway.pool import PoolOptions
-    from tidegate.gateway.shards import id_prefix, journal_of
+    from tidegate.gateway.sessions.limits import SessionLimits
+    from tidegate.gateway.sharding.shard import id_prefix, journal_of
 
     rewarders: Mapping[str, Rewarder] = {}
     if arguments.env is not None:
@@ -132,7 +132,7 @@ def _options(
 
 def _shards_arguments(arguments: argparse.Namespace) -> Callable[[int], list[str]]:
     """Each shard's command line: the front's own, but for its address, and with a part of the journal."""
-    from tidegate.gateway.shards import journal_of
+    from tidegate.gateway.sharding.shard import journal_of
 
     shared = [
         "--model",

@@ -55,8 +55,8 @@ def add(actions: Verbs) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.build import Plan, build
-    from tidegate.rag.news import BuildProgress
-    from tidegate.rag.prefixes import EncoderPrefixes
+    from tidegate.rag.encoders.prefixes import EncoderPrefixes
+    from tidegate.rag.progress import BuildProgress
 
     prefixes = None
     if arguments.query_prefix is not None or arguments.passage_prefix is not None:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def run_verify(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.rag.manifest import Manifest
+    from tidegate.rag.index.manifest import Manifest
 
     manifest = Manifest.read(arguments.index)
     manifest.check_files(arguments.index, whole=True)

@@ -33,11 +33,11 @@ def add(actions: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.rag.batcher import BatchOptions
     from tidegate.rag.client import RAG_KEY
-    from tidegate.rag.retrieval import RagOptions
-    from tidegate.rag.server import serve
-    from tidegate.serve import Listen
+    from tidegate.rag.server.batcher import BatchOptions
+    from tidegate.rag.server.server import serve
+    from tidegate.rag.server.service import RagOptions
+    from tidegate.service.serve import Listen
 
     log_to_stderr()
     logging.getLogger("faiss").setLevel("WARNING")  # says which builds of itself it does not find

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
     from tidegate.errors import ConfigError
-    from tidegate.sections import load, overlay
+    from tidegate.settings.sections import load, overlay
     from tidegate.simulation.calibrate import scenario_of
     from tidegate.simulation.scenario import Scenario
 
@@ -81,7 +81,7 @@ def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
 
 
 def _list_keys() -> int:
-    from tidegate.sections import known_keys
+    from tidegate.settings.sections import known_keys
     from tidegate.simulation.scenario import Scenario
 
     for key, default, text in known_keys(Scenario):

@@ -6,7 +6,7 @@ import argparse
 
 from tidegate.cli.verbs import Verbs
 from tidegate.errors import ConfigError
-from tidegate.secrecy import shield_process
+from tidegate.service.secrecy import shield_process
 
 
 def add(verbs: Verbs) -> None:
@@ -39,7 +39,7 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import Settings, load_settings
-    from tidegate.sections import known_keys, split_file
+    from tidegate.settings.sections import known_keys, split_file
 
     if arguments.settings:
         for key, default, text in known_keys(Settings):

@@ -14,7 +14,7 @@ from tidegate.errors import ConfigError, StartError
 if TYPE_CHECKING:
     import socket
 
-    from tidegate.serve import Listen
+    from tidegate.service.serve import Listen
 
 PORT = 8080
 
@@ -37,7 +37,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.run_dir is None:
         return _list(arguments.dir)
-    from tidegate.serve import Listen, url_of
+    from tidegate.service.serve import Listen, url_of
     from tidegate.viewer.dashboard.app import is_loopback, serve
     from tidegate.viewer.dashboard.run import FollowedRun
 
@@ -56,7 +56,7 @@ def _bind(listen: Listen, *, chosen: bool) -> socket.socket:
     """On the chosen port; else on 8080, or on a free one where that is taken."""
     from dataclasses import replace
 
-    from tidegate.serve import bind
+    from tidegate.service.serve import bind
 
     if chosen:
         return bind(listen)
@@ -72,8 +72,8 @@ def _list(parent: Path) -> int:
     from rich.text import Text
 
     from tidegate.viewer.dashboard.run import list_runs
-    from tidegate.viewer.files import read_run
-    from tidegate.viewer.text import number, printable
+    from tidegate.viewer.formatting import number, printable
+    from tidegate.viewer.run_files import read_run
 
     runs = list_runs(parent)
     if not runs:

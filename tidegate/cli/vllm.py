@@ -27,7 +27,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.serve import Listen
+    from tidegate.service.serve import Listen
     from tidegate.vllm.app import serve
     from tidegate.vllm.options import VLLMOptions
 

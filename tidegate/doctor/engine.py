@@ -12,8 +12,8 @@ import aiohttp
 import orjson
 
 from tidegate.doctor.findings import Finding, error, ok, warning
-from tidegate.gateway.protocol import read_version
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.engines.protocol import read_version
+from tidegate.gateway.rendering.renderer import Renderer
 
 TOKENS = 16
 INFO_S = 10.0

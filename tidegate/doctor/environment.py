@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.doctor.deadline import within
 from tidegate.doctor.findings import Finding, error, ok, warning
+from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.tracebacks import where
 from tidegate.types import Task
 

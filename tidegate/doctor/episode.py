@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
 from tidegate.gateway.client import GatewayClient, SessionSummary
-from tidegate.gateway.formats.registry import MARKERS
-from tidegate.gateway.render import Renderer
-from tidegate.trainer.workers import AgentResult, AgentWorker
+from tidegate.gateway.parsing.tool_calls.registry import MARKERS
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
 from tidegate.types import MODEL_NAME, Outcome, Sampling, Task, Trajectory, Turn
 
 ERROR_SHOWN = 400

@@ -12,7 +12,7 @@ from tidegate import __version__
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.errors import StartError
-from tidegate.serve import Listen, bind
+from tidegate.service.serve import Listen, bind
 
 OLDEST_PYTHON = (3, 11)
 

@@ -10,7 +10,7 @@ from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok
 from tidegate.doctor.template import check_template
 from tidegate.errors import StartError
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.rendering.renderer import Renderer
 
 
 def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidegate.doctor.deadline import within
 from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
+from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.errors import RewardError
 from tidegate.tracebacks import where

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tidegate.doctor.findings import Finding, error, note, ok, warning
-from tidegate.gateway.certify import CaseResult, check_conformance
-from tidegate.gateway.formats.registry import choose
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.render import Renderer
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.parsing.tool_calls.registry import choose
+from tidegate.gateway.rendering.conformance import CaseResult, check_conformance
+from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Message
 
 ASKED: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]

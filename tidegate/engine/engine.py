@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tidegate.engine.grammar import Grammars
-from tidegate.engine.model import Model, load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
-from tidegate.engine.params import TokenLimits
-from tidegate.engine.requests import Generation
-from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.text import TokenDecoder
-from tidegate.engine.weights import CheckedWeights
-from tidegate.engine.weights_receiver import WeightsReceiver
+from tidegate.engine.requests.detokenizer import TokenDecoder
+from tidegate.engine.requests.grammar import Grammars
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.weights.loading import CheckedWeights
+from tidegate.engine.weights.receiver import WeightsReceiver
 
 T = TypeVar("T")
 

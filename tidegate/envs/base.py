@@ -13,10 +13,10 @@ from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
     "arithmetic": "tidegate.envs.arithmetic:Arithmetic",
-    "dataset": "tidegate.envs.dataset:Dataset",
-    "gsm8k": "tidegate.envs.gsm8k:GSM8K",
+    "dataset": "tidegate.envs.datasets.dataset:Dataset",
+    "gsm8k": "tidegate.envs.datasets.gsm8k:GSM8K",
     "mixture": "tidegate.envs.mixture:Mixture",
-    "search_qa": "tidegate.envs.search_qa:SearchQA",
+    "search_qa": "tidegate.envs.search.search_qa:SearchQA",
 }
 
 

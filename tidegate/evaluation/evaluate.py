@@ -18,13 +18,13 @@ import orjson
 from tidegate.config import Settings
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, ConfigError
-from tidegate.evaluation.direct import ModelEndpoint, direct
-from tidegate.evaluation.hosted import hosted
+from tidegate.evaluation.endpoint import ModelEndpoint, direct
+from tidegate.evaluation.local import hosted
+from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
-from tidegate.evaluation.tally import EvalResults
 from tidegate.loading import did_you_mean
-from tidegate.trainer.guard import TaskSupervisor
-from tidegate.trainer.trajectories import bounded_answer, readable
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.records.trajectories import bounded_answer, readable
 from tidegate.types import Sampling, Task
 
 RESULTS = "results.json"

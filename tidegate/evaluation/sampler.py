@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.errors import GatewayError, HopelessError
-from tidegate.trainer.episodes import attempt_seed
+from tidegate.trainer.rollout.episodes import attempt_seed
 from tidegate.types import Outcome, Task, Trajectory
 
 GIVE_UP_AFTER = 16

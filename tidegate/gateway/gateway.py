@@ -10,25 +10,25 @@ from typing import Any
 import msgpack
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.certify import check_conformance
-from tidegate.gateway.endings import SessionFinisher
-from tidegate.gateway.engines import EngineEndpoint, EngineRecord
-from tidegate.gateway.formats.registry import choose
-from tidegate.gateway.groups import GroupStore
-from tidegate.gateway.intake import Threads
-from tidegate.gateway.journal import Journal, Recovered
-from tidegate.gateway.journal_disk import DiskJournal
-from tidegate.gateway.limits import SessionLimits
+from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
+from tidegate.gateway.engines.pool import EnginePool
+from tidegate.gateway.groups.finish import SessionFinisher
+from tidegate.gateway.groups.rewards import Scorer
+from tidegate.gateway.groups.store import GroupStore
+from tidegate.gateway.ids import hash_key, new_id, new_key
+from tidegate.gateway.journal.base import Journal, Recovered
+from tidegate.gateway.journal.sqlite import DiskJournal
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.names import hash_key, new_id, new_key
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.pool import EnginePool
-from tidegate.gateway.prompts import model_context
-from tidegate.gateway.render import Renderer
-from tidegate.gateway.rewards import Scorer
-from tidegate.gateway.session_store import SessionStore
-from tidegate.gateway.sessions import FinishReport, GatewaySession, SessionResult, trajectory_of
-from tidegate.gateway.turns import TurnPipeline
+from tidegate.gateway.parsing.tool_calls.registry import choose
+from tidegate.gateway.rendering.conformance import check_conformance
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionResult, trajectory_of
+from tidegate.gateway.sessions.store import SessionStore
+from tidegate.gateway.turns.intake import Threads
+from tidegate.gateway.turns.pipeline import TurnPipeline
+from tidegate.gateway.turns.prompts import model_context
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
 log = logging.getLogger("tidegate.gateway")

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.gateway.limits import SessionLimits
-from tidegate.gateway.pool import PoolOptions
-from tidegate.gateway.rewards import Rewarder
+from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.groups.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
+from tidegate.gateway.sessions.limits import SessionLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class GatewayOptions:
     engine_urls: list[str] = field(default_factory=list)
     admin_key: str | None = None
     tool_parser: str = "auto"
-    """The form of the model's tool calls, by its name in `tidegate.gateway.formats`; `auto`: the one that its
-    chat template writes; `none`: calls stay text."""
+    """Format of the model's tool calls, by its name in `tidegate.gateway.parsing.tool_calls`; `auto`: the
+    format that the chat template writes; `none`: calls stay text."""
     structured_output: StructuredOutput = "text"
     """How replies with a JSON schema are sampled in training sessions: as free text, or under the grammar."""
     untrained_models: Sequence[str] = ()

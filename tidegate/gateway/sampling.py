@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from tidegate.gateway.refusal import context_exceeded
+from tidegate.gateway.errors import context_exceeded
 from tidegate.gateway.seeds import turn_seed
 from tidegate.types import Sampling, Split
 

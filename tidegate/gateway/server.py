@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError, StartError
-from tidegate.gateway.app import create_app
-from tidegate.gateway.front import ShardRouter
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.shards import Shard
-from tidegate.serve import Listen, bind, run_app
+from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.shard import Shard
+from tidegate.service.serve import Listen, bind, run_app
 
 __all__ = ["GatewayOptions", "serve", "serve_front"]
 

@@ -6,13 +6,13 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from tidegate import sections
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
+from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
-from tidegate.trainer.servers import engine_arguments, gateway_arguments
-from tidegate.trainer.vllm import vllm_arguments
+from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments
+from tidegate.trainer.processes.vllm import vllm_arguments
 
 MASK = "…"
 

@@ -19,22 +19,23 @@ import orjson
 
 from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.failpoints import reach
-from tidegate.rag import bm25, corpus, index, probe
-from tidegate.rag.bm25 import build_bm25, require_bm25s
-from tidegate.rag.corpus import Corpus
-from tidegate.rag.encode import Dtype, Encoder, load_encoder
+from tidegate.rag.corpus import corpus
+from tidegate.rag.corpus.corpus import Corpus
+from tidegate.rag.corpus.ingest import ingest
+from tidegate.rag.corpus.source import Extent, extent, source_files
+from tidegate.rag.encoders.encoder import Dtype, Encoder, load_encoder
+from tidegate.rag.encoders.hashing import HashEncoder
+from tidegate.rag.encoders.prefixes import EncoderPrefixes
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
-from tidegate.rag.hashing import HashEncoder
-from tidegate.rag.index import build_index, require_faiss
-from tidegate.rag.ingest import ingest
-from tidegate.rag.kinds import IndexKind, check_kind, choose
-from tidegate.rag.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
-from tidegate.rag.news import BuildProgress
-from tidegate.rag.prefixes import EncoderPrefixes
-from tidegate.rag.probe import write_probe
-from tidegate.rag.recall import K, measure
-from tidegate.rag.source import Extent, extent, source_files
-from tidegate.rag.vectors import Vectors
+from tidegate.rag.index import bm25, encoder_check, vector_index
+from tidegate.rag.index.bm25 import build_bm25, require_bm25s
+from tidegate.rag.index.encoder_check import write_probe
+from tidegate.rag.index.index_types import IndexKind, check_kind, choose
+from tidegate.rag.index.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
+from tidegate.rag.index.recall import K, measure
+from tidegate.rag.index.vector_index import build_index, require_faiss
+from tidegate.rag.index.vectors import Vectors
+from tidegate.rag.progress import BuildProgress
 
 SHARD = 4096
 _VECTORS = "vectors"
@@ -174,7 +175,7 @@ class _Build:
         check_kind(kind, len(read))
         vectors = Vectors(self.directory / _VECTORS, len(read), encoder.dimension, plan.shard)
         vectors.encode(read, encoder, self.news.stage("encoded"))
-        if not (self.directory / index.FILE).is_file():
+        if not (self.directory / vector_index.FILE).is_file():
             build_index(kind, vectors, self.directory, plan.threads, self.news)
         write_probe(encoder, self.directory)
         nprobe, recall = measure(kind, read, vectors, encoder, self.directory, plan.threads, self.news)
@@ -184,7 +185,7 @@ class _Build:
     def _files(self) -> Iterator[str]:
         yield from corpus.FILES
         if self.plan.encoder is not None:
-            yield from (index.FILE, probe.FILE)
+            yield from (vector_index.FILE, encoder_check.FILE)
         if self.plan.bm25:
             yield from bm25.FILES
 

@@ -26,8 +26,8 @@ import orjson
 from yarl import URL
 
 from tidegate.errors import RetrievalError, RetrievalRefused, RetrievalUnavailable
-from tidegate.rag.corpus import Document
-from tidegate.rag.servers import RagEndpoint, RagEndpoints
+from tidegate.rag.corpus.corpus import Document
+from tidegate.rag.endpoints import RagEndpoint, RagEndpoints
 
 RAG_KEY = "TIDEGATE_RAG_KEY"
 """The environment variable in which a retrieval server is given its key."""

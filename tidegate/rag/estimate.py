@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.errors import StorageError
-from tidegate.rag.kinds import FLOAT32, IndexKind, index_bytes, training_rows
-from tidegate.rag.news import size
-from tidegate.rag.source import Extent
+from tidegate.rag.corpus.source import Extent
+from tidegate.rag.index.index_types import FLOAT32, IndexKind, index_bytes, training_rows
+from tidegate.rag.progress import size
 
 _PER_DOCUMENT = 8 + 16
 """Bytes beside the documents: offset, id's hash and row."""

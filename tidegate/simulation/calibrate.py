@@ -23,8 +23,8 @@ from tidegate.simulation.scenario import (
     SimulatedTurn,
     TrainerModel,
 )
-from tidegate.trainer.ledger import read_ledger
-from tidegate.trainer.metrics import read_metrics
+from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.trainer.records.metrics import read_metrics
 
 KEPT = 4096
 """Episodes to draw from; more make no difference."""

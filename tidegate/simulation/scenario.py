@@ -9,8 +9,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tidegate.sections import SettingsSection
-from tidegate.trainer.rules import Rules
+from tidegate.settings.sections import SettingsSection
+from tidegate.trainer.admission.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -16,10 +16,10 @@ from tidegate.simulation.clock import Clock
 from tidegate.simulation.engines import Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.outcome import Figures, SimulationCounts
 from tidegate.simulation.scenario import Scenario, SimulatedTurn
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import LedgerEntry
-from tidegate.trainer.groups import BatchSelection, Phase
-from tidegate.trainer.rules import AttemptVerdict
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import AttemptVerdict
+from tidegate.trainer.admission.state import BatchSelection, Phase
+from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5

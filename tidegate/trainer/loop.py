@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.batches import Batch, Batcher
-from tidegate.trainer.credit import Credit
-from tidegate.trainer.policy import Learner
-from tidegate.trainer.publish import Publisher
-from tidegate.trainer.record import Recorder
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.batch.batcher import Batch, Batcher
+from tidegate.trainer.batch.credit import Credit
+from tidegate.trainer.policy.policy import Learner
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.records.recorder import Recorder
 
 T = TypeVar("T")
 MAX_SKIPPED = 3

@@ -15,17 +15,17 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import TidegateError
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.batches import rows_to_train
-from tidegate.trainer.credit import GroupCredit
-from tidegate.trainer.entries import State
-from tidegate.trainer.ledger import read_ledger
+from tidegate.trainer.batch.batcher import rows_to_train
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpoint.huggingface import read_model
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.ledger import read_ledger
 from tidegate.trainer.loop import CHANGED
-from tidegate.trainer.metrics import read_metrics
-from tidegate.trainer.policy import Policy
-from tidegate.trainer.pretrained import read_model
+from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.records.metrics import read_metrics
+from tidegate.trainer.records.trajectories import read_lines, recorded, step_files
 from tidegate.trainer.start import base_model
-from tidegate.trainer.trajectories import read_lines, recorded, step_files
 from tidegate.types import Group, Trajectory
 
 COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "mismatch_kl", "lag_kl", "clip_fraction", "ess")

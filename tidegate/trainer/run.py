@@ -11,40 +11,41 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tidegate import failpoints, sections
+from tidegate import failpoints
 from tidegate.config import Settings, load_settings
 from tidegate.devices import find_device
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, HopelessError, StorageError, TidegateError
 from tidegate.observer import Observer
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.audit import audit_run, summary
-from tidegate.trainer.batches import Batcher
-from tidegate.trainer.best import BestCheckpoint
-from tidegate.trainer.credit import Credit, GroupCredit
-from tidegate.trainer.dead_letters import DeadLetters
-from tidegate.trainer.engines import EngineMembership
-from tidegate.trainer.entries import State, entry
-from tidegate.trainer.episodes import Episodes
-from tidegate.trainer.evaluate import Evaluation, Evaluator
-from tidegate.trainer.guard import TaskSupervisor, every, watchdog
-from tidegate.trainer.ledger import Ledger
-from tidegate.trainer.local import LocalProcesses
+from tidegate.settings import sections
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import Credit, GroupCredit
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.ledger.audit import audit_run, summary
+from tidegate.trainer.ledger.entries import State, entry
+from tidegate.trainer.ledger.ledger import Ledger
+from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.loop import Loop, unless, whole
-from tidegate.trainer.metrics import MetricsLog, read_metrics
-from tidegate.trainer.parts import ProcessProvider
-from tidegate.trainer.pause import Pause
-from tidegate.trainer.policy import Learner
-from tidegate.trainer.processes import start_processes
-from tidegate.trainer.publish import Publisher
-from tidegate.trainer.ranks import Ranks
-from tidegate.trainer.record import Recorder
-from tidegate.trainer.rollout import Rollout, cancel_doomed
-from tidegate.trainer.sender import WeightBroadcaster
-from tidegate.trainer.servers import restart_s
+from tidegate.trainer.policy.policy import Learner
+from tidegate.trainer.processes.launcher import start_processes
+from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.provider import ProcessProvider
+from tidegate.trainer.processes.servers import restart_s
+from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.engines import EngineMembership
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.records.dead_letters import DeadLetters
+from tidegate.trainer.records.metrics import MetricsLog, read_metrics
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
+from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.rollout import Rollout, cancel_doomed
 from tidegate.trainer.start import ResumedRun, Start, base_model, rules_of, take_over
-from tidegate.trainer.tokens import TokenCounts
-from tidegate.trainer.trajectories import TrajectoryFiles
 
 STATE_S = 0.5
 FULL = (errno.ENOSPC, errno.EDQUOT)

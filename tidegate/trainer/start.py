@@ -11,15 +11,15 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, FinishedError
 from tidegate.gateway.client import GatewayClient
-from tidegate.trainer import checkpoint as checkpoints
-from tidegate.trainer.admission import Admission
-from tidegate.trainer.entries import LedgerEntry, entry
-from tidegate.trainer.groups import AdmissionProgress, GroupState, Phase, Slot, TaskSlot
-from tidegate.trainer.integrity import check_files
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskSlot
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpoint.integrity import check_files
+from tidegate.trainer.ledger.entries import LedgerEntry, entry
+from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.preflight import check_model
-from tidegate.trainer.resume import LedgerState, cancel_lost, read_ledger_state, reinstate
-from tidegate.trainer.rules import Rules
-from tidegate.trainer.trajectories import TrajectoryFiles
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Group
 
 

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
-from tidegate.viewer.board import EvalStatus, LiveState
-from tidegate.viewer.out import SafeConsole, Terminal
-from tidegate.viewer.plain import PlainView
+from tidegate.viewer.console import SafeConsole, Terminal
+from tidegate.viewer.formatting import duration, known, number, printable, smoothed, sparkline
+from tidegate.viewer.live_state import EvalStatus, LiveState
+from tidegate.viewer.log_view import PlainView
 from tidegate.viewer.summary import ACCENT, final_summary
-from tidegate.viewer.text import duration, known, number, printable, smoothed, sparkline
 
 REFRESHES_PER_S = 2.0
 NEWS_LINES = 5

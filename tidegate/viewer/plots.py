@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
 from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
-from tidegate.viewer.files import RunFiles
-from tidegate.viewer.text import number, printable, smoothed
+from tidegate.viewer.formatting import number, printable, smoothed
+from tidegate.viewer.run_files import RunFiles
 
 WIDE = (960, 300)
 SMALL = (350, 150)

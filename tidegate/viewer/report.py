@@ -19,12 +19,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tidegate.viewer.books import STATES, LedgerCounts, newest_checkpoint, read_books
-from tidegate.viewer.episodes import choose
-from tidegate.viewer.files import RunFiles, read_run
+from tidegate.viewer.formatting import duration, number, printable
+from tidegate.viewer.ledger_counts import STATES, LedgerCounts, newest_checkpoint, read_books
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
+from tidegate.viewer.run_files import RunFiles, read_run
 from tidegate.viewer.summary import SCORES, next_steps, problems
-from tidegate.viewer.text import duration, number, printable
+from tidegate.viewer.transcripts import choose
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tidegate.program import program
-from tidegate.viewer.episodes import as_text, choose
-from tidegate.viewer.files import evaluations, read_settings
-from tidegate.viewer.out import SafeConsole
-from tidegate.viewer.text import known, number, printable
+from tidegate.viewer.console import SafeConsole
+from tidegate.viewer.formatting import known, number, printable
+from tidegate.viewer.run_files import evaluations, read_settings
+from tidegate.viewer.transcripts import as_text, choose
 
 ACCENT = "cyan"
 

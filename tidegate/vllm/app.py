@@ -12,9 +12,9 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from tidegate.engine.checks import RequestError
-from tidegate.engine.control import HEALTH_DEADLINE_S, read_abort, read_mode, read_relabel, read_update
-from tidegate.engine.http import (
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.server.control import HEALTH_DEADLINE_S, read_abort, read_mode, read_relabel, read_update
+from tidegate.engine.server.http import (
     Handler,
     done,
     error_reply,
@@ -24,12 +24,12 @@ from tidegate.engine.http import (
     read_body,
     refused,
 )
-from tidegate.engine.requests import Generation
+from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError, TidegateError
-from tidegate.serve import Listen, bind, run_app
-from tidegate.vllm.bridge import EngineAdapter
+from tidegate.service.serve import Listen, bind, run_app
+from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.options import VLLMOptions
-from tidegate.weight_files import WeightsError
+from tidegate.weights.files import WeightsError
 
 PAUSE_MODES = ("abort", "retract")
 

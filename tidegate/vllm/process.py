@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 from tidegate.errors import StartError
-from tidegate.services import signal_child
-from tidegate.tethered import ExternalService
+from tidegate.service.external import ExternalService
+from tidegate.service.service import signal_child
 from tidegate.vllm.options import VLLMOptions
 
 INSIDE = Path(__file__).with_name("inside")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tidegate.engine.checks import PARAMS, RequestError
-from tidegate.engine.params import SamplingParams
-from tidegate.engine.requests import Generation
-from tidegate.engine.wire import reply
+from tidegate.engine.requests.params import SamplingParams
+from tidegate.engine.requests.request import Generation
+from tidegate.engine.server.replies import reply
+from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 
 NO_LOGPROB = -9999.0

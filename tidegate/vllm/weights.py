@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from tidegate import checksum
-from tidegate.weight_files import WeightsError, weight_files
+from tidegate.weights import checksum
+from tidegate.weights.files import WeightsError, weight_files
 
 TIED = "lm_head.weight"
 """Need not be there where it is the embedding again."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from tidegate.gateway.ask import TurnRequest
-from tidegate.gateway.calls import PendingTurn
-from tidegate.gateway.refusal import ApiError
-from tidegate.gateway.sessions import GatewaySession
-from tidegate.gateway.toolcalls import Part, Reasoning
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.parsing.parts import Part, Reasoning
+from tidegate.gateway.request import TurnRequest
+from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.session import GatewaySession
 
 
 @dataclass(frozen=True, slots=True)

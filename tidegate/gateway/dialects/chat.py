@@ -8,16 +8,16 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import TurnRequest
-from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.refusal import ApiError, unsupported
-from tidegate.gateway.reply import UNFINISHED, call_wire
+from tidegate.gateway.errors import ApiError, unsupported
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse
+from tidegate.gateway.parsing.reply import UNFINISHED, call_wire
+from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions import GatewaySession
-from tidegate.gateway.toolcalls import Part, Reasoning, ToolUse
+from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
 MOST_CHOICES = 128

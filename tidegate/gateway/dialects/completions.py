@@ -9,15 +9,15 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import TurnRequest
-from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import chat, fields
 from tidegate.gateway.dialects.base import ServedModel, Usage
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.refusal import ApiError
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.parsing.parts import Part
+from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions import GatewaySession
-from tidegate.gateway.toolcalls import Part
+from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
 # Accepted, and without any effect on what is sampled.

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.refusal import ApiError, unsupported
+from tidegate.gateway.errors import ApiError, unsupported
+from tidegate.gateway.parsing.parts import ToolUse
 from tidegate.gateway.sampling import Schema
-from tidegate.gateway.toolcalls import ToolUse
 
 _KINDS = {
     int: "an integer",

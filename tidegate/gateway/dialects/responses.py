@@ -8,17 +8,17 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.ask import TurnRequest
-from tidegate.gateway.calls import PendingTurn
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.dialects.items import content_of, in_namespace, item_of, named, read_items
-from tidegate.gateway.refusal import ApiError, unsupported
+from tidegate.gateway.dialects.responses_items import content_of, in_namespace, item_of, named, read_items
+from tidegate.gateway.errors import ApiError, unsupported
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
+from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling, Schema
-from tidegate.gateway.sessions import GatewaySession
-from tidegate.gateway.toolcalls import Part, Reasoning, ToolCall, ToolUse
-from tidegate.gateway.tree import TurnNode
+from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.types import Message
 
 error = fields.openai_error

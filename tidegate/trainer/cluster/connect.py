@@ -16,8 +16,8 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.cluster.actor_slots import NAMESPACE, ActorSlots
 from tidegate.trainer.cluster.placement import Placement, readable
-from tidegate.trainer.cluster.seats import NAMESPACE, ActorSlots
 
 CONNECT_S = 10.0
 HEAD = "node:__internal_head__"

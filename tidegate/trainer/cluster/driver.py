@@ -16,13 +16,13 @@ from ray.exceptions import RayError
 from tidegate.config import Settings
 from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
-from tidegate.trainer.cluster.calls import LostError, meaning
+from tidegate.trainer.cluster.actor_calls import LostError, meaning
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
-from tidegate.trainer.cluster.head import RunActor, RunJob, RunSpec
-from tidegate.trainer.cluster.passing import ClusterNode, passed_on
+from tidegate.trainer.cluster.environment import ClusterNode, passed_on
+from tidegate.trainer.cluster.observer_relay import Told, tell
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.relay import Told, tell
-from tidegate.trainer.parts import ProcessProvider
+from tidegate.trainer.cluster.run_actor import RunActor, RunJob, RunSpec
+from tidegate.trainer.processes.provider import ProcessProvider
 
 LOOK_S = 0.25
 NEWS_S = 300.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
-from tidegate.trainer.servers import agent_names, engine_names
+from tidegate.trainer.processes.servers import agent_names, engine_names
 
 HOME = "trainer-0"
 """The first trainer rank, which is the run itself."""

@@ -21,11 +21,11 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from tidegate.serve import Listen, run_app
+from tidegate.service.serve import Listen, run_app
 from tidegate.viewer.dashboard import views
 from tidegate.viewer.dashboard.episode import Part
+from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.records import Kind
-from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.records import EpisodeSummary, spans_of
-from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.tokens import Texts
-from tidegate.viewer.episodes import episode as spoken
-from tidegate.viewer.text import known, printable
+from tidegate.viewer.formatting import known, printable
+from tidegate.viewer.transcripts import episode as spoken
 
 Part = Literal["given", "sampled"]
 Record = Mapping[str, Any]

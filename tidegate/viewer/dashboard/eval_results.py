@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidegate.viewer.text import known, printable
+from tidegate.viewer.formatting import known, printable
 
 
 def eval_results(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tidegate.viewer.dashboard.follow import goes_on, json_object, whole_lines
-from tidegate.viewer.dashboard.refusal import NotFound
-from tidegate.viewer.text import known, printable
+from tidegate.viewer.dashboard.errors import NotFound
+from tidegate.viewer.dashboard.tail import goes_on, json_object, whole_lines
+from tidegate.viewer.formatting import known, printable
 
 Kind = Literal["step", "eval", "failed"]
 

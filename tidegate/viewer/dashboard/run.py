@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidegate.viewer.books import LedgerCounter, LedgerCounts, committed
-from tidegate.viewer.dashboard.coarse import Downsampled
-from tidegate.viewer.dashboard.follow import Tail
-from tidegate.viewer.dashboard.ledger import GroupEntry, LedgerGroups
+from tidegate.viewer.dashboard.downsample import Downsampled
+from tidegate.viewer.dashboard.ledger_groups import GroupEntry, LedgerGroups
 from tidegate.viewer.dashboard.records import EpisodeSummary, Records
+from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
-from tidegate.viewer.files import RunFiles, enter_row, read_settings, run_directory
+from tidegate.viewer.ledger_counts import LedgerCounter, LedgerCounts, committed
+from tidegate.viewer.run_files import RunFiles, enter_row, read_settings, run_directory
 
 FRESH_S = 0.3
 """Requests within so many seconds of each other look at the files once."""

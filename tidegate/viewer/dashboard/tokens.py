@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidegate.viewer.books import newest_checkpoint
-from tidegate.viewer.text import printable
+from tidegate.viewer.formatting import printable
+from tidegate.viewer.ledger_counts import newest_checkpoint
 
 LONGEST_CHARACTER = 4
 """Tokens that one character may be spread over: UTF-8 has at most four bytes."""

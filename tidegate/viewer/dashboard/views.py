@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tidegate.viewer.books import STATES
 from tidegate.viewer.chart import Chart
 from tidegate.viewer.dashboard import episode
+from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.eval_results import eval_results
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile
-from tidegate.viewer.dashboard.refusal import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
-from tidegate.viewer.files import Row
+from tidegate.viewer.formatting import printable
+from tidegate.viewer.ledger_counts import STATES
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
 from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
-from tidegate.viewer.text import printable
+from tidegate.viewer.run_files import Row
 
 Wire = dict[str, Any]
 

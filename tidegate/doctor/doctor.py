@@ -1,0 +1,151 @@
+"""The examination: every check, in the order in which one needs another's result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidegate.config import Settings
+from tidegate.doctor.engine import check_engine
+from tidegate.doctor.environment import check_environment, first_tasks
+from tidegate.doctor.episode import judge_episode, run_episode
+from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
+from tidegate.doctor.install import check_install, check_port
+from tidegate.doctor.model import check_model
+from tidegate.doctor.rewards import check_rewards
+from tidegate.doctor.template import ASKED
+from tidegate.envs.base import Environment
+from tidegate.errors import ConfigError, GatewayError, StartError
+from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.trainer.processes.agent_worker import AgentWorker
+from tidegate.trainer.processes.launcher import admin_key
+from tidegate.trainer.processes.local import LocalProcesses
+
+
+@dataclass(slots=True)
+class Examination:
+    """One examination of one configuration; `run` is called once.
+
+    `tell` hears of each finding at once. The processes that are started log to `folder`/logs, and end
+    with `run`.
+    """
+
+    settings: Settings
+    folder: Path
+    tell: Tell
+    episodes: int = 1
+    findings: list[Finding] = field(default_factory=list)
+
+    async def run(self) -> list[Finding]:
+        self._say(check_install(self.settings))
+        if not self._say([check_port(self.settings)]):
+            self._take_another_port()
+        found, renderer = await asyncio.to_thread(check_model, self.settings)
+        self._say(found)
+        found, environment = await asyncio.to_thread(check_environment, self.settings, renderer)
+        if not self._say(found):
+            self._skip("rewards", "the environment must be sound first")
+            environment = None
+        if environment is not None:
+            self._say(await asyncio.to_thread(check_rewards, environment))
+        async with contextlib.AsyncExitStack() as stack:
+            await self._with_processes(stack, renderer, environment)
+        return self.findings
+
+    def _say(self, findings: Sequence[Finding]) -> bool:
+        """Tell what was found; whether there is no error among it."""
+        for finding in findings:
+            self.findings.append(finding)
+            self.tell(finding)
+        return not failed(list(findings))
+
+    def _skip(self, check: str, why: str) -> None:
+        self._say([note(check, "skipped", f"not tried: {why}")])
+
+    def _take_another_port(self) -> None:
+        """So that the rest can be tried nevertheless."""
+        gateway = self.settings.gateway.model_copy(update={"port": 0, "host": "127.0.0.1"})
+        self.settings = self.settings.model_copy(update={"gateway": gateway})
+
+    async def _with_processes(
+        self, stack: contextlib.AsyncExitStack, renderer: Renderer | None, environment: Environment | None
+    ) -> None:
+        if renderer is None:
+            self._skip("engine", "the model directory must be whole first")
+            return
+        urls = await self._engines(stack)
+        prompt: list[int] = renderer.root(ASKED, None, {}).tolist()
+        temperature = self.settings.sampling.temperature
+        well = [self._say(await check_engine(url, prompt, temperature, renderer)) for url in urls]
+        if not urls or not all(well):
+            self._skip("episode", "an engine must work first")
+        elif environment is None:
+            self._skip("episode", "the environment must be sound first")
+        else:
+            await self._try_agent(stack, urls, environment, renderer)
+
+    async def _engines(self, stack: contextlib.AsyncExitStack) -> list[str]:
+        """The settings' engines, or an embedded one as a run would start it; none where it can't start."""
+        settings = self.settings
+        if settings.engine.urls:
+            return [url.rstrip("/") for url in settings.engine.urls]
+        weights = settings.model.path.absolute()
+        engine = LocalProcesses().engines(settings, self.folder, lambda: (weights, 0))[0]
+        stack.push_async_callback(engine.stop)
+        try:
+            return [await engine.start()]
+        except StartError as failure:
+            self._say([error("engine", "engine_does_not_start", str(failure))])
+            return []
+
+    async def _try_agent(
+        self,
+        stack: contextlib.AsyncExitStack,
+        urls: list[str],
+        environment: Environment,
+        renderer: Renderer,
+    ) -> None:
+        gateway = await self._gateway(stack, urls)
+        worker = await self._worker(stack)
+        if gateway is None or worker is None:
+            self._skip("episode", "gateway and agent must start first")
+            return
+        for number, task in enumerate(first_tasks(environment, self.episodes)):
+            try:
+                episode = await run_episode(self.settings, gateway, worker, task, f"episode-{number}")
+            except (GatewayError, StartError) as failure:
+                self._say([error("episode", "episode_failed", f"the episode could not be run: {failure}")])
+                return
+            self._say(judge_episode(episode, self.settings, renderer))
+
+    async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
+        key = admin_key(self.settings)
+        service = LocalProcesses().gateway(self.settings, self.folder, key, None)
+        stack.push_async_callback(service.stop)
+        client = None
+        try:
+            client = GatewayClient(await service.start(), key)
+            stack.push_async_callback(client.close)
+            for url in urls:
+                await client.add_engine(url)
+            await client.health()
+        except (StartError, GatewayError) as failure:
+            self._say([error("gateway", "gateway_does_not_start", str(failure))])
+            return None
+        self._say([ok("gateway", f"serves at {client.url}")])
+        return client
+
+    async def _worker(self, stack: contextlib.AsyncExitStack) -> AgentWorker | None:
+        agent = self.settings.agent
+        try:
+            worker = await AgentWorker.start(agent.use, agent.options, self.folder / "logs" / "agent.log")
+        except (ConfigError, StartError) as failure:
+            self._say([error("agent", "agent_unloadable", f"your agent cannot be loaded: {failure}")])
+            return None
+        stack.push_async_callback(worker.close)
+        self._say([ok("agent", f"{agent.use} is loaded")])
+        return worker

@@ -1,0 +1,1 @@
+"""The model of the embedded engine: forward pass, KV cache, sampling."""

@@ -1,0 +1,156 @@
+"""Drawing tokens: one uniform number per (seed, position), so that neither the batch nor a retraction
+changes what a request samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tidegate.engine.model.device import upload
+from tidegate.engine.model.logits import adjust
+from tidegate.engine.scheduling.slots import Slots
+
+GREEDY_BELOW = 1e-6
+"""A temperature under this means the likeliest token, as in SGLang."""
+BLOCK = 128
+"""Ids whose probabilities are summed together where a vocabulary is searched in two steps."""
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Counter-based uniforms in [0, 1) for output positions; all of shape [n].
+
+    splitmix64 (Steele, Lea, Flood 2014) applied to the seed and again to seed and position; 52 bits,
+    so that u·total < total for every float64 total.
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds) + positions * np.uint64(0x9E3779B97F4A7C15))
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """One token for each row, and its log-probability.
+
+    In SGLang's order: penalties and grammar change the logits, the temperature divides them, then top-k,
+    top-p (of what top-k left) and min-p (against the likeliest id) narrow what is drawn from. The
+    log-probability is log-softmax(logits ÷ temperature) of the token: after penalties and grammar, before
+    top-k, top-p and min-p, as SGLang gives it (temperature 0: of the logits undivided).
+    """
+    greedy, scales = temperatures(slots)
+    scale = upload(scales, logits_bv.device)
+    logits_bv = logits_bv.float()
+    if slots.adjusted[: slots.count].any():
+        adjust(logits_bv, slots)
+    logprobs_bv = torch.log_softmax(logits_bv / scale[:, None], dim=-1)
+    uniform = upload(draws(slots), logits_bv.device)
+    ids = _inverse_cdf(logprobs_bv, uniform)
+    narrowed = np.flatnonzero(_narrowed(slots))
+    if len(narrowed):
+        rows, top_ps, top_ks, min_ps = (
+            upload(one, logits_bv.device)
+            for one in (narrowed, slots.top_ps[narrowed], slots.top_ks[narrowed], slots.min_ps[narrowed])
+        )
+        ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
+    if greedy.any():
+        ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
+    return read(_with_logprobs(ids, logprobs_bv))
+
+
+def drawn(logits_bv: Tensor, scales_b: Tensor, draws_b: Tensor, greedy_b: Tensor) -> Tensor:
+    """`sample` for rows without rules of their own, on the device alone: float64 [2, rows], for `read`.
+
+    It draws what `sample` draws, but for the rounding of sums, without a running sum over the whole
+    vocabulary: each of its terms waits for those before it.
+    """
+    logprobs_bv = torch.log_softmax(logits_bv.float() / scales_b[:, None], dim=-1)
+    ids = torch.where(greedy_b, logprobs_bv.argmax(-1), _inverse_cdf_in_blocks(logprobs_bv, draws_b))
+    return _with_logprobs(ids, logprobs_bv)
+
+
+def read(both: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids and logprobs from [2, rows]: one copy from the device for both, the only wait of a step."""
+    ids, logprobs = both.cpu().numpy()
+    return ids.astype(np.int64), logprobs.copy()
+
+
+def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """Whether each row is greedy, and what divides its logits; [rows]."""
+    asked = slots.temperatures[: slots.count]
+    greedy = asked < GREEDY_BELOW
+    return greedy, np.where(greedy, np.float32(1), asked)
+
+
+def draws(slots: Slots) -> npt.NDArray[np.float64]:
+    """Each row's uniform number for its next token, [rows]."""
+    return uniforms(slots.seeds[: slots.count], slots.drawn[: slots.count])
+
+
+def has_own_rules(slots: Slots) -> npt.NDArray[np.bool_]:
+    """Which rows' tokens come from something else than softmax(logits ÷ temperature), [rows]."""
+    return slots.adjusted[: slots.count] | _narrowed(slots)
+
+
+def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
+    n = slots.count
+    greedy, _ = temperatures(slots)
+    narrowed: npt.NDArray[np.bool_] = ~greedy & (
+        (slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0)
+    )
+    return narrowed
+
+
+def _with_logprobs(ids: Tensor, logprobs_bv: Tensor) -> Tensor:
+    """Ids and their logprobs, float64 [2, rows]: ids are exact in it."""
+    chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
+    return torch.stack([ids.double(), chosen.double()])
+
+
+def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
+    """The first id whose cumulative probability exceeds the draw; ids of probability 0 never are."""
+    cumulative = logprobs_bv.double().exp_().cumsum(-1)
+    targets = draws[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
+
+
+def _inverse_cdf_in_blocks(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
+    """The same by way of the sums of blocks of ids: which block, then which of its ids."""
+    vocab = logprobs_bv.shape[-1]
+    if vocab % BLOCK:
+        logprobs_bv = pad(logprobs_bv, (0, -vocab % BLOCK), value=-torch.inf)
+    probs = logprobs_bv.double().exp_().view(len(draws), -1, BLOCK)
+    upto = pad(probs.sum(-1).cumsum(-1), (1, 0))
+    targets = draws[:, None] * upto[:, -1:]
+    block = torch.searchsorted(upto[:, 1:].contiguous(), targets, right=True).clamp_(max=probs.shape[1] - 1)
+    within = probs.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1)
+    # Both sums are rounded: what is left stays below the block's own, or an id of probability 0 is found.
+    below = torch.nextafter(within[:, -1:], torch.zeros_like(targets))
+    rest = (targets - upto.gather(-1, block)).clamp(min=0.0).minimum(below)
+    found = block * BLOCK + torch.searchsorted(within, rest, right=True)
+    return found[:, 0].clamp_(max=vocab - 1)
+
+
+def _draw_from_top(
+    logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor
+) -> Tensor:
+    """Draw among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`, of these the
+    ones at least `min_p` times as likely as the likeliest."""
+    ordered, ids = logprobs_bv.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.double().exp_()
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_ks > 0, top_ks, probs.shape[-1])
+    probs = probs.masked_fill(rank >= limit[:, None], 0.0)
+    before = probs.cumsum(-1) - probs
+    outside = before > top_ps.double()[:, None] * probs.sum(-1, keepdim=True)
+    outside |= probs < min_ps.double()[:, None] * probs[:, :1]
+    kept = probs.masked_fill(outside, 0.0).log()
+    return ids.gather(-1, _inverse_cdf(kept, draws)[:, None])[:, 0]

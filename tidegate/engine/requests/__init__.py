@@ -1,0 +1,1 @@
+"""Requests to the embedded engine and their texts."""

@@ -1,0 +1,88 @@
+"""Tokens to text: stop strings, and the text of a reply. The tokens are what counts; text is a view."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tidegate.engine.requests.request import Generation
+from tidegate.errors import StartError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class TokenDecoder:
+    """The tokenizer of the model directory; without one, replies have no text."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> TokenDecoder:
+        """Raises StartError where there is a tokenizer that cannot be read."""
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return cls(None)
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
+        except Exception as error:  # whatever transformers raises, the person needs one sentence
+            raise StartError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        return frozenset() if eos is None else frozenset([eos])
+
+    def finds_stop(self, generation: Generation) -> str | None:
+        """The stop string that the newest token completed, or None."""
+        # Every token is at least one byte, so a string of b bytes lies within the last b tokens.
+        tail = max(len(stop.encode()) for stop in generation.params.stop) + 1
+        text = self._decode(generation, generation.output_ids[-tail:])
+        return next((stop for stop in generation.params.stop if stop in text), None)
+
+    def reply(self, generation: Generation) -> str:
+        """The text of an ended request, without what stopped it."""
+        ids = generation.output_ids
+        matched = (generation.finish_reason or {}).get("matched")
+        if isinstance(matched, int):
+            ids = ids[:-1]
+        text = self._decode(generation, ids)
+        if isinstance(matched, str):
+            text = text[: text.rfind(matched)] if matched in text else text
+        return text
+
+    def _decode(self, generation: Generation, ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        skip = generation.params.skip_special_tokens
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip)
+        return text
+
+    def follow(self, generation: Generation) -> IncrementalDecoder:
+        return IncrementalDecoder(self, generation)
+
+
+class IncrementalDecoder:
+    """The text of a reply while it grows, decoding only its newest tokens each time.
+
+    The offsets are those of vLLM's incremental detokenizer: text is added once it no longer ends in
+    half a character.
+    """
+
+    def __init__(self, text: TokenDecoder, generation: Generation) -> None:
+        self._text = text
+        self._generation = generation
+        self._so_far = ""
+        self._prefix = 0
+        self._read = 0
+
+    def upto(self, count: int) -> str:
+        """The text of the first `count` output tokens."""
+        ids = self._generation.output_ids
+        before = self._text._decode(self._generation, ids[self._prefix : self._read])
+        after = self._text._decode(self._generation, ids[self._prefix : count])
+        if len(after) > len(before) and not after.endswith("�"):
+            self._so_far += after[len(before) :]
+            self._prefix, self._read = self._read, count
+        return self._so_far

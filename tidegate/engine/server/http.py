@@ -1,0 +1,83 @@
+"""The routes of SGLang's protocol: JSON in and out, events, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tidegate.engine.validation import RequestError
+from tidegate.errors import EngineError
+
+Served = TypeVar("Served")
+Handler: TypeAlias = Callable[[Served, Request], Awaitable[Response]]
+
+
+def protocol_app(
+    served: Served,
+    name: str,
+    routes: Sequence[tuple[str, str, Handler[Served]]],
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+) -> Starlette:
+    """An ASGI app whose handlers are given what is `served`; `name` says what has no other route."""
+
+    async def no_such_route(request: Request, _: Exception) -> Response:
+        return error_reply(f"{name} has no {request.method} {request.url.path}", 404)
+
+    return Starlette(
+        routes=[_route(served, *route) for route in routes],
+        lifespan=lifespan,
+        exception_handlers={404: no_such_route, 405: no_such_route},
+    )
+
+
+def _route(served: Served, method: str, path: str, handler: Handler[Served]) -> Route:
+    @wraps(handler)
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(served, request)
+        except RequestError as error:
+            return error_reply(str(error), 400)
+        except EngineError as error:
+            return error_reply(str(error), 503)
+
+    return Route(path, endpoint, methods=[method])
+
+
+def json_reply(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def error_reply(message: str, status: int) -> Response:
+    return json_reply({"error": {"message": message}}, status)
+
+
+def done(message: str, **more: Any) -> Response:
+    return json_reply({"success": True, "message": message, **more})
+
+
+def refused(message: str) -> Response:
+    return json_reply({"success": False, "message": message}, 400)
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """Raises RequestError where it is not a JSON object, ClientDisconnect where it does not come."""
+    raw = await request.body()
+    try:
+        body = orjson.loads(raw) if raw.strip() else {}
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body is not a JSON object")
+    return body
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

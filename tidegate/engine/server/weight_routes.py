@@ -1,0 +1,117 @@
+"""SGLang's calls for weights that come over a process group.
+
+    init_weights_update_group once, then for every version
+    begin_weight_update → update_weights_from_distributed, a bucket each → end_weight_update
+
+Other than in SGLang nothing is live before the end, and then all at once (the beginning says so: `staged`);
+requests may run meanwhile. The end says what came, by its checksum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.engine.server.control import read_version
+from tidegate.engine.server.http import done, read_body, refused
+from tidegate.engine.validation import RequestError
+from tidegate.errors import TidegateError
+
+if TYPE_CHECKING:
+    from tidegate.engine.engine import Engine
+
+GROUP = "weight_update_group"
+
+
+async def _join(engine: Engine, request: Request) -> Response:
+    body = await read_body(request)
+    name, port = _text(body, "group_name", GROUP), _whole(body, "master_port")
+    join = partial(
+        engine.receiver.join, _text(body, "master_address"), port, _whole(body, "rank_offset"),
+        _whole(body, "world_size"), name, _text(body, "backend", "nccl"),
+    )  # fmt: skip
+    async with engine.loading:
+        await asyncio.to_thread(join)
+    return done(f"joined the group {name}")
+
+
+async def _leave(engine: Engine, request: Request) -> Response:
+    name = _text(await read_body(request), "group_name", GROUP)
+    async with engine.loading:
+        left = await asyncio.to_thread(engine.receiver.leave, name)
+    return done(f"left the group {name}") if left else refused(f"there is no group {name!r}")
+
+
+async def _begin(engine: Engine, _: Request) -> Response:
+    async with engine.loading:
+        engine.receiver.begin()
+    return done("an update is open", staged=True)
+
+
+async def _receive(engine: Engine, request: Request) -> Response:
+    """What it says of version and cache holds for the whole update, and is done at its end."""
+    body = await read_body(request)
+    names, kinds, shapes = (_list(body, field) for field in ("names", "dtypes", "shapes"))
+    if not len(names) == len(kinds) == len(shapes):
+        raise RequestError(
+            f"{len(names)} names, {len(kinds)} dtypes and {len(shapes)} shapes: a tensor has one each"
+        )
+    version = read_version(body.get("weight_version"), "weight_version")
+    async with engine.loading:
+        tensors = list(zip(names, kinds, shapes, strict=True))
+        update = await asyncio.to_thread(engine.receiver.receive, _text(body, "group_name", GROUP), tensors)
+        update.version = version or update.version
+        update.keep_cache = body.get("flush_cache", True) is False
+    return done(f"{len(names)} tensors came")
+
+
+async def _end(engine: Engine, _: Request) -> Response:
+    scheduler = engine.scheduler
+    async with engine.loading:
+        update = engine.receiver.end()
+        try:
+            weights = await asyncio.to_thread(engine.model.check_weights, update.tensors)
+        except TidegateError as error:
+            return refused(f"{error}; the old weights stay")
+        in_flight = await engine.call(
+            lambda: scheduler.load(weights, update.version, keep_cache=update.keep_cache, abort_all=False)
+        )
+    return done(
+        f"{len(update.tensors)} tensors are live",
+        num_paused_requests=in_flight, weight_version=scheduler.version, checksum=update.checksum,
+    )  # fmt: skip
+
+
+def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} = {value!r}: it is a string that is not empty")
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str) -> int:
+    value = body.get(name)
+    if type(value) is not int or value < 0:
+        raise RequestError(f"{name} = {value!r}: it is a number, 0 or more")
+    return value
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list):
+        raise RequestError(f"{name} = {value!r}: it is a list")
+    return value
+
+
+WEIGHTS_ROUTES = (
+    ("POST", "/init_weights_update_group", _join),
+    ("POST", "/destroy_weights_update_group", _leave),
+    ("POST", "/begin_weight_update", _begin),
+    ("POST", "/update_weights_from_distributed", _receive),
+    ("POST", "/end_weight_update", _end),
+)

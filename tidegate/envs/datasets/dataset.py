@@ -1,0 +1,138 @@
+"""One's own data as an environment, by settings alone: a JSONL or parquet file, a prompt, rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tidegate.envs.datasets.finite import Finite
+from tidegate.envs.datasets.prompts import Prompt
+from tidegate.envs.datasets.rows import DataRow, read_rows
+from tidegate.envs.grading.graders import GRADERS
+from tidegate.envs.grading.math_verify import require_math_verify
+from tidegate.envs.rewards import Reward
+from tidegate.errors import ConfigError
+from tidegate.loading import did_you_mean, load_object
+from tidegate.types import Task
+
+EVAL_FRACTION = 0.1
+_REWARD_KEYS = ("use", "weight", "name")
+
+
+class Dataset(Finite):
+    """Rows of a file as tasks.
+
+    `path`: a `.jsonl` or `.parquet` file. Held out is `eval_path`, another such file, or `eval_fraction`
+    of the rows (a tenth, where neither is given), chosen by a hash of the prompt: equal prompts are on the
+    same side, and a row stays on its side when the file is put in another order.
+    `prompt`: the column that the agent is given, or a text with columns in braces. `answer`: the column
+    that rewards compare with; "" or None where they need none. The other columns are the task's `info`.
+    `system`: a system message before the prompt.
+    `rewards`: names of built-in functions, `file.py:function`, or tables `{use, weight, name}` of them;
+    the reward is their weighted sum. `seed` chooses the order of training.
+
+    Raises ConfigError that names file, line and key of a row that will not do.
+    """
+
+    name: ClassVar[str] = "dataset"
+
+    def __init__(
+        self,
+        path: str,
+        eval_path: str | None = None,
+        eval_fraction: float | None = None,
+        prompt: str = "prompt",
+        answer: str | None = "answer",
+        system: str | None = None,
+        rewards: Sequence[Any] = ("exact_match",),
+        seed: int = 0,
+    ) -> None:
+        if eval_path is not None and eval_fraction is not None:
+            raise ConfigError(
+                "dataset: eval_path and eval_fraction exclude each other; remove one of the two"
+            )
+        self.rewards = tuple(_reward(one) for one in _listed(rewards))
+        self._prompt = Prompt(prompt, system)
+        self._answer = answer or None
+        tasks = self._tasks(read_rows(Path(path)), "row")
+        if eval_path is not None:
+            train, held_out = tasks, self._tasks(read_rows(Path(eval_path)), "eval")
+        else:
+            fraction = EVAL_FRACTION if eval_fraction is None else eval_fraction
+            train, held_out = _split(tasks, fraction, path)
+        self._hold(train, {"": held_out}, seed)
+
+    def gold_output(self, task: Task) -> str | None:
+        answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer
+        return None if answer is None else str(answer)
+
+    def _tasks(self, rows: Sequence[DataRow], kind: str) -> list[Task]:
+        return [self._task(f"{kind}-{row.number}", row) for row in rows]
+
+    def _task(self, id: str, row: DataRow) -> Task:
+        messages = self._prompt.messages(row)
+        answer = None
+        if self._answer is not None:
+            answer = row[self._answer]
+            if any(one is None or not str(one).strip() for one in _listed_answers(answer)):
+                raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
+        info = {key: value for key, value in row.values.items() if key != self._answer}
+        return Task(id, self.name, messages, answer, info)
+
+
+def _split(tasks: Sequence[Task], fraction: float, path: str) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks, in the file's order."""
+    if not 0 < fraction < 1:
+        raise ConfigError(f"dataset: eval_fraction = {fraction} is not between 0 and 1")
+    keys = [_digest(task) for task in tasks]
+    distinct = sorted(set(keys))
+    if len(distinct) < 2:
+        raise ConfigError(
+            f"{path}: one prompt cannot be split into training and held-out; give an eval_path, which may be "
+            "the same file where nothing is trained"
+        )
+    held = set(distinct[: min(len(distinct) - 1, max(1, math.ceil(fraction * len(distinct))))])
+    train = [task for key, task in zip(keys, tasks, strict=True) if key not in held]
+    return train, [task for key, task in zip(keys, tasks, strict=True) if key in held]
+
+
+def _digest(task: Task) -> bytes:
+    text = json.dumps(list(task.messages), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _listed_answers(answer: Any) -> Sequence[Any]:
+    """Each of the answers; a list without any is an empty answer."""
+    return (answer or [None]) if isinstance(answer, list) else [answer]
+
+
+def _listed(rewards: Any) -> Sequence[Any]:
+    if isinstance(rewards, str | Mapping):
+        return [rewards]
+    if not isinstance(rewards, Sequence) or not rewards:
+        raise ConfigError("dataset: rewards is a list of names, 'file.py:function', or tables {use, weight}")
+    return rewards
+
+
+def _reward(given: Any) -> Reward:
+    """A reward function as settings name it. Raises ConfigError."""
+    table = {"use": given} if isinstance(given, str) else given
+    if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
+        raise ConfigError(f"dataset: the reward {given!r} needs a 'use': a built-in name or file.py:function")
+    for key in table:
+        if key not in _REWARD_KEYS:
+            raise ConfigError(f"dataset: a reward has no setting {key!r}{did_you_mean(key, _REWARD_KEYS)}")
+    use, weight = table["use"], table.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"dataset: the reward {use!r} has the weight {weight!r}, which is no number")
+    if use == "math_verify":
+        require_math_verify("the reward 'math_verify'")
+    built_in = {name: f"tidegate.envs.grading.graders:{name}" for name in GRADERS}
+    function = load_object(use, built_in, "reward")
+    if not callable(function):
+        raise ConfigError(f"dataset: the reward {use!r} is no function, but {type(function).__name__}")
+    return Reward(str(table.get("name", use.rpartition(":")[2])), function, float(weight))

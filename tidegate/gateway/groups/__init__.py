@@ -1,0 +1,1 @@
+"""Groups of sessions: finished, rewarded, leased."""

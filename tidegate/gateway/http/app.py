@@ -1,0 +1,316 @@
+"""The gateway's HTTP surface: the control plane here, the data plane beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgpack
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
+
+from tidegate import __version__
+from tidegate.errors import GatewayError
+from tidegate.gateway.dialects import chat, completions, messages, responses
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http import openapi, schemas
+from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
+from tidegate.gateway.http.prometheus import exposition
+from tidegate.gateway.http.response import respond
+from tidegate.gateway.request import RawBody
+from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.service.api_key import ApiKey
+from tidegate.types import Trajectory
+
+
+def create_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI app of one gateway; its lifespan starts and closes the gateway.
+
+    What agents call goes around FastAPI, whose layers cost more than the work they would wrap.
+    """
+    control = _control_plane(gateway)
+    endpoints: list[tuple[str, str, ASGIApp]] = [
+        ("POST", "/chat/completions", DialectEndpoint(gateway, chat)),
+        ("POST", "/completions", DialectEndpoint(gateway, completions)),
+        ("POST", "/responses", DialectEndpoint(gateway, responses)),
+        ("POST", "/messages", DialectEndpoint(gateway, messages)),
+        ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
+        ("GET", "/models", ModelsEndpoint(gateway)),
+        ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
+    ]
+    routes = [
+        Route(base + path, endpoint, methods=[method])
+        for base in ("/s/{session_id}/v1", "/v1")
+        for method, path, endpoint in endpoints
+    ]
+    data = Router(routes, default=AuthMiddleware(gateway, control))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (data if scope["type"] == "http" else control)(scope, receive, send)
+
+    return app
+
+
+class AuthMiddleware:
+    """Before the control plane: the key first, then the body, which is bounded in size and time."""
+
+    def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
+        self._admin = _admin(gateway)
+        self._control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, headers = scope["path"], dict(scope["headers"])
+        if path.startswith(("/v1/", "/s/")):
+            await _answer(f"{scope['method']} {path}: there is no such route", 404)(scope, receive, send)
+            return
+        try:
+            if path not in _OPEN:
+                self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
+            body = await read_body(receive)
+        except ClientGone:
+            return
+        except GatewayError as error:
+            await _answer(str(error), error.status or 400)(scope, receive, send)
+            return
+        except ApiError as refusal:
+            await _answer(str(refusal), refusal.status)(scope, receive, send)
+            return
+        await self._control(scope, _replayed(body, receive), send)
+
+
+_OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+"""What needs no key."""
+
+
+def _replayed(body: RawBody, receive: Receive) -> Receive:
+    """A body that was read, and then what comes after it."""
+    messages: list[AsgiMessage] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replay() -> AsgiMessage:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def _answer(message: str, status: int) -> Response:
+    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
+    headers = {} if status >= 500 or status == 408 else {"x-should-retry": "false"}
+    return Response(body, status, headers, "application/json")
+
+
+def _control_plane(gateway: Gateway) -> FastAPI:
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = ControlPlane(
+        title="Tidegate gateway",
+        version=__version__,
+        lifespan=lifespan,
+    )
+    app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
+    _add_errors(app)
+    _add_sessions(app, gateway)
+    _add_groups(app, gateway)
+    _add_engines(app, gateway)
+    _add_health(app, gateway)
+    return app
+
+
+class ControlPlane(FastAPI):
+    """FastAPI with a document that tells of the data plane too."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = openapi.describe(self)
+        return self.openapi_schema
+
+
+def _admin(gateway: Gateway) -> ApiKey:
+    return ApiKey(
+        gateway.options.admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401)
+    )
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(GatewayError)
+    async def refused(_: Request, error: GatewayError) -> Response:
+        return _answer(str(error), error.status or 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _answer(schemas.explain(list(error.errors())), 400)
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        refusal = _answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        refusal.headers.update(error.headers or {})
+        return refusal
+
+
+def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/sessions")
+    async def open_session(request: Request, body: schemas.OpenSession) -> dict[str, str]:
+        session, key = await gateway.open_session(**body.arguments())
+        root = gateway.options.public_url or str(request.base_url).rstrip("/")
+        base_url = f"{root}/s/{session.id}/v1"
+        return {"session_id": session.id, "base_url": base_url, "api_key": key}
+
+    @app.get("/sessions/{session_id}")
+    async def show_session(session_id: str) -> dict[str, Any]:
+        return schemas.session_row(gateway.session(session_id))
+
+    @app.delete("/sessions/{session_id}")
+    async def delete_session(session_id: str) -> dict[str, str]:
+        await gateway.forget(session_id)
+        return {}
+
+    @app.post("/sessions/{session_id}/reward")
+    async def post_reward(session_id: str, body: schemas.PostReward) -> dict[str, str]:
+        await gateway.post_reward(session_id, body.name, body.value, body.turn)
+        return {}
+
+    @app.post("/sessions/{session_id}/finish", responses=openapi.FINISHING)
+    async def finish(session_id: str, body: schemas.Finish) -> Response:
+        trajectory = await gateway.finish(session_id, **body.arguments())
+        if trajectory is None:
+            row = {"session_id": session_id, "state": gateway.session(session_id).state}
+            return Response(orjson.dumps(row), 202, media_type="application/json")
+        return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
+
+    @app.get("/sessions/{session_id}/trajectory", response_class=openapi.Msgpack)
+    async def trajectory(session_id: str) -> Response:
+        found = gateway.session(session_id).trajectory
+        if found is None:
+            raise GatewayError(f"session {session_id} is not finished", status=400)
+        return openapi.Msgpack(msgpack.packb(found.to_wire()))
+
+
+def _add_groups(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/groups")
+    async def list_groups() -> dict[str, Any]:
+        return {"groups": schemas.group_rows(gateway.sessions, gateway.groups)}
+
+    @app.post("/groups/ack")
+    async def ack(body: schemas.Ack) -> dict[str, str]:
+        await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome)
+        return {}
+
+    @app.post("/groups/wait")
+    async def wait_ready(body: schemas.WaitReady) -> dict[str, int]:
+        return {"ready": await gateway.groups.wait(body.trainer_epoch, body.wait_s)}
+
+    @app.post("/groups/return")
+    async def give_back(body: schemas.GiveBack) -> dict[str, str]:
+        await gateway.groups.give_back(body.lease_ids)
+        return {}
+
+    @app.post("/groups/{group_id:path}/seal")
+    async def seal(group_id: str, body: schemas.Seal) -> dict[str, str]:
+        await gateway.seal(group_id, body.task_id, body.sessions, body.trainer_epoch)
+        return {}
+
+    @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
+    async def drop(group_id: str, body: schemas.Drop | None = None) -> Response:
+        recorded = await gateway.drop(group_id, None if body is None else body.trainer_epoch)
+        return openapi.Msgpack(msgpack.packb({"trajectories": [one.to_wire() for one in recorded]}))
+
+
+def _add_engines(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/engines")
+    async def list_engines() -> dict[str, Any]:
+        return {"engines": [engine.to_wire() for engine in gateway.pool.engines()]}
+
+    @app.post("/engines")
+    async def add_engine(body: schemas.AddEngine) -> dict[str, Any]:
+        return (await gateway.add_engine(body.url, body.control, body.admitted)).to_wire()
+
+    @app.patch("/engines")
+    async def admit_engine(body: schemas.AdmitEngine) -> dict[str, Any]:
+        return (await gateway.admit_engine(body.url, body.admitted)).to_wire()
+
+    @app.delete("/engines")
+    async def remove_engine(body: schemas.EngineUrl) -> dict[str, str]:
+        await gateway.remove_engine(body.url)
+        return {}
+
+
+def _add_health(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health")
+    async def health(response: Response) -> dict[str, str]:
+        if gateway.failed is None:
+            return {"instance": gateway.instance, "status": "ok"}
+        response.status_code = 503
+        return {"instance": gateway.instance, "status": "failed", "reason": gateway.failed}
+
+    @app.get("/ready")
+    async def ready(response: Response) -> dict[str, bool]:
+        able = any(engine.serves for engine in gateway.pool.engines())
+        if not able:
+            response.status_code = 503
+        return {"ready": able}
+
+    @app.get("/metrics", response_class=openapi.Exposition)
+    async def metrics() -> Response:
+        return openapi.Exposition(exposition(gateway))
+
+
+class LeaseEndpoint:
+    """`POST /groups/lease`: a long poll. Raw, because groups that reach nobody must not stay leased."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            asked = schemas.Lease.model_validate_json(await read_body(receive))
+        except ValidationError as error:
+            raise GatewayError(schemas.explain(list(error.errors())), status=400) from None
+        groups = self._gateway.groups
+        lease = asyncio.create_task(groups.lease(asked.trainer_epoch, asked.max, asked.wait_s, asked.key))
+        gone = asyncio.ensure_future(receive())
+        sent = False
+        try:
+            await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                body = msgpack.packb({"groups": [group.to_wire() for group in await lease]})
+                sent = True
+                await respond(send, 200, body, content_type=b"application/msgpack")
+        finally:
+            gone.cancel()
+            if not sent:
+                # Whoever asked has left: what was leased meanwhile is for the next one who asks.
+                lease.cancel()
+                given = (await asyncio.gather(lease, return_exceptions=True))[0]
+                if isinstance(given, list):
+                    await groups.give_back([group.lease_id for group in given])
+
+
+def summary_row(trajectory: Trajectory) -> dict[str, Any]:
+    """What `finish` answers."""
+    return {
+        "session_id": trajectory.session_id,
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "agent_reward": trajectory.agent_reward,
+        "turns": len(trajectory.turns),
+        "sampled_tokens": trajectory.sampled_tokens(),
+        "oldest_version": trajectory.oldest_version(),
+        "error": trajectory.error,
+        "seconds": trajectory.seconds,
+    }

@@ -1,0 +1,1 @@
+"""The journal: what a gateway must not lose, in SQLite."""

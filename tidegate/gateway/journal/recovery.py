@@ -1,0 +1,123 @@
+"""Reading a journal: what its rows say, as the sessions and groups of a gateway that goes on with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections import defaultdict
+from typing import Any
+
+from tidegate import failpoints
+from tidegate.gateway.engines.engine import EngineRecord
+from tidegate.gateway.journal import schema as layout
+from tidegate.gateway.journal.base import Recovered, StoredGroup
+from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
+from tidegate.gateway.sessions.tree import TurnNode, TurnTree
+from tidegate.types import CLIENT_CLOSED, Group
+
+INTERRUPTED = "the gateway was restarted while this session ran"
+
+
+def load(connection: sqlite3.Connection) -> Recovered:
+    """Everything that a journal holds; called on a running event loop, whose clock the times become."""
+    failpoints.reach("orphans.before")
+    _drop_orphans(connection)
+    failpoints.reach("orphans.after")
+    turns = _turns(connection)
+    rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
+        rewards[number][turn][name] = value
+    offset = asyncio.get_running_loop().time() - time.time()
+    sessions = []
+    for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
+        session = _session(row, turns.pop(row[0], []), offset)
+        session.turn_rewards = dict(rewards[session.number])
+        session.rewards = session.turn_rewards.pop(layout.WHOLE, {})
+        sessions.append(session)
+    by_id = {session.id: session for session in sessions}
+    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    engines = connection.execute("SELECT url, control, joined, admitted FROM engines")
+    return Recovered(
+        sessions=sessions,
+        entries=_entries(connection, by_id),
+        ended_groups=_ended(connection, "group"),
+        ended_leases=_ended(connection, "lease"),
+        epoch=meta.get("epoch", 0),
+        orders=next((top or 0 for (top,) in connection.execute("SELECT max(place) FROM groups")), 0),
+        engines=[
+            EngineRecord(url, tuple(json.loads(control)), bool(joined), bool(admitted))
+            for url, control, joined, admitted in engines
+        ],
+        led=bool(meta.get("led", False)),
+    )
+
+
+def _drop_orphans(connection: sqlite3.Connection) -> None:
+    """What was on its way when its session was deleted belongs to nobody."""
+    of_turn = f"id >> {layout.TURN_BITS}"
+    for table, number in (("turns", of_turn), ("sent", of_turn), ("rewards", "session")):
+        connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
+
+
+def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
+    """Every session's turns in their order. One that is missing never went out."""
+    sent = {row_id for (row_id,) in connection.execute("SELECT id FROM sent")}
+    turns: dict[int, list[TurnNode]] = defaultdict(list)
+    for row in connection.execute("SELECT * FROM turns ORDER BY id"):
+        node = layout.read_turn(row)
+        number, index = layout.session_and_index(row[0])
+        nodes = turns[number]
+        nodes += [layout.lost_turn(missing) for missing in range(len(nodes), index)]
+        node.turn.delivered = row[0] in sent
+        nodes.append(node)
+    return turns
+
+
+def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> GatewaySession:
+    number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
+    session = layout.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
+    if ending is None:
+        _doubt(nodes)
+        session.interrupted = INTERRUPTED
+    else:
+        nodes += [layout.lost_turn(missing) for missing in range(len(nodes), len(delivered))]
+        for node, went_out in zip(nodes, delivered, strict=True):
+            node.turn.delivered = bool(went_out)
+        session.ending = layout.read_ending(ending, offset)
+        session.closed = "it was finished"
+    session.tree = TurnTree.restored(nodes)
+    for node in nodes:
+        session.calls.remember(node)
+    if session.ending is not None and result is not None:
+        session.trajectory = trajectory_of(session, session.ending)
+        layout.restore_result(result, session.trajectory)
+        session.forget_at = forget_at + offset
+    return session
+
+
+def _doubt(nodes: list[TurnNode]) -> None:
+    """What is known of the replies of a session that goes on: who quoted one had it."""
+    for node in nodes:
+        if node.turn.parent is not None:
+            nodes[node.turn.parent].turn.delivered = True
+    for node in nodes:
+        closed = node.turn.finish_reason == CLIENT_CLOSED
+        node.in_doubt = not node.turn.delivered and bool(node.key) and not closed
+
+
+def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]) -> list[StoredGroup]:
+    entries = []
+    columns = "id, place, task_id, members, lease_id, lease_key"
+    for group_id, place, task_id, members, lease_id, key in connection.execute(
+        f"SELECT {columns} FROM groups ORDER BY place"
+    ):
+        found = [sessions[one].trajectory for one in json.loads(members)]
+        group = Group(group_id, task_id, [one for one in found if one is not None], lease_id or "")
+        entries.append(StoredGroup(group, place, lease_id, key))
+    return entries
+
+
+def _ended(connection: sqlite3.Connection, kind: str) -> dict[str, str]:
+    return dict(connection.execute("SELECT id, why FROM ended WHERE kind = ? ORDER BY seq", (kind,)))

@@ -1,0 +1,1 @@
+"""From sampled tokens to text, reasoning and tool calls."""

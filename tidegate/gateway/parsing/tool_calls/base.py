@@ -1,0 +1,161 @@
+"""What a form of tool calls is made of, and the reader that most of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.gateway.errors import unsupported
+from tidegate.gateway.parsing.parts import Part, ReplyParser, ToolCall, ToolUse, partial_suffix
+
+Tools = Sequence[Any]
+"""The tools of a request, as Chat Completions has them."""
+Read = Callable[[str, Tools], list[ToolCall] | None]
+"""The calls in a block's text; None where it is malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """One family's form.
+
+    `markers` are the tokens it is written with, which must be seen in decoded text. `forced(name)` is the
+    text that a reply begins with so that it calls the tool `name` (None: any); it ends where the model's
+    own tokens would. `call_end` ends a call, where a model can be stopped after one. Either is None where
+    the form has no such text.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    parser: Callable[[Tools], ReplyParser]
+    forced: Callable[[str | None], str] | None = None
+    call_end: str | None = None
+
+
+def forced_start(form: ToolCallFormat, use: ToolUse) -> str:
+    """The text that a reply is made to start with so that it is a call; empty where it need not be one.
+
+    Raises Refusal where the family's calls have no such start.
+    """
+    if use.mode != "required":
+        return ""
+    if form.forced is None:
+        raise unsupported("tool_choice", "only 'auto' and 'none' are supported with this model's tool calls")
+    return form.forced(use.name)
+
+
+def single_call_stop(form: ToolCallFormat, use: ToolUse) -> str | None:
+    """The text at which a reply with at most one call ends; None where there may be more of them.
+
+    Raises Refusal where the family's calls have no such end.
+    """
+    if use.parallel or use.mode == "none":
+        return None
+    if form.call_end is None:
+        raise unsupported("parallel_tool_calls", "false is not supported with this model's tool calls")
+    return form.call_end
+
+
+class BlockParser:
+    """Reads blocks from `opening` to `closing`, or where that is None to the next block or the end.
+
+    `section` are markers around several blocks. Whitespace, and those markers, between content and a call
+    belong to neither. A block that `read` cannot read, or that is never closed, stays content.
+    """
+
+    def __init__(
+        self,
+        read: Read,
+        tools: Tools,
+        opening: str,
+        closing: str | None = None,
+        section: tuple[str, str] | None = None,
+    ) -> None:
+        self.status: str | None = None
+        self._read = read
+        self._tools = tools
+        self._opening = opening
+        self._closing = closing
+        self._section = section
+        self._markers = (opening, *(section or ()))
+        self._buffer = ""
+        self._searched = 0  # so much of the block was looked through for its end
+        self._blank = ""  # what is content only if content follows
+        self._inside = False
+        self._called = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        parts: list[Part] = []
+        while self._within(parts) if self._inside else self._between(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        rest, self._buffer = self._buffer, ""
+        if self._inside and self._closing is None:
+            self._block(parts, rest)
+        elif self._inside:
+            self._malformed(parts, self._opening + rest)
+        else:
+            self._content(parts, rest)
+        if self._blank and not self._called:
+            if self._blank.strip():
+                self.status = "malformed"  # a section without a call
+            parts.append(self._blank)
+        self._blank = ""
+        return parts
+
+    def _between(self, parts: list[Part]) -> bool:
+        """Consume up to the next marker; whether there may be more to do."""
+        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            certain = len(self._buffer) - max(partial_suffix(self._buffer, one) for one in self._markers)
+            self._content(parts, self._buffer[:certain])
+            self._buffer = self._buffer[certain:]
+            return False
+        at, marker = min(found)
+        self._content(parts, self._buffer[:at])
+        self._buffer = self._buffer[at + len(marker) :]
+        if marker == self._opening:
+            self._inside = True
+        elif not self._called or (self._section is not None and marker == self._section[0]):
+            self._blank += marker
+        return True
+
+    def _within(self, parts: list[Part]) -> bool:
+        """Consume a block, if it is whole."""
+        end = self._closing or self._opening
+        at = self._buffer.find(end, self._searched)
+        if at < 0:
+            self._searched = max(0, len(self._buffer) - len(end) + 1)
+            return False
+        block, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
+        self._searched = 0
+        self._block(parts, block)
+        self._inside = self._closing is None  # what ended this block began the next one
+        return True
+
+    def _block(self, parts: list[Part], text: str) -> None:
+        calls = self._read(text, self._tools)
+        if not calls:
+            self._malformed(parts, self._opening + text + (self._closing or ""))
+            return
+        for marker in self._section or ():
+            self._blank = self._blank.replace(marker, "")
+        self._called = True
+        self.status = self.status or "ok"
+        parts += calls
+
+    def _content(self, parts: list[Part], text: str) -> None:
+        solid = text.rstrip()
+        if solid:
+            parts.append(self._blank + solid)
+            self._blank = text[len(solid) :]
+        else:
+            self._blank += text
+
+    def _malformed(self, parts: list[Part], text: str) -> None:
+        self.status = "malformed"
+        self._content(parts, text)

@@ -1,0 +1,1 @@
+"""Chat templates, tokenizers, and token-exact suffixes."""

@@ -1,0 +1,69 @@
+"""The sessions of one gateway, by id and by key."""
+
+from __future__ import annotations
+
+import hmac
+
+from tidegate.gateway.errors import wrong_key
+from tidegate.gateway.ids import hash_key
+from tidegate.gateway.sessions.session import GatewaySession
+
+
+class SessionStore:
+    """All sessions of this gateway, by id, by key and by group."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, GatewaySession] = {}
+        self._by_key: dict[bytes, GatewaySession] = {}
+        self._by_group: dict[str, dict[str, GatewaySession]] = {}
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[GatewaySession]:
+        return list(self._by_id.values())
+
+    def number(self) -> int:
+        """A number that no session here has or had."""
+        self._numbers += 1
+        return self._numbers
+
+    def add(self, session: GatewaySession) -> None:
+        self._numbers = max(self._numbers, session.number)
+        self._by_id[session.id] = session
+        self._by_key[session.key_hash] = session
+        if session.group_id is not None:
+            self._by_group.setdefault(session.group_id, {})[session.id] = session
+
+    def get(self, session_id: str) -> GatewaySession | None:
+        return self._by_id.get(session_id)
+
+    def of_group(self, group_id: str) -> list[GatewaySession]:
+        return list(self._by_group.get(group_id, {}).values())
+
+    def groups(self) -> dict[str, list[GatewaySession]]:
+        return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
+
+    def authenticate(self, key: str | None, session_id: str | None) -> GatewaySession:
+        """The session that a key opens; raises Refusal, the same one whatever was wrong.
+
+        Only hashes are held, so a look-up by hash tells nothing of a key by its duration.
+        """
+        if not key:
+            raise wrong_key()
+        hashed = hash_key(key)
+        session = self._by_id.get(session_id) if session_id is not None else self._by_key.get(hashed)
+        if session is None or not hmac.compare_digest(session.key_hash, hashed):
+            raise wrong_key()
+        return session
+
+    def forget(self, session: GatewaySession) -> None:
+        session.stop("it was deleted")
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.key_hash, None)
+        members = self._by_group.get(session.group_id or "")
+        if members is not None:
+            members.pop(session.id, None)
+            if not members:
+                del self._by_group[session.group_id or ""]

@@ -1,0 +1,1 @@
+"""Several gateway processes behind one address."""

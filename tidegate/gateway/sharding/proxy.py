@@ -1,0 +1,146 @@
+"""The data plane through the front: for agents that can be told only a URL and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+import aiohttp
+import orjson
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from tidegate.gateway.sharding.fleet import Fleet
+from tidegate.gateway.sharding.shard import Shard, shard_of_id
+
+log = logging.getLogger("tidegate.gateway.sharding.shard")
+
+_UP_S = 60.0
+_OF_ONE_HOP = frozenset({b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"})
+
+
+class _Upload:
+    """A request's body on its way: never held here, so that the shard can judge the key first, and bounds
+    the body in size and time."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        names = {name for name, _ in scope["headers"]}
+        self._empty = not names & {b"content-length", b"transfer-encoding"}
+        self._receive = receive
+        self._over = asyncio.Event()
+        self.broken_off = False
+        """The client left before the end of the body."""
+
+    def body(self) -> AsyncIterator[bytes] | None:
+        if self._empty:
+            self._over.set()
+            return None
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.broken_off = True
+                raise ConnectionError("the client closed the connection before its request was whole")
+            if message.get("body"):
+                yield message["body"]
+            more = message.get("more_body", False)
+        self._over.set()
+
+    async def client_gone(self) -> None:
+        """Until the client leaves, after its whole request was passed on."""
+        await self._over.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def as_it_came(shard: Shard, scope: Scope) -> URL:
+    """A request's URL at a shard: its path and query as they were written, for what they mean once they are
+    decoded and written anew may be another path."""
+    path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
+    return URL(shard.url + path + ("?" + query if query else ""), encoded=True)
+
+
+class ReverseProxy:
+    """Passes a request to the shard that its key names, and the answer back as it comes.
+
+    What a key does not tell is told by the first shard: that the key is wrong, in the dialect's shape.
+    Once it was sent a request is not sent again here: the client's retry says of itself that it is one.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        upload = _Upload(scope, receive)
+        passing = asyncio.create_task(self._pass(self._shard(scope), scope, upload, send))
+        gone = asyncio.create_task(upload.client_gone())
+        try:
+            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # A client that left closes the connection to the shard, which aborts the generation.
+            gone.cancel()
+            if not passing.done():
+                passing.cancel()
+            await asyncio.gather(passing, gone, return_exceptions=True)
+        if not passing.cancelled() and (error := passing.exception()) is not None:
+            raise error
+
+    def _shard(self, scope: Scope) -> Shard:
+        headers = dict(scope["headers"])
+        _, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        shards = self._fleet.shards
+        of_path = scope["path"].split("/")[2] if scope["path"].startswith("/s/") else ""
+        for token in (
+            of_path,
+            bearer.decode("latin-1").strip(),
+            headers.get(b"x-api-key", b"").decode("latin-1"),
+        ):
+            if (index := shard_of_id(token, len(shards))) is not None:
+                return shards[index]
+        return shards[0]
+
+    async def _pass(self, shard: Shard, scope: Scope, upload: _Upload, send: Send) -> None:
+        url = as_it_came(shard, scope)
+        started = False
+        try:
+            async with asyncio.timeout(_UP_S):
+                await shard.up.wait()
+            async with self._fleet.http.request(
+                scope["method"], url, data=upload.body(), headers=_passed_on(scope["headers"])
+            ) as response:
+                headers = [
+                    (name.lower(), value)
+                    for name, value in response.raw_headers
+                    if name.lower() not in _OF_ONE_HOP
+                ]
+                started = True
+                await send({"type": "http.response.start", "status": response.status, "headers": headers})
+                async for chunk in response.content.iter_any():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (aiohttp.ClientError, OSError) as error:
+            if upload.broken_off:
+                return
+            if started:
+                raise  # the server closes the connection, and so tells the client
+            log.warning("shard %d: %s %s: %s", shard.index, scope["method"], scope["path"], error)
+            await _answer(send, 503, f"shard {shard.index} cannot be reached just now", [])
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _OF_ONE_HOP
+    ]
+
+
+async def _answer(send: Send, status: int, message: str, headers: list[tuple[bytes, bytes]]) -> None:
+    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "param": None, "code": None}})
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

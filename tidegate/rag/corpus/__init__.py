@@ -1,0 +1,1 @@
+"""Documents: read, stored, numbered."""

@@ -1,0 +1,1 @@
+"""Encoders of queries and passages."""

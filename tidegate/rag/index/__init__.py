@@ -1,0 +1,1 @@
+"""Vector and keyword indexes."""

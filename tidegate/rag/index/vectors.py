@@ -1,0 +1,81 @@
+"""A corpus' vectors while an index is built, a file a shard: a killed build goes on after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.errors import CorpusError
+from tidegate.failpoints import reach
+from tidegate.rag.corpus.corpus import Corpus
+from tidegate.rag.encoders.encoder import Encoder
+from tidegate.rag.files import replace_file
+from tidegate.rag.progress import OnProgress
+
+
+class Vectors:
+    """[n, dimension] float32, in shards of `shard` rows; the last may be shorter."""
+
+    def __init__(self, directory: Path, count: int, dimension: int, shard: int) -> None:
+        self.directory = directory
+        self.count = count
+        self.dimension = dimension
+        self.shard = shard
+
+    def shards(self) -> Iterator[npt.NDArray[np.float32]]:
+        """Each shard's vectors, mapped: [rows, dimension]."""
+        for start in range(0, self.count, self.shard):
+            yield np.load(self._path(start), mmap_mode="r")
+
+    def sample(self, count: int, seed: int) -> npt.NDArray[np.float32]:
+        """So many of the vectors, the same ones for the same seed: [count, dimension]."""
+        chosen = np.random.default_rng(seed).choice(self.count, count, replace=False)
+        return self._rows(np.sort(chosen))
+
+    def _rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """The vectors of these rows, which ascend: [len(rows), dimension]."""
+        taken = np.empty((len(rows), self.dimension), np.float32)
+        for start in range(0, self.count, self.shard):
+            first, end = np.searchsorted(rows, (start, start + self.shard))
+            if first < end:
+                taken[first:end] = np.load(self._path(start), mmap_mode="r")[rows[first:end] - start]
+        return taken
+
+    def encode(self, corpus: Corpus, encoder: Encoder, progress: OnProgress) -> None:
+        """Write the shards that are missing. Raises CorpusError where the encoder gives no numbers."""
+        self.directory.mkdir(exist_ok=True)
+        for start in range(0, self.count, self.shard):
+            end = min(start + self.shard, self.count)
+            if not self._path(start).is_file():
+                vectors = encoder.passages([corpus[row].passage() for row in range(start, end)])
+                self._check(vectors, corpus, start, end, encoder.name)
+                replace_file(self._path(start), partial(_save, vectors))
+                reach("rag.vectors")
+            progress(end, self.count)
+
+    def _check(
+        self, vectors: npt.NDArray[np.float32], corpus: Corpus, start: int, end: int, name: str
+    ) -> None:
+        if vectors.shape != (end - start, self.dimension):
+            raise CorpusError(
+                f"the encoder {name} gave vectors of {vectors.shape} for {end - start} documents,"
+                f" where {self.dimension} numbers each were expected"
+            )
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise CorpusError(
+                f"the encoder {name} gave no finite vector for {len(bad)} documents, the first of them"
+                f" {corpus[start + int(bad[0])].id!r}; a model in float16 may overflow: use float32"
+            )
+
+    def _path(self, start: int) -> Path:
+        return self.directory / f"{start // self.shard:06d}.npy"
+
+
+def _save(vectors: npt.NDArray[np.float32], path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, vectors)

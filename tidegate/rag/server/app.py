@@ -1,0 +1,172 @@
+"""The retrieval server's HTTP surface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidegate.errors import RetrievalError, RetrievalRefused
+from tidegate.rag.server.compat import Write, read_retrieve
+from tidegate.rag.server.schemas import SearchRequest, parse, read_reload, read_search, write_search
+from tidegate.rag.server.service import Retrieval
+from tidegate.service.api_key import ApiKey
+
+MAX_BODY = 16 * 2**20
+Read = Callable[[dict[str, Any]], tuple[SearchRequest, Write]]
+
+
+def create_app(retrieval: Retrieval) -> FastAPI:
+    """The app of one server; its lifespan starts and closes the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await retrieval.start()
+        try:
+            yield
+        finally:
+            await retrieval.close()
+
+    app = FastAPI(title="Tidegate retrieval", lifespan=lifespan)
+    key = ApiKey(retrieval.options.api_key, _wrong_key)
+    _add_errors(app, retrieval)
+    for path, read in (("/v1/search", _ours), ("/retrieve", _peers(retrieval))):
+        app.router.routes.append(Route(path, Search(retrieval, key, path, read), methods=["POST"]))
+    _add_rest(app, retrieval, [Depends(key)])
+    return app
+
+
+def _wrong_key() -> RetrievalRefused:
+    return RetrievalRefused("this needs the retrieval server's key", status=401, code="wrong_key")
+
+
+def _ours(payload: dict[str, Any]) -> tuple[SearchRequest, Write]:
+    return read_search(payload), write_search
+
+
+def _peers(retrieval: Retrieval) -> Read:
+    return lambda payload: read_retrieve(payload, retrieval.method)
+
+
+class Search:
+    """A route that searches. Raw, for it runs once a query, and must notice that its client has gone."""
+
+    def __init__(self, retrieval: Retrieval, key: ApiKey, route: str, read: Read) -> None:
+        self._retrieval = retrieval
+        self._key = key
+        self._route = route
+        self._read = read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.monotonic()
+        metrics = self._retrieval.metrics
+        metrics.requests[self._route] += 1
+        try:
+            headers = dict(scope["headers"])
+            self._key.check(headers.get(b"authorization", b"").decode("latin-1"))
+            body = await _read_body(receive)
+            if body is None:
+                return
+            asked, write = self._read(parse(body))
+            answer = await self._answer(asked, write, receive)
+        except RetrievalError as error:
+            metrics.errors[error.code] += 1
+            await _respond(send, error.status, error_body(error.status, error.code, str(error)))
+            return
+        if answer is not None:
+            await _respond(send, 200, answer)
+            metrics.request_seconds.add(time.monotonic() - began)
+
+    async def _answer(self, asked: SearchRequest, write: Write, receive: Receive) -> bytes | None:
+        """The answer's body; None where nobody is there to read it any more."""
+        search = asyncio.ensure_future(self._retrieval.search(asked.queries, asked.k, asked.mode))
+        gone = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((search, gone), return_when=asyncio.FIRST_COMPLETED)
+            return orjson.dumps(write(search.result())) if search.done() else None
+        finally:
+            gone.cancel()
+            search.cancel()
+            await asyncio.gather(search, gone, return_exceptions=True)
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body; None where its sender has gone. Raises RetrievalRefused where it is too large."""
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > MAX_BODY:
+            raise RetrievalRefused(
+                f"the body is larger than {MAX_BODY} bytes", status=413, code="body_too_large"
+            )
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+async def _respond(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_body(status: int, code: str, message: str) -> bytes:
+    kind = "retrieval_unavailable" if status >= 500 else "invalid_request_error"
+    return orjson.dumps({"error": {"message": message, "type": kind, "code": code}})
+
+
+def _add_errors(app: FastAPI, retrieval: Retrieval) -> None:
+    def answer(status: int, code: str, message: str) -> Response:
+        retrieval.metrics.errors[code] += 1
+        return Response(error_body(status, code, message), status, media_type="application/json")
+
+    @app.exception_handler(RetrievalError)
+    async def failed(_: Request, error: RetrievalError) -> Response:
+        return answer(error.status, error.code, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        return answer(
+            error.status_code, "no_such_route", f"{request.method} {request.url.path}: {error.detail}"
+        )
+
+
+def _add_rest(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
+    @app.get("/v1/documents/{id:path}", dependencies=guarded)
+    async def document(id: str) -> Response:
+        found = await retrieval.document(id)
+        return Response(orjson.dumps(found), media_type="application/json")
+
+    @app.post("/admin/reload", dependencies=guarded)
+    async def reload(request: Request) -> dict[str, int]:
+        return {"documents": await retrieval.reload(read_reload(await request.body()))}
+
+    @app.get("/metrics", dependencies=guarded)
+    async def metrics() -> Response:
+        return Response(retrieval.prometheus(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/health")
+    async def health(response: Response) -> dict[str, str]:
+        trouble = retrieval.trouble
+        if trouble is None:
+            return {"status": "ok"}
+        response.status_code = 503
+        return {"status": "failed", "reason": trouble}
+
+    @app.get("/ready")
+    async def ready(response: Response) -> dict[str, bool]:
+        if not retrieval.ready:
+            response.status_code = 503
+        return {"ready": retrieval.ready}

@@ -1,0 +1,139 @@
+"""Running one of Tidegate's servers as a process: bind, announce, serve, and end with the parent.
+
+A parent that owns a server starts it with `--announce FILE` and keeps the write end of its stdin open.
+The server binds (port 0 takes a free one), writes `{"url", "pid"}` to FILE once it accepts calls, and
+ends when its stdin closes: so nothing outlives a parent that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from tidegate.errors import StartError, TidegateError
+from tidegate.service.address import own_address
+from tidegate.service.parent_death import continue_at_parent_exit
+
+log = logging.getLogger("tidegate.service.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where a server listens, and who is told of it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    announce: Path | None = None
+    owned: bool = False
+    """End when stdin closes."""
+    fd: int | None = None
+    """A bound socket that the owner passed on, in place of host and port."""
+    listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
+    """Where others find it: entered with its URL once it serves, left before it ends."""
+
+
+def bind(listen: Listen) -> socket.socket:
+    """A bound socket; raises StartError that names the port where it is taken."""
+    if listen.fd is not None:
+        return socket.socket(fileno=listen.fd)
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((listen.host, listen.port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise StartError(
+            f"cannot listen on {listen.host}:{listen.port}: {why}; "
+            "choose another port, or port 0 for a free one"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where others reach it."""
+    host, port = sock.getsockname()[:2]
+    host = own_address(host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> None:
+    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's end."""
+    # Idle connections are kept longer than clients keep them, so that it is never the server that closes
+    # one just as a client sends on it.
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75
+    )
+    server = _Announcing(config, listen, url_of(sock))
+    if listen.owned:
+        continue_at_parent_exit()
+        threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[sock]))
+
+
+class _Announcing(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, listen: Listen, url: str) -> None:
+        super().__init__(config)
+        self._listen = listen
+        self._url = url
+        self._listed = contextlib.AsyncExitStack()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        if self._listen.announce is not None:
+            write_whole(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
+        if not self._listen.owned:
+            log.info("serving at %s (Ctrl-C ends it)", self._url)
+        if self._listen.listed is not None:
+            try:
+                await self._listed.enter_async_context(self._listen.listed(self._url))
+            except TidegateError:
+                await super().shutdown(sockets)
+                raise
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._listed.aclose()
+        await super().shutdown(sockets)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _end_with_parent(server: uvicorn.Server) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    server.should_exit = True
+    # A request that hangs must not keep an orphan alive.
+    timer = threading.Timer(5.0, os._exit, args=(0,))
+    timer.daemon = True
+    timer.start()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows has none
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

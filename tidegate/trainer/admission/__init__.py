@@ -1,0 +1,1 @@
+"""Which groups may start, and which are trained on: the staleness bound and retry limits."""

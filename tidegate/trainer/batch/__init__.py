@@ -1,0 +1,1 @@
+"""From leased groups to rows with advantages."""

@@ -1,0 +1,1 @@
+"""Data-parallel training over several ranks."""

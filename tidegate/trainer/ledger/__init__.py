@@ -1,0 +1,1 @@
+"""The append-only ledger, its recovery and its audit."""

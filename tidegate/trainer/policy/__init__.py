@@ -1,0 +1,1 @@
+"""The policy: forward pass, loss, optimizer step."""

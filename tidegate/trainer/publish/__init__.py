@@ -1,0 +1,1 @@
+"""Publishes weights to the engines."""

@@ -1,0 +1,109 @@
+"""The metrics of a run: `metrics.jsonl`, one flat JSON object a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tidegate import failpoints
+from tidegate.errors import TidegateError
+from tidegate.trainer.ledger.jsonl import drop_torn_line
+
+FILE = "metrics.jsonl"
+Value = float | int | bool | str | None
+
+
+class MetricsLog:
+    """Appends a line a step, each flushed at once, so that others can follow the file.
+
+    What a killed process left of its last line is removed when the file is opened.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FILE
+        run_dir.mkdir(parents=True, exist_ok=True)
+        drop_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append the line of one step: `step`, `version`, `time` (Unix seconds; now, if absent), metrics.
+
+        Numbers of numpy and torch become plain ones; NaN and infinities become null, since JSON has
+        none. Raises KeyError for a line without step or version, TypeError for a value that is not flat,
+        TidegateError where it cannot be written.
+        """
+        head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
+        plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
+        try:
+            with failpoints.around("metrics.line"):
+                self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+                self._file.flush()
+        except OSError as error:
+            raise TidegateError(f"{self.path} cannot be written: {error}") from error
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines of later steps, which a resumed run is about to make again; returns how many."""
+        lines = read_metrics(self.path.parent)
+        kept = [line for line in lines if line["step"] <= step]
+        self._file.close()
+        partial = self.path.with_name(f".{FILE}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        with failpoints.around("metrics.truncated"):
+            partial.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run, in the order written; none if there is no file yet.
+
+    A last line without its end, which is being written or was cut short, is left out. Raises
+    TidegateError for any other line that is not a JSON object with a step.
+    """
+    path = run_dir / FILE
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    whole, _, _ = text.rpartition("\n")
+    return [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise TidegateError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(found, dict) or "step" not in found:
+        raise TidegateError(f"{path}, line {number}: not a line of metrics, for it names no step")
+    return found
+
+
+def _plain(name: str, value: Any) -> Value:
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    raise TypeError(f"metric {name!r} is a {type(value).__name__}; metrics are flat numbers and texts")

@@ -1,0 +1,1 @@
+"""Runs groups of episodes and evaluations."""

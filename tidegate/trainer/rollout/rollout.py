@@ -1,0 +1,255 @@
+"""Rollout: keeps as many groups of agents running as admission allows.
+
+A group opens its sessions, runs the agent on each, has each finished and rewarded, attempts failed slots
+again, and is sealed when every slot is settled. Groups don't wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tidegate.config import Settings
+from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
+from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import AttemptVerdict
+from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskSlot
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.token_counts import TokenCounts
+from tidegate.trainer.records.dead_letters import Attempted
+from tidegate.trainer.records.trajectories import bounded_answer
+from tidegate.trainer.rollout.episodes import Episodes, attempt_seed
+from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
+from tidegate.types import Outcome, Sampling, Task, Trajectory
+
+MAX_SKIPPED = 10_000
+"""So many quarantined tasks in a row mean that there is no other one."""
+
+
+class Tasks(Protocol):
+    """What rollout needs of an environment."""
+
+    def train_task(self, index: int) -> Task: ...
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Owns the running groups. `run()` lasts until it is cancelled or nothing can succeed; after `stop()` it
+    starts nothing more."""
+
+    settings: Settings
+    admission: Admission
+    episodes: Episodes
+    tasks: Tasks
+    record: Callable[[Trajectory, State], None]
+    """Keeps an episode that failed, or that went stale before its group was leased."""
+    dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
+    """Told of a task, and of a group's slot and its attempts, before the task is quarantined."""
+    pause: Pause
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Session id of every attempt that is live."""
+    finished_episodes: int = 0
+    sampled_tokens: int = 0
+    last_failure: str = ""
+    last_progress: float = field(default_factory=time.monotonic)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _jitter: random.Random = field(default_factory=lambda: random.Random(0))
+    _broken: BaseException | None = None
+    _skipped: int = 0
+    _stopped: bool = False
+
+    async def run(self) -> None:
+        """Start groups while admission allows; raises HopelessError where everything fails."""
+        try:
+            while True:
+                self._wake.clear()
+                self._raise_if_broken()
+                while not self._stopped and self.admission.blocked_by() is None:
+                    self._start(self.admission.next_ticket())
+                await self._wake.wait()
+        finally:
+            await self.stop()
+
+    def wake(self) -> None:
+        """Something left the count: another group may start."""
+        self._wake.set()
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if (why := self.admission.hopeless()) is not None:
+            failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
+            raise HopelessError(f"nothing can be learned, for {why}{failure}")
+
+    def _start(self, ticket: TaskSlot) -> None:
+        task = self._task(ticket.index)
+        group = self.admission.start_group(ticket, task.id)
+        if group is None:  # quarantined; its ticket is spent
+            self._skipped += 1
+            if self._skipped > MAX_SKIPPED:
+                raise HopelessError(f"every task is quarantined; the last reason: {self.last_failure}")
+            return
+        self._skipped = 0
+        running = asyncio.create_task(self._group(group, task), name=group.id)
+        self._running[group.id] = running
+        running.add_done_callback(self._ended)
+
+    def _task(self, index: int) -> Task:
+        try:
+            return self.tasks.train_task(index)
+        except TidegateError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"the environment gave no training task {index}, and training tasks have no end: {error!r}; "
+                "see train_task in tidegate/envs/base.py"
+            ) from error
+
+    def answer(self, index: int) -> Any:
+        """The gold answer of a training task, as trajectory files hold it."""
+        return bounded_answer(self._task(index).answer)
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        self._running.pop(running.get_name(), None)
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._broken = error
+        self.wake()
+
+    async def _group(self, group: GroupState, task: Task) -> None:
+        """Run every slot; seal the group when admission says that it is ready."""
+        slots = [asyncio.create_task(self._slot(group, task, n)) for n in range(len(group.slots))]
+        try:
+            for settled in asyncio.as_completed(slots):
+                verdict = await settled
+                if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
+                    await self._drop(group.id, State.FAILED, group.ticket.index)
+                    return
+            sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
+            await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
+            self.last_progress = time.monotonic()
+        finally:
+            for slot in slots:
+                slot.cancel()
+            await asyncio.gather(*slots, return_exceptions=True)
+            for slot_state in group.slots:
+                for attempt in (slot_state.running, slot_state.done):
+                    if attempt is not None:
+                        self.sessions.pop(attempt, None)
+
+    async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptVerdict:
+        """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
+        tried: list[Attempted] = []
+        while True:
+            await self.pause.turn()
+            attempt = self.admission.start_attempt(group.id, slot)
+            outcome, why = await self._attempt(attempt, group, task, slot)
+            self.last_progress = time.monotonic()
+            tried.append(Attempted(attempt, outcome, why))
+            if self.admission.gives_up(attempt, outcome):
+                self.dead_letter(task, group.id, slot, tried)
+            probe = attempt == self.admission.outage.probe
+            verdict = self.admission.end_attempt(attempt, outcome, why)
+            self.pause.look(probe_failed=probe)
+            self.wake()  # its place may be free, or an outage over
+            if verdict is not AttemptVerdict.RETRY:
+                return verdict
+            self.sessions.pop(attempt, None)
+            await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
+
+    def _backoff_s(self, slot: Slot, outcome: Outcome) -> float:
+        if outcome is Outcome.INFRA_ERROR:
+            return backoff_s(slot.mishaps, self._jitter, INFRA_BACKOFF_MAX_S)
+        return backoff_s(slot.failures, self._jitter)
+
+    async def _attempt(
+        self, attempt: str, group: GroupState, task: Task, slot: int
+    ) -> tuple[Outcome, str | None]:
+        sampling = self.settings.sampling
+        try:
+            summary = await self.episodes.run(
+                attempt, task, Sampling(sampling.temperature, max_tokens=sampling.max_tokens), "train",
+                group_id=group.id, slot=slot, seed=attempt_seed(self.settings.run.seed, attempt),
+                on_open=lambda session: self.sessions.__setitem__(attempt, session),
+            )  # fmt: skip
+        except GatewayError as error:
+            self.last_failure = f"infra_error: {error}"
+            return Outcome.INFRA_ERROR, str(error)
+        self.finished_episodes += 1
+        self.sampled_tokens += summary.sampled_tokens
+        if not summary.outcome.trainable:
+            self.last_failure = f"{summary.outcome}: {summary.error}"
+            cancelled = summary.outcome is Outcome.CANCELLED
+            self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1)
+            await self._keep_failure(summary, task)
+        return summary.outcome, summary.error
+
+    async def _keep_failure(self, summary: SessionSummary, task: Task) -> None:
+        """A failed episode is kept for people to read, then forgotten by the gateway."""
+        gateway = self.episodes.gateway
+        try:
+            trajectory = await gateway.trajectory(summary.session_id)
+            trajectory.answer = bounded_answer(task.answer)
+            self.record(trajectory, State.FAILED)
+            await gateway.delete_session(summary.session_id)
+        except GatewayError as error:
+            self.last_failure += f" (its trajectory could not be read: {error})"
+
+    async def _drop(self, group_id: str, state: State, index: int | None = None) -> None:
+        """Have the gateway forget a group that ended in `state`, and abort what it still generates.
+
+        Its episodes are recorded where the `index` of its task is given.
+        """
+        try:
+            dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
+        except GatewayError as error:
+            # The gateway frees the group itself when its sessions expire.
+            self.last_failure = f"group {group_id} could not be dropped: {error}"
+            return
+        self.tokens.waste(sum(one.sampled_tokens() for one in dropped), state, len(dropped))
+        if index is not None:
+            for one in dropped:
+                one.answer = self.answer(index)
+                self.record(one, state)
+
+    async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
+        """End groups that `version` makes inadmissible, by their oldest sampled version, and abort what they
+        still generate."""
+        indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
+        for group_id, sampled in oldest.items():
+            running = self._running.get(group_id)
+            self.admission.end_stale(group_id, version, sampled)
+            if running is not None:
+                running.cancel()
+        await asyncio.gather(*(self._drop(name, State.STALE, index) for name, index in indices.items()))
+        self.wake()
+
+    async def stop(self) -> None:
+        """End every running group as `cancelled`, and start no other."""
+        self._stopped = True  # before the groups end: each that does makes room for another one
+        running = list(self._running.values())
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        groups = self.admission.groups.items()
+        unfinished = [name for name, group in groups if group.phase is not Phase.UNPUBLISHED]
+        for group_id in unfinished:
+            self.admission.cancel_group(group_id)
+        await asyncio.gather(*(self._drop(group_id, State.CANCELLED) for group_id in unfinished))
+
+
+async def cancel_doomed(
+    version: int,
+    admission: Admission,
+    gateway: GatewayClient,
+    end: Callable[[int, Mapping[str, int | None]], Awaitable[None]],
+) -> None:
+    """Before `version` is published: end what it would make inadmissible."""
+    oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
+    await end(version, {group_id: oldest[group_id] for group_id in admission.doomed(version, oldest)})

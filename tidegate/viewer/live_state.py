@@ -1,0 +1,111 @@
+"""What the live view knows: a run's news and numbers so far, with bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tidegate.viewer.formatting import known
+
+KEPT = 2_000
+"""Steps whose numbers are kept for trends."""
+
+
+class Rate:
+    """What a growing total comes to a second, over the last `window` seconds."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def add(self, clock: float, total: float) -> None:
+        if self._seen and total < self._seen[-1][1]:
+            self._seen.clear()  # counted anew, as after a restart
+        self._seen.append((clock, total))
+        while len(self._seen) > 2 and clock - self._seen[1][0] >= self._window:
+            self._seen.popleft()
+
+    def per_second(self) -> float | None:
+        """None until two totals at different times are known."""
+        if not self._seen or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        (then, few), (now, many) = self._seen[0], self._seen[-1]
+        return (many - few) / (now - then)
+
+
+@dataclass(slots=True)
+class EvalStatus:
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(slots=True)
+class LiveState:
+    """`clock` readings are seconds of one monotonic clock."""
+
+    total_steps: int
+    bound: int | None
+    started_at: float
+    info: dict[str, object] = field(default_factory=dict)
+    news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
+    now: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    trends: dict[str, deque[float]] = field(default_factory=dict)
+    first_eval: dict[str, float] = field(default_factory=dict)
+    last_eval: dict[str, float] = field(default_factory=dict)
+    eval_step: int | None = None
+    progress: EvalStatus | None = None
+    sampled: Rate = field(default_factory=lambda: Rate(10.0))
+    ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
+
+    @property
+    def at(self) -> int:
+        """The newest step that was taken."""
+        return int(self.last.get("step", 0))
+
+    def add_state(self, snapshot: Mapping[str, float], clock: float) -> None:
+        self.now.update(snapshot)
+        total = known(snapshot.get("tokens/sampled_total"))
+        if total is not None:
+            self.sampled.add(clock, total)
+
+    def tokens_per_s(self) -> float | None:
+        """As it was told, else from the total of sampled tokens."""
+        told = known(self.now.get("tokens_per_s"))
+        return self.sampled.per_second() if told is None else told
+
+    def add_step(self, metrics: Mapping[str, float], clock: float) -> None:
+        numbers = {
+            key: value for key, value in ((key, known(metrics[key])) for key in metrics) if value is not None
+        }
+        self.last.update(numbers)
+        for key, value in numbers.items():
+            self.trends.setdefault(key, deque(maxlen=KEPT)).append(value)
+        self.ticks.append((clock, self.at))
+        scores = {key: value for key, value in numbers.items() if key.startswith("eval/")}
+        if scores:
+            self.first_eval = self.first_eval or scores
+            self.last_eval.update(scores)
+            self.eval_step = self.at
+
+    def trend(self, key: str) -> list[float]:
+        return list(self.trends.get(key, ()))
+
+    def recent(self, key: str, steps: int = 5) -> float | None:
+        """The mean of the last few steps' values."""
+        values = self.trend(key)[-steps:]
+        return sum(values) / len(values) if values else None
+
+    def seconds_left(self) -> float | None:
+        """From the pace of the last 20 steps; None until there is one."""
+        if len(self.ticks) < 2:
+            return None
+        (then, first), (now, last) = self.ticks[0], self.ticks[-1]
+        if last <= first or now <= then:
+            return None
+        return (now - then) / (last - first) * max(0, self.total_steps - last)
+
+    def note(self, text: str, clock: float) -> None:
+        self.news.append((clock, text))

@@ -1,0 +1,135 @@
+"""The run as lines of text, where there is no terminal: one line a step, news in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tidegate.observer import GROUP_STAGES
+from tidegate.viewer.console import SafeConsole
+from tidegate.viewer.formatting import duration, known, number, printable
+from tidegate.viewer.live_state import Rate
+from tidegate.viewer.summary import SCORES, final_summary
+
+QUIET_S = 30.0
+"""After so long without a line, one says what is going on."""
+PROGRESS_S = 10.0
+"""The least time between two lines about one progress."""
+
+
+class PlainView:
+    """Lines on a console, at most one a call."""
+
+    def __init__(
+        self,
+        out: SafeConsole,
+        total_steps: int,
+        bound: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.out = out
+        self.total_steps = total_steps
+        self.bound = bound
+        self._clock = clock
+        self._started = self._spoke = clock()
+        self._run_dir: Path | None = None
+        self._progress: tuple[str, float] | None = None
+        self._sampled = Rate(10.0)
+
+    def started(self, info: Mapping[str, object]) -> None:
+        self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
+        self._say(f"tidegate {info.get('name', '')}: {opening(info)}")
+        bound = "none" if self.bound is None else str(self.bound)
+        self._say(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
+        if info.get("resumed_from") is not None:
+            self._say(f"resumed from step {info['resumed_from']}")
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        now = self._clock()
+        name, spoke = self._progress or (what, now)
+        if name != what:
+            spoke = now
+        due = done >= total or now - spoke >= PROGRESS_S
+        self._progress = (what, now if due else spoke)
+        if due:
+            self._say(f"{what} {done}/{total}")
+        if done >= total:
+            self._progress = None
+
+    def state(self, snapshot: Mapping[str, float]) -> None:
+        self._count(snapshot)
+        if self._clock() - self._spoke < QUIET_S:
+            return
+        stages = ", ".join(f"{number(snapshot.get(f'groups/{one}', 0), 0)} {one}" for one in GROUP_STAGES)
+        rate = number(self._sampled.per_second(), 0)
+        what = "paused by an outage" if snapshot.get("outage/now") else "waiting"
+        self._say(f"{what}: groups {stages}; {rate} tokens/s")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        if "reward/mean" in metrics:
+            self._count(metrics)
+            self._say(step_line(metrics, self.total_steps, self._sampled.per_second()))
+        scores = [
+            f"{name} {number(metrics[key], 3)}"
+            for key, name in SCORES.items()
+            if known(metrics.get(key)) is not None
+        ]
+        if scores:
+            self._say(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
+
+    def _count(self, numbers: Mapping[str, float]) -> None:
+        total = known(numbers.get("tokens/sampled_total"))
+        if total is not None:
+            self._sampled.add(self._clock(), total)
+
+    def finished(self, result: Mapping[str, object]) -> None:
+        final_summary(self.out, result, self._run_dir)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _say(self, text: str) -> None:
+        self._spoke = self._clock()
+        self.out.line(f"[{duration(self._spoke - self._started):>6}] {printable(text)}")
+
+
+def opening(info: Mapping[str, object]) -> str:
+    """What runs, in one line: agent on env, model, steps, gateway."""
+    words = [
+        f"agent {info.get('agent', '?')}",
+        f"env {info.get('env', '?')}",
+        f"model {info.get('model', '?')}",
+    ]
+    if info.get("steps"):
+        words.append(f"{info['steps']} steps")
+    if info.get("gateway"):
+        words.append(f"gateway {info['gateway']}")
+    return ", ".join(words)
+
+
+def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: float | None) -> str:
+    """One step in fixed columns, so that lines can be read downwards."""
+    wide = len(str(total_steps))
+
+    def cell(key: str, digits: int, width: int) -> str:
+        return f"{number(metrics.get(key), digits):>{width}}"
+
+    cells = [
+        f"step {cell('step', 0, wide)}/{total_steps}",
+        f"reward {cell('reward/mean', 3, 6)}",
+        f"loss {cell('loss', 3, 7)}",
+        f"staleness {cell('staleness/mean', 1, 4)} max {cell('staleness/max', 0, 2)}",
+        f"{number(tokens_per_s, 0):>7} tokens/s",
+        f"{cell('time/step', 1, 5)} s",
+        f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/wait_for_policy', 1, 4)} s",
+    ]
+    lost = [
+        f"{one} {int(metrics[f'groups/{one}'])}"
+        for one in ("stale", "failed")
+        if metrics.get(f"groups/{one}")
+    ]
+    return "  ".join(cells + ([", ".join(lost)] if lost else []))

@@ -1,0 +1,1 @@
+"""Weight files, their checksums, and the group that broadcasts them."""
