@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.fakes import FakeEngine, Fault
 from tidegate.errors import EngineError, PublishError
+from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
@@ -253,7 +254,7 @@ async def test_a_failed_save_touches_no_engine(stage: Stage, engines: list[Contr
 async def test_a_hanging_engine_has_a_deadline(
     stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "CALL_S", 0.05)
+    monkeypatch.setattr(engine_control, "CALL_S", 0.05)
 
     async def hang(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
@@ -268,7 +269,7 @@ async def test_a_hanging_engine_has_a_deadline(
 async def test_a_load_may_take_as_long_as_its_bytes(
     stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "CALL_S", 0.5)
+    monkeypatch.setattr(engine_control, "CALL_S", 0.5)
     monkeypatch.setattr(process_group, "SLOWEST_BYTES_S", SIZE / 60)
     engines[0].slow |= {"update_weights_from_disk": 0.6}
     await stage.publisher.publish(1)
