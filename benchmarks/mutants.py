@@ -21,11 +21,14 @@ from common import Check, report
 
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
-RULES, GROUPS, OUTAGE, RESUME = (
-    CORE.with_name(f"{one}.py") for one in ("rules", "groups", "outage", "resume")
-)
+RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
+RESUME = Path("tidegate/trainer/ledger/recovery.py")
 FILES = (CORE, RULES, GROUPS, OUTAGE, RESUME)
-TESTS = ["tests/unit/test_admission.py", "tests/unit/test_admission_world.py", "tests/unit/test_resume.py"]
+TESTS = [
+    "tests/unit/trainer/admission/test_admission.py",
+    "tests/unit/trainer/admission/test_admission_world.py",
+    "tests/unit/trainer/ledger/test_recovery.py",
+]
 DEADLINE_S = 300
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.engine_http import Client
+from tests.integration.engine.engine_http import Client
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.service.service import Service

@@ -68,7 +68,7 @@ class World:
         self._sampled = 0
         patch.setattr(sqlite, "LAZY_S", 3600.0)
         patch.setattr(gateway_module, "SWEEP_S", 3600.0)
-        patch.setattr(gateway_module, "certify", functools.cache(gateway_module.certify))
+        patch.setattr(gateway_module, "check_conformance", functools.cache(gateway_module.check_conformance))
         patch.setattr(failpoints, "reach", self._reach)
         self.run(self._start({}))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import REPO
 from tests.fakes import FakeEngine, Stage, staged
 from tests.tiny_tokenizer import make_model_dir
 from tests.waiting import announced
@@ -21,7 +22,6 @@ from tidegate.agents.command import CommandAgent
 from tidegate.gateway.client import GatewayClient
 from tidegate.types import Sampling, Split, Task, Trajectory
 
-REPO = Path(__file__).parents[2]
 BASE_MODEL = REPO / "examples" / "tiny_base" / "model"
 ENVIRONMENTS = REPO / ".venvs"
 NODE = ENVIRONMENTS / "node" / "node_modules"

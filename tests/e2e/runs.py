@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import REPO
 from tidegate.trainer.ledger.audit import Audit, audit_run
 
-REPO = Path(__file__).parents[2]
 DEMO = REPO / "examples" / "demo" / "config.toml"
 SMALL = [
     "--run.live=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import chromium
 from tests.e2e.chromium import Page
-from tests.unit.dashboard_run import EVIL, write_dashboard_run, write_step
+from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
 from tests.waiting import announced
 from tidegate.trainer.ledger.entries import entry
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from tests import REPO
 from tests.gsm8k_data import GSM8K, needs_gsm8k
 from tests.scripted_llm import scripted_llm
 from tidegate.cli import main
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny_base" / "model"
+TINY = REPO / "examples" / "tiny_base" / "model"
 
 AGENTS = '''
 import asyncio, json, os, signal

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.engine_contract import embedded, make_versions, served
-from tests.integration.engine_http import Client
+from tests.integration.engine.engine_http import Client
 from tidegate.config import EngineSettings
 from tidegate.service.service import Service
 from tidegate.trainer.processes.sglang import SGLangServer

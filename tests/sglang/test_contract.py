@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
-from tests.integration.engine_http import Client
+from tests.integration.engine.engine_http import Client
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.weights.process_group import buckets

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "tidegate"
+from tests import REPO
+
+PACKAGE = REPO / "tidegate"
 CORE = {
     "__init__",
     "config",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPO
 from tidegate.cli import _parser
 from tidegate.config import Settings
 from tidegate.settings.sections import known_keys
 
-REPO = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     [
         *REPO.glob("*.md"),

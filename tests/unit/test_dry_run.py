@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests import REPO
 from tests.tiny import make_tiny_model
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
@@ -18,7 +19,7 @@ from tidegate.plan.dry_run import describe
 from tidegate.plan.memory import FLOAT32, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.lora import Adapter
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = REPO / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"
 
 

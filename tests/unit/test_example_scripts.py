@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPO
 from tidegate.envs.search.search_qa import SearchQA
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = REPO / "examples"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -69,7 +70,7 @@ def test_browsecomp_plus_is_prepared_without_being_deciphered(tmp_path: Path) ->
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from tests.unit.test_search_qa import CANARY, enciphered
+    from tests.unit.envs.test_search_qa import CANARY, enciphered
 
     rows = [
         {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPO
 from tidegate.agents.base import load_agent
 from tidegate.cli import main
 from tidegate.config import load_settings
@@ -18,7 +19,7 @@ from tidegate.errors import ConfigError
 from tidegate.scaffold import init
 from tidegate.scaffold.init import FILES, make_project
 
-ROOT = Path(__file__).parents[2]
+ROOT = REPO
 
 
 def test_a_project_has_what_it_says(

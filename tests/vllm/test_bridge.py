@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.runs import gone
-from tests.integration.engine_http import Client
+from tests.integration.engine.engine_http import Client
 from tests.vllm.conftest import ARGUMENTS
 from tidegate.config import EngineSettings
 from tidegate.errors import StartError

@@ -1,0 +1,226 @@
+"""Rewards: slow, raising, hanging, not a number, missing; each has its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tests.waiting import eventually
+from tidegate.cli import _parser, main
+from tidegate.config import EnvSettings, Settings
+from tidegate.envs.base import check_reward_timeout, load_environment
+from tidegate.errors import ConfigError
+from tidegate.gateway import server
+from tidegate.gateway.groups import rewards
+from tidegate.gateway.groups.rewards import Scorer
+from tidegate.gateway.options import GatewayOptions
+from tidegate.trainer.processes.servers import gateway_arguments
+from tidegate.types import Message, Outcome, Scored, Task, Trajectory
+
+TASK = Task("t", "sums", [], answer=4)
+LATE = "the reward was not there after 0.05 s (env.reward_timeout_s)"
+
+
+class Rewarding:
+    """A rewarder that does what it is made with."""
+
+    def __init__(self, what: Callable[[], Any], names: Sequence[str] = ("exact",)) -> None:
+        self.names = names
+        self._what = what
+
+    def score(
+        self, task: Task, trajectory: Trajectory, output: str | None, messages: list[Message]
+    ) -> Scored:
+        result: Scored = self._what()
+        return result
+
+
+def trajectory(outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
+    return Trajectory("s", "t", "sums", "train", outcome, [], output="4")
+
+
+async def ended(rewarder: Any, claimed: Any = None, task: Task | None = TASK, **more: Any) -> Trajectory:
+    one = trajectory(more.pop("outcome", Outcome.COMPLETED))
+    scorer = Scorer({} if rewarder is None else {"sums": rewarder}, 5.0)
+    await scorer.reward(one, task, more.pop("posted", {}), claimed)
+    assert not more
+    return one
+
+
+async def test_the_environment_wins_over_the_agent_and_both_are_kept() -> None:
+    one = await ended(Rewarding(lambda: Scored(0.5, {"exact": 1, "form": 0.0})), claimed=1)
+    assert (one.reward, one.agent_reward, one.outcome) == (0.5, 1.0, Outcome.COMPLETED)
+    assert one.reward_parts == {"exact": 1.0, "form": 0.0}
+
+
+@pytest.mark.parametrize("rewarder", [None, Rewarding(lambda: 1 / 0, names=())])
+async def test_without_a_reward_of_its_own_the_agents_counts(rewarder: Any) -> None:
+    assert (await ended(rewarder, claimed=0.25)).reward == 0.25
+    posted = await ended(rewarder, posted={"a": 0.25, "b": 0.5})
+    assert (posted.reward, posted.reward_parts) == (0.75, {"a": 0.25, "b": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (lambda: 1 / 0, "raised ZeroDivisionError"),
+        (lambda: Scored(math.nan, {}), "reward is nan"),
+        (lambda: Scored(math.inf, {}), "reward is inf"),
+        (lambda: Scored(1.0, {"form": math.nan}), "form is nan"),
+        (lambda: Scored(None, {}), "reward is None"),
+        (lambda: None, "gave a NoneType"),
+        (lambda: 1.0, "gave a float"),
+        (lambda: exec("raise SystemExit(3)"), "raised SystemExit"),
+    ],
+)
+async def test_a_bad_reward_is_reward_error(what: Callable[[], Any], why: str) -> None:
+    one = await ended(Rewarding(what))
+    assert (one.outcome, one.reward) == (Outcome.REWARD_ERROR, None)
+    assert why in str(one.error)
+
+
+@pytest.mark.parametrize("claimed", [math.nan, "1", [1], True])
+async def test_an_agents_reward_that_is_no_number_is_reward_error(claimed: Any) -> None:
+    assert (await ended(None, claimed=claimed)).outcome is Outcome.REWARD_ERROR
+
+
+async def test_no_reward_at_all_is_reward_error() -> None:
+    one = await ended(None)
+    assert one.outcome is Outcome.REWARD_ERROR
+    assert "no reward" in str(one.error)
+    assert "no task" in str((await ended(Rewarding(lambda: Scored(1.0, {})), task=None)).error)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.TIMEOUT])
+async def test_a_failure_is_never_rewarded(outcome: Outcome) -> None:
+    one = await ended(Rewarding(lambda: Scored(1.0, {})), claimed=1.0, outcome=outcome)
+    assert (one.outcome, one.reward) == (outcome, None)
+
+
+async def test_a_reward_that_hangs_is_late_and_does_not_use_up_the_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rewards, "_AT_ONCE", 1)
+    release = threading.Event()
+    hanging = Rewarding(lambda: release.wait(30))
+    scorer = Scorer({"sums": hanging, "other": Rewarding(lambda: Scored(1.0, {}))}, 0.05)
+    for stuck in (1, 2):
+        one = trajectory()
+        await scorer.reward(one, TASK, {}, None)
+        assert (one.outcome, scorer.stuck) == (Outcome.REWARD_ERROR, stuck)
+        assert one.error == LATE
+    good = trajectory()
+    good.env = "other"
+    await scorer.reward(good, TASK, {}, None)
+    assert good.reward == 1.0
+    monkeypatch.setattr(rewards, "MAX_STUCK", 2)
+    await scorer.reward(one := trajectory(), TASK, {}, None)
+    assert "2 rewards hang" in str(one.error)
+    release.set()
+
+
+async def test_a_reward_that_queues_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before it takes its whole deadline; its own begins when it runs."""
+    monkeypatch.setattr(rewards, "_AT_ONCE", 1)
+    release = threading.Event()
+    good = Rewarding(lambda: Scored(1.0, {}))
+    scorer = Scorer({"slow": Rewarding(lambda: release.wait(30)), "sums": good}, 0.5)
+    slow, queued = trajectory(), trajectory()
+    slow.env = "slow"
+    async with asyncio.TaskGroup() as together:
+        for one in (slow, queued):
+            together.create_task(scorer.reward(one, TASK, {}, None))
+    release.set()
+    assert (slow.outcome, queued.outcome, queued.reward) == (Outcome.REWARD_ERROR, Outcome.COMPLETED, 1.0)
+
+
+async def test_a_reward_that_ends_just_at_its_deadline_is_not_counted_as_stuck() -> None:
+    """Its result and its deadline fall into one turn of the event loop, which is busy until both are due."""
+    scorer = Scorer({"sums": Rewarding(lambda: Scored(1.0, {}))}, 0.1)
+    one = trajectory()
+    scoring = asyncio.create_task(scorer.reward(one, TASK, {}, None))
+    await asyncio.sleep(0)  # it has started its thread
+    time.sleep(0.3)  # noqa: ASYNC251 - what is tested
+    await scoring
+    assert (one.reward, scorer.stuck) == (1.0, 0)
+
+
+async def test_a_session_that_is_deleted_in_mid_reward_is_stuck_until_its_reward_ends() -> None:
+    release, began = threading.Event(), threading.Event()
+
+    def score() -> Scored:
+        began.set()
+        release.wait(30)
+        return Scored(1.0, {})
+
+    scorer = Scorer({"sums": Rewarding(score)}, 60.0)
+    scoring = asyncio.create_task(scorer.reward(trajectory(), TASK, {}, None))
+    await eventually(began.is_set)
+    scoring.cancel()
+    await asyncio.gather(scoring, return_exceptions=True)
+    assert scorer.stuck == 1
+    release.set()
+    await eventually(lambda: scorer.stuck == 0)
+
+
+async def test_an_environments_turn_rewards_replace_what_was_posted() -> None:
+    one = make_trajectory([make_turn(0, None, [1], [2]), make_turn(1, 0, [3], [4])])
+    one.env = "sums"
+    one.turns[0].reward = 7.0
+    scorer = Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, {1: -0.5}))}, 5.0)
+    await scorer.reward(one, TASK, {}, None)
+    assert (one.reward, [turn.reward for turn in one.turns]) == (1.0, [0.0, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({2: 1.0}, r"turn 2 was rewarded, but there is none; turns: \[0\]"), ({0: math.nan}, "turn 0 is nan")],
+)
+async def test_what_is_no_reward_of_a_turn(given: dict[int, float], why: str) -> None:
+    one = make_trajectory([make_turn(0, None, [1], [2])])
+    one.env = "sums"
+    await Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, given))}, 5.0).reward(one, TASK, {}, None)
+    assert one.outcome == Outcome.REWARD_ERROR
+    assert re.search(why, str(one.error))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_setting_reaches_the_gateway_that_a_run_starts(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[GatewayOptions] = []
+    fronts: list[list[str]] = []
+    monkeypatch.setattr(server, "serve", lambda options, _: served.append(options))
+    monkeypatch.setattr(server, "serve_front", lambda _, arguments, *__: fronts.append(arguments(0)))
+    raw = {"model": {"path": "m"}, "gateway": {"shards": shards}, "env": {"reward_timeout_s": 7.5}}
+    assert main(["gateway", *gateway_arguments(Settings.model_validate(raw), "127.0.0.1")]) == 0
+    if shards > 1:
+        assert main(["gateway", *fronts[0]]) == 0
+    assert served[0].reward_timeout_s == 7.5
+
+
+def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it() -> None:
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    options = {"metric": "judge", "judge": judge}
+    check_reward_timeout(load_environment("search_qa", options), EnvSettings().reward_timeout_s)
+    options["judge"] = {**judge, "timeout_s": 60, "attempts": 3}
+    parts = [{"use": "arithmetic"}, {"use": "search_qa", "options": options}]
+    with pytest.raises(ConfigError, match=r"env\.reward_timeout_s = 60 is less than the 180 s .*'search_qa'"):
+        check_reward_timeout(load_environment("mixture", {"parts": parts}), 60.0)
+    with pytest.raises(ConfigError, match=r"reward_timeout_s"):
+        main_raises(["gateway", "--model", "m", "--env", "search_qa", "--env-options", json.dumps(options)])
+
+
+def main_raises(argv: list[str]) -> None:
+    """A verb without what turns its error into a sentence."""
+    arguments, rest = _parser().parse_known_args(argv)
+    arguments.run(arguments, rest)

@@ -1,0 +1,136 @@
+"""Batches before a scripted gateway: what is filtered, what is replaced, what the metrics say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import TrainerSettings
+from tidegate.observer import Observer
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.records.metrics import MetricsLog
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.types import Group, Outcome, Trajectory
+
+ALIKE, APART = [1.0, 1.0], [0.0, 1.0]
+
+
+@dataclass
+class Gateway:
+    """Hands out groups whose rewards are scripted, one a lease, as soon as admission may start one."""
+
+    admission: Admission
+    rewards: list[list[float]]
+    acked: list[tuple[str, str]] = field(default_factory=list)
+
+    async def lease(self, *_: Any) -> list[Group]:
+        group = self.admission.start_group(self.admission.next_ticket(), f"t{len(self.rewards)}")
+        assert group is not None
+        for slot in range(2):
+            self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
+        members = [_episode(group.id, slot, reward) for slot, reward in enumerate(self.rewards.pop(0))]
+        return [Group(group.id, group.task, members, f"lease-{group.id}")]
+
+    async def ack(self, _: int, lease_id: str, outcome: str, step: int | None = None) -> None:
+        self.acked.append((lease_id, str(outcome)))
+
+
+def _episode(group: str, slot: int, reward: float) -> Trajectory:
+    found = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5])])
+    found.session_id, found.group_id, found.slot, found.reward = f"{group}-{slot}", group, slot, reward
+    return found
+
+
+def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Batcher, Gateway, list[Any]]:
+    book: list[Any] = []
+    rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
+    admission = Admission(rules, book.append)
+    gateway = Gateway(admission, rewards)
+    credit = GroupCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
+    return Batcher(cast(Any, gateway), admission, lambda: None, credit.keeps), gateway, book
+
+
+async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
+    batches, gateway, book = gathered([ALIKE, APART, ALIKE, APART], dynamic_sampling=True)
+    batch = await batches.next()
+    assert [group.rewards() for group in batch.groups] == [APART, APART]
+    assert [group.rewards() for group, _ in batch.dropped] == [ALIKE, ALIKE]
+    ended = [(one["id"], one["state"]) for one in book if one["kind"] == "group" and one["event"] == "ended"]
+    assert ended == [("g1-000001", "filtered"), ("g1-000003", "filtered")]
+    assert [outcome for _, outcome in gateway.acked] == ["filtered", "filtered"]
+    await batches.stepped(batch, 1)
+    told = batches.tokens.metrics()
+    assert (told["tokens/trained_total"], told["tokens/wasted_filtered"], told["tokens/goodput"]) == (
+        12,
+        12,
+        0.5,
+    )
+
+
+async def test_every_leased_group_has_the_answer_of_its_task() -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
+    batches.answer = "answer {}".format
+    batch = await batches.next()
+    groups = [*(group for group, _ in batch.dropped), *batch.groups]
+    assert [[one.answer for one in group.trajectories] for group in groups] == [
+        [f"answer {index}"] * 2 for index in range(3)
+    ]
+
+
+async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advantage_zero() -> None:
+    batches, gateway, _ = gathered([ALIKE, APART, APART], dynamic_sampling=False)
+    batch = await batches.next()
+    assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
+    assert (batch.dropped, gateway.acked) == ([], [])
+    batch.advantages = GroupCredit(TrainerSettings())(batch.groups)
+    assert batch.advantages[0] == [0.0, 0.0]
+    rows = batch.rows()
+    assert {row.group_id for row in rows} == {group.id for group in batch.groups}
+    assert all(row.mask.any() for row in rows), "their tokens count as trained ones"
+
+
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+async def test_the_share_of_groups_without_variance_is_told_either_way(
+    dynamic_sampling: bool, tmp_path: Path
+) -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=dynamic_sampling)
+    recorder = Recorder(
+        MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
+    )
+    found = recorder.batch_metrics(await batches.next(), 1)
+    assert found["reward/zero_variance_ratio"] == pytest.approx(1 / 3 if dynamic_sampling else 1 / 2)
+
+
+async def test_groups_that_are_all_solved_and_all_failed_are_two_numbers(tmp_path: Path) -> None:
+    batches, _, _ = gathered([ALIKE, [0.0, 0.0], [0.0, 0.0], APART, APART], dynamic_sampling=True)
+    recorder = Recorder(
+        MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
+    )
+    found = recorder.batch_metrics(await batches.next(), 1)
+    assert (found["reward/all_solved_ratio"], found["reward/all_failed_ratio"]) == (1 / 5, 2 / 5)
+
+
+async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:
+    batches, gateway, book = gathered([APART, APART], dynamic_sampling=True)
+    foreign = Group("theirs", "t", [_episode("theirs", slot, -99.0) for slot in range(2)], "lease-theirs")
+    own = gateway.lease
+    leased = [foreign]
+
+    async def lease(*_: Any) -> list[Group]:
+        return [leased.pop()] if leased else await own()
+
+    batches.gateway = cast(Any, SimpleNamespace(lease=lease, ack=gateway.ack))
+    batch = await batches.next()
+    assert [group.id for group in batch.groups] == ["g1-000001", "g1-000002"]
+    assert batch.dropped == []
+    assert gateway.acked == [("lease-theirs", "unknown")]
+    assert "theirs" not in {one.get("id") for one in book}

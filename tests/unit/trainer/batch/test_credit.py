@@ -1,0 +1,115 @@
+"""Credit by episode and by turn, against sums written down plainly."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.rows import rows_of
+from tidegate.types import Group, Outcome, Trajectory
+
+
+def episode(reward: float, turns: tuple[float, ...] = (0.0,), tokens: int = 2) -> Trajectory:
+    """A conversation of as many turns as rewards are given, of `tokens` tokens each."""
+    made = [
+        make_turn(index, index - 1 if index else None, [1, 2], [3] * tokens) for index in range(len(turns))
+    ]
+    for turn, own in zip(made, turns, strict=True):
+        turn.reward = own
+    found = make_trajectory(made)
+    found.reward = reward
+    return found
+
+
+def group(*episodes: Trajectory) -> Group:
+    return Group("g1", "t1", list(episodes))
+
+
+def credit(**settings: object) -> GroupCredit:
+    return GroupCredit(TrainerSettings(**settings))
+
+
+def test_episodes_are_compared_within_their_group():
+    groups = [group(episode(1), episode(0)), group(episode(5), episode(5), episode(2))]
+    plain = credit(advantage_scale="none")(groups)
+    assert plain == [[0.5, -0.5], [1.0, 1.0, -2.0]]
+    assert credit(loss="dr_grpo")(groups) == plain
+    scaled = credit()(groups)
+    assert scaled[0] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+    assert scaled[1] == pytest.approx([3**-0.5, 3**-0.5, -2 * 3**-0.5], rel=1e-5)
+    assert credit(loss="dr_grpo", advantage_scale="group")(groups) == scaled
+
+
+def test_the_batch_has_one_scale():
+    groups = [group(episode(1), episode(0)), group(episode(5), episode(5), episode(2))]
+    deviation = ((2 * 0.25 + 1 + 1 + 4) / 5) ** 0.5
+    found = credit(advantage_scale="batch")(groups)
+    assert found[0] == pytest.approx([0.5 / deviation, -0.5 / deviation], rel=1e-5)
+    assert found[1] == pytest.approx([1 / deviation, 1 / deviation, -2 / deviation], rel=1e-5)
+
+
+def test_a_turn_is_credited_with_what_came_after_it():
+    one, other = episode(1.0, (0.5, 0.0, 0.25)), episode(0.0, (0.0, 1.0))
+    ((first, second),) = credit(advantage_scale="none")([group(one, other)])
+    # Returns from each turn on: 1.75, 1.25, 1.25 and 1, 1, then (ended) 0.
+    assert first == pytest.approx([1.75 - 1.375, 1.25 - 1.125, 1.25 - 0.625])
+    assert second == pytest.approx([1.0 - 1.375, 1.0 - 1.125])
+    rows = rows_of(one, first)
+    assert rows[0].advantages[rows[0].mask] == pytest.approx(np.repeat(first, 2))
+
+
+turn_rewards = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=5).map(tuple)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), turn_rewards), min_size=2, max_size=5))
+def test_credit_by_turn_is_its_definition(drawn):
+    episodes = [episode(float(reward), turns) for reward, turns in drawn]
+    (found,) = credit(advantage_scale="none")([group(*episodes)])
+    returns = [[reward + sum(turns[k:]) for k in range(5)] for reward, turns in drawn]
+    for advantages, mine, (_, turns) in zip(found, returns, drawn, strict=True):
+        each = advantages if isinstance(advantages, list) else [advantages] * len(turns)
+        expected = [mine[k] - np.mean([one[k] for one in returns]) for k in range(len(turns))]
+        assert each == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_sums_by_different_turns_still_teach():
+    made = group(episode(1.0, (1.0, 0.0)), episode(1.0, (0.0, 1.0)))
+    assert credit().keeps(made)
+    ((first, second),) = credit()([made])
+    assert first == pytest.approx([0.0, -1.0], abs=1e-5)
+    assert second == pytest.approx([0.0, 1.0], abs=1e-5)
+
+
+def test_truncated_episodes_count_but_are_not_trained_on():
+    late, good, bad = episode(0.0), episode(1.0), episode(0.0)
+    late.outcome = Outcome.TRUNCATED
+    made = group(late, good, bad)
+    trained = credit(advantage_scale="none")([made])
+    masked = credit(advantage_scale="none", truncated_episodes="mask")([made])
+    assert trained[0] == pytest.approx([-1 / 3, 2 / 3, -1 / 3])
+    assert masked == [[None, *trained[0][1:]]]
+
+
+def test_what_teaches_nothing_is_not_kept():
+    alike, apart = group(episode(1), episode(1)), group(episode(1), episode(0))
+    late = group(episode(1), episode(0))
+    for one in late.trajectories:
+        one.outcome = Outcome.TRUNCATED
+    plain, masking = credit(), credit(truncated_episodes="mask", dynamic_sampling=False)
+    assert [plain.keeps(one) for one in (alike, apart, late)] == [False, True, True]
+    assert [masking.keeps(one) for one in (alike, apart, late)] == [True, True, False]
+
+
+def test_length_is_penalised_softly():
+    episodes = [episode(1.0, (0.0,), tokens) for tokens in (10, 20, 25, 40, 90)]
+    ((*found,),) = credit(advantage_scale="none", length_penalty=(20, 40))([group(*episodes)])
+    rewards = np.array([1, 1, 0.75, 0, 0])
+    assert found == pytest.approx(rewards - rewards.mean())
+
+
+def test_an_episode_without_turns_is_in_its_group():
+    none = episode(0.0, ())
+    assert credit(advantage_scale="none")([group(none, episode(1.0))]) == [[0.0, 0.5]]

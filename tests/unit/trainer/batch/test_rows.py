@@ -1,0 +1,102 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, trees
+from tidegate.errors import TrainingError
+from tidegate.trainer.batch.rows import rows_of
+from tidegate.types import Trajectory
+
+
+def trainable_tokens(trajectory: Trajectory) -> dict[int, tuple[int, float]]:
+    """By definition: id → (version, temperature) of all delivered tokens that were not forced."""
+    found = {}
+    for turn in trajectory.delivered_turns():
+        mask = np.ones(len(turn.output_ids)) if turn.output_mask is None else turn.output_mask
+        for token, version, free in zip(turn.output_ids, turn.token_versions(), mask, strict=True):
+            if free:
+                found[int(token)] = (int(version), turn.temperature)
+    return found
+
+
+@given(trees())
+def test_every_delivered_token_is_trained_exactly_once(trajectory):
+    rows = rows_of(trajectory, 0.5)
+    trained = [int(token) for row in rows for token in row.ids[row.mask]]
+    assert sorted(trained) == sorted(trainable_tokens(trajectory))
+
+
+@given(trees())
+def test_rows_are_whole_paths(trajectory):
+    paths = {
+        tuple(np.concatenate([trajectory.prompt_ids(turn), turn.output_ids]).tolist())
+        for turn in trajectory.delivered_turns()
+    }
+    rows = [tuple(row.ids.tolist()) for row in rows_of(trajectory, 0.5)]
+    assert set(rows) <= paths
+    assert len(set(rows)) == len(rows)
+    for one, other in itertools.permutations(rows, 2):
+        assert one != other[: len(one)], "a row that is another's beginning is computed for nothing"
+
+
+@given(trees())
+def test_what_was_recorded_stays_with_its_token(trajectory):
+    expected = trainable_tokens(trajectory)
+    for row in rows_of(trajectory, -2.0):
+        assert (row.weight, row.group_id, row.session_id) == (1.0, "g1", "s1")
+        assert row.advantages.tolist() == np.where(row.mask, -2.0, 0.0).tolist()
+        np.testing.assert_allclose(row.logprobs, np.where(row.mask, row.ids / -1000, 0), rtol=1e-6)
+        for token, free, version, temperature in zip(
+            row.ids, row.mask, row.versions, row.temperature, strict=True
+        ):
+            assert (version, temperature) == (expected[int(token)] if free else (-1, 1.0))
+
+
+def test_a_conversation_is_one_row():
+    turns = [make_turn(0, None, [1, 2], [3, 4]), make_turn(1, 0, [5], [6]), make_turn(2, 1, [7, 8], [9])]
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert row.mask.astype(int).tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 1]
+    assert row.trained == 4
+    assert row.inputs == 8
+
+
+def test_a_shared_reply_is_trained_in_the_first_branch():
+    turns = [make_turn(0, None, [1], [2]), make_turn(1, 0, [3], [4]), make_turn(2, 0, [5], [6])]
+    first, second = rows_of(make_trajectory(turns), 1.0)
+    assert (first.ids.tolist(), first.ids[first.mask].tolist()) == ([1, 2, 3, 4], [2, 4])
+    assert (second.ids.tolist(), second.ids[second.mask].tolist()) == ([1, 2, 5, 6], [6])
+
+
+def test_undelivered_turns_are_context_at_most():
+    turns = [
+        make_turn(0, None, [1], [2]),
+        make_turn(1, 0, [3], [4], delivered=False),
+        make_turn(2, 1, [5], [6]),
+        make_turn(3, 2, [7], [8], delivered=False),
+    ]
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.ids[row.mask].tolist() == [2, 6]
+
+
+def test_nothing_to_train_gives_no_rows():
+    assert rows_of(make_trajectory([]), 1.0) == []
+    assert rows_of(make_trajectory([make_turn(0, None, [1], [2], delivered=False)]), 1.0) == []
+    assert rows_of(make_trajectory([make_turn(0, None, [1], [])]), 1.0) == []
+
+
+def test_a_branch_that_only_repeats_is_left_out():
+    turns = [make_turn(0, None, [1], [2]), make_turn(1, 0, [3], [4]), make_turn(2, 0, [5], [])]
+    assert len(rows_of(make_trajectory(turns), 1.0)) == 1
+
+
+def test_wrong_records_are_refused_by_name():
+    turn = make_turn(3, None, [1], [2, 3])
+    turn.logprobs = turn.logprobs[:1]
+    with pytest.raises(TrainingError, match="session s1, turn 3: 2 output tokens, but 1 logprobs"):
+        rows_of(make_trajectory([turn]), 1.0)
+    with pytest.raises(TrainingError, match="prompt is empty"):
+        rows_of(make_trajectory([make_turn(0, None, [], [2])]), 1.0)

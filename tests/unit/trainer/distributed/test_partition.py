@@ -1,0 +1,38 @@
+"""Rows dealt out to ranks: every one once, in passes of like size."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.trainer.learning_fixtures import make_rows
+from tidegate.trainer.distributed.partition import partition_rows
+
+
+@given(number=st.integers(1, 40), ranks=st.integers(1, 5), max_tokens=st.sampled_from([64, 200, 8192]))
+def test_every_row_is_dealt_once_and_no_hand_is_too_large(number, ranks, max_tokens):
+    rows = make_rows(number, seed=number)
+    rows[0].mask[:] = False
+    dealt = partition_rows(rows, ranks, max_tokens)
+    assert len({len(hands) for hands in dealt}) == 1
+    held = [index for hands in dealt for hand in hands for index in hand.rows]
+    assert sorted(held) == list(range(1, number))
+    for hand in (hand for hands in dealt for hand in hands):
+        inputs = [rows[index].inputs for index in hand.rows]
+        assert (hand.tokens, hand.positions) == (sum(inputs), len(inputs) * max(inputs, default=0))
+        assert hand.positions <= max_tokens or len(hand.rows) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_ranks_compute_at_the_same_time_is_of_like_size(ranks):
+    rows = make_rows(64, seed=1, shortest=20, longest=400)
+    dealt = partition_rows(rows, ranks, 2048)
+    passes = np.array([[hand.positions for hand in hands] for hands in dealt])
+    slowest, mean = passes.max(axis=0).sum(), passes.mean(axis=0).sum()
+    assert passes.shape[1] > 1
+    assert slowest <= 1.05 * mean
+
+
+def test_fewer_rows_than_ranks_leave_a_rank_an_empty_hand():
+    dealt = partition_rows(make_rows(3), 4, 8192)
+    assert [[len(hand.rows) for hand in hands] for hands in dealt] == [[1], [1], [1], [0]]

@@ -1,0 +1,136 @@
+"""Trainer ranks after an error of rank 0: what is said of it, and whether more is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer.learning_fixtures import make_model, make_rows
+from tidegate.config import TrainerSettings
+from tidegate.errors import CheckpointError, TrainingError
+from tidegate.trainer.distributed import ranks as module
+from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.policy.forward import Forward
+
+MEMORY = r"out of memory on cpu: .*; lower trainer\.microbatch_tokens \(it is 99\)"
+
+
+@dataclass
+class Told:
+    """A follower that keeps what it is told, or is deaf."""
+
+    rank: int = 1
+    deaf: bool = False
+    messages: list[object] = field(default_factory=list)
+
+    async def start(self) -> None: ...
+
+    def tell(self, message: object) -> None:
+        if self.deaf:
+            raise TimeoutError("trainer rank 1 has read nothing for 600 s")
+        self.messages.append(message)
+
+    async def died(self) -> str:
+        raise AssertionError
+
+    async def stop(self) -> None: ...
+
+
+def no_memory(*_: object, **__: object) -> Any:
+    """More than any machine has."""
+    return torch.empty(1 << 60)
+
+
+def raises(error: Exception) -> Any:
+    def raising(*_: object, **__: object) -> None:
+        raise error
+
+    return raising
+
+
+@pytest.fixture
+def settings() -> TrainerSettings:
+    return TrainerSettings(ranks=2, microbatch_tokens=99)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen", "words"),
+    [
+        (no_memory, TrainingError, MEMORY),
+        (raises(MemoryError()), TrainingError, MEMORY.replace(".*", "MemoryError")),
+        (raises(torch.OutOfMemoryError("CUDA out of memory")), TrainingError, MEMORY),
+        (raises(RuntimeError("gloo")), TrainingError, "ranks lost each other: RuntimeError: gloo"),
+        (raises(ConnectionResetError("gone")), TrainingError, "lost each other: ConnectionResetError"),
+        (raises(KeyError("x")), KeyError, "rank 0 failed in the middle of a step: KeyError: 'x'"),
+    ],
+)
+def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
+    settings: TrainerSettings, fault: Any, seen: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0)
+    other = Told()
+    ranks = Ranks(settings, [other])
+    with pytest.raises(seen), ranks.together("add"):
+        fault()
+    with pytest.raises(TrainingError, match=words), ranks.together("save_weights"):
+        pass
+    assert len(other.messages) == 1
+
+
+@pytest.mark.parametrize("error", [CheckpointError("by all"), OSError(28, "no space")])
+def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exception) -> None:
+    other = Told()
+    ranks = Ranks(settings, [other])
+    with pytest.raises(type(error)), ranks.together("load_weights"):
+        raise error
+    with ranks.together("add"):
+        pass
+    assert len(other.messages) == 2
+
+
+def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: TrainerSettings) -> None:
+    deaf = Told(deaf=True)
+    ranks = Ranks(settings, [deaf])
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="trainer rank 1 has read nothing"), ranks.together("add"):
+            raise AssertionError
+        deaf.deaf = False
+    assert deaf.messages == []
+
+
+async def test_a_group_that_cannot_be_left_holds_nobody_up(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_S", 0.05)
+    never, where = threading.Event(), list[threading.Thread]()
+
+    def leave() -> None:
+        where.append(threading.current_thread())
+        never.wait(20)
+
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "destroy_process_group", leave)
+    async with asyncio.timeout(5):
+        await Ranks(settings, [Told()]).close()
+    never.set()
+    assert where != [threading.main_thread()], "the event loop's"
+
+
+@pytest.mark.parametrize("fault", [no_memory, raises(MemoryError())])
+async def test_a_trainer_of_one_rank_says_which_setting_takes_less_memory(
+    tmp_path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_model(tmp_path / "base")
+    policy = await Ranks(TrainerSettings(microbatch_tokens=99), []).open(base, 0, raises(AssertionError()))
+    monkeypatch.setattr(Forward, "__call__", fault)
+    with pytest.raises(TrainingError, match=MEMORY):
+        policy.add(make_rows(3), 0)
+    monkeypatch.setattr(Forward, "__call__", raises(RuntimeError("another one")))
+    with pytest.raises(RuntimeError, match="another one"):
+        policy.add(make_rows(3), 0)

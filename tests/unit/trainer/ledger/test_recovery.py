@@ -1,0 +1,363 @@
+"""What a ledger tells a run that goes on: what is put back, what stays trained, which versions are spent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import Settings, load_settings
+from tidegate.errors import ConfigError, LedgerError
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import BatchSelection, Phase, TaskSlot
+from tidegate.trainer.batch.batcher import Batch, Batcher
+from tidegate.trainer.checkpoint.checkpoint import Checkpoint
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.trainer.ledger.ledger import Ledger, read_ledger
+from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.start import ResumedRun, Start, rules_of, take_over
+from tidegate.types import Group, Trajectory
+
+RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
+
+
+def written(path: Path, entries: list[LedgerEntry]) -> LedgerState:
+    with Ledger(path) as ledger:
+        for one in entries:
+            ledger.book(one)
+    return read_ledger_state(path)
+
+
+def issued(name: str, index: int = 0) -> list[LedgerEntry]:
+    return [
+        entry("group", "issued", id=name, task=f"task-{name}", index=index, version=0, replaces=None),
+        *(
+            entry("attempt", "issued", id=f"{name}.{slot}.1", group=name, slot=slot, number=1)
+            for slot in (0, 1)
+        ),
+    ]
+
+
+def stepped(name: str, step: int, index: int = 0) -> list[LedgerEntry]:
+    return [
+        *issued(name, index),
+        *(entry("attempt", "ended", id=f"{name}.{n}.1", state="stepped", outcome=None) for n in (0, 1)),
+        entry("group", "ended", id=name, state="stepped", step=step, version=0, oldest=0, staleness=0),
+    ]  # fmt: skip
+
+
+def started(epoch: int, position: int | None = None, version: int = 0) -> LedgerEntry:
+    return entry("run", "started", epoch=epoch, step=0, version=version, position=position)
+
+
+def published(version: int) -> LedgerEntry:
+    return entry("run", "publishing", version=version, step=version)
+
+
+def tokens(name: str, *versions: int) -> Group:
+    """A group as a step's file has it: each of its two episodes sampled under all of the versions."""
+    members = []
+    for slot in (0, 1):
+        turns = [make_turn(number, None, [1, 2], [3], version=one) for number, one in enumerate(versions)]
+        one = make_trajectory(turns)
+        one.group_id, one.slot, one.session_id = name, slot, f"s-{name}-{slot}"
+        members.append(one)
+    return Group(name, f"task-{name}", members)
+
+
+def start_of(entries: list[LedgerEntry], position: int, cursor: int) -> Start:
+    past = LedgerState()
+    for seq, one in enumerate(entries):
+        past.read({"seq": seq, **one})
+    state = {"ledger": position, "cursor": cursor, "tickets": [], "quarantined": []}
+    past.abandon(position)
+    return Start(Path(), 1, past.highest_version + 1, past, Checkpoint(Path(), 1, state))
+
+
+def resumed(
+    entries: list[LedgerEntry], position: int, kept: list[Group], ready: tuple[str, ...] = (), cursor: int = 0
+) -> tuple[ResumedRun, list[LedgerEntry]]:
+    """The book after a resume from the marker at `position`; and what it entered."""
+    start = start_of(entries, position, cursor)
+    book: list[LedgerEntry] = []
+    opened = start.open_book(book.append, RULES, {group.id: group for group in kept}, ready)
+    return opened, book
+
+
+def ends(book: list[LedgerEntry], kind: str = "group") -> dict[str, str]:
+    return {one["id"]: one["state"] for one in book if one["kind"] == kind and one["event"] == "ended"}
+
+
+def test_an_absent_ledger_is_an_empty_past(tmp_path: Path) -> None:
+    past = read_ledger_state(tmp_path / "none.jsonl")
+    assert (past.epoch, past.highest_version, past.live(), past.taken_back()) == (0, -1, [], [])
+
+
+def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
+    first = [started(1), *stepped("a", 1)]
+    past = written(tmp_path / "l", [*first, *stepped("b", 2)])
+    past.abandon(len(first))
+    assert past.counts(past.groups) == {State.TRAINED: 1, State.STEPPED: 1}
+    assert past.counts(past.attempts) == {State.TRAINED: 2, State.STEPPED: 2}
+    assert past.taken_back() == ["b"]
+
+
+def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None:
+    """`b` lay behind the marker that epoch 2 went on from, and was trained on again there."""
+    first = [started(1), *stepped("a", 1)]
+    again = [one for one in stepped("b", 2) if one["event"] == "ended"]
+    entries = [
+        *first, *stepped("b", 2), started(2, position=len(first), version=5),
+        entry("group", "put_back", id="b"), *again,
+    ]  # fmt: skip
+    past = written(tmp_path / "l", entries[: -len(again)])
+    assert (past.live(), past.taken_back(), past.live_attempts("b")) == (["b"], [], {0: "b.0.1", 1: "b.1.1"})
+    past = read_ledger_state(written_path(tmp_path / "m", entries))
+    past.abandon(len(entries))
+    assert past.counts(past.groups) == {State.TRAINED: 2}
+
+
+def written_path(path: Path, entries: list[LedgerEntry]) -> Path:
+    written(path, entries)
+    return path
+
+
+def test_epoch_versions_and_lineages_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    entries = [
+        started(1), published(1), published(2), published(3), started(2, 3, version=4), published(5),
+        published(6), started(3, 6, version=7),
+    ]  # fmt: skip
+    past = written(tmp_path / "l", entries)
+    assert (past.epoch, past.highest_version) == (3, 7)
+    assert past.abandoned == {3, 6}
+    past.abandon(0)
+    assert past.abandoned == {1, 2, 3, 4, 5, 6, 7}, "without a marker all but the base model's"
+
+
+def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
+    past = written(tmp_path / "l", [started(1), *issued("g")])
+    book: list[LedgerEntry] = []
+    cancel_lost(past, "g", book.append)
+    assert [(one["id"], one["state"]) for one in book] == [
+        ("g.0.1", "cancelled"),
+        ("g.1.1", "cancelled"),
+        ("g", "cancelled"),
+    ]
+    assert past.live() == []
+
+
+def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> None:
+    past = written(tmp_path / "l", [started(1), *stepped("g", 1)[:-2]])
+    past.abandon(0)
+    assert (past.live(), past.taken_back()) == (["g"], ["g"])
+    reinstate(past, "g", lambda _: None)
+    assert past.live_attempts("g") == {0: "g.0.1", 1: "g.1.1"}
+
+
+def test_a_group_behind_the_marker_goes_on_and_its_task_is_not_issued_again() -> None:
+    first = [started(1), *stepped("a", 1, index=0)]
+    entries = [*first, *stepped("b", 2, index=2)]
+    opened, book = resumed(entries, len(first), [tokens("b", 0)], cursor=1)
+    core = opened.admission
+    assert [(one["event"], one.get("id")) for one in book] == [("started", None), ("put_back", "b")]
+    assert [group.id for group in opened.held] == ["b"]
+    assert core.groups["b"].phase is Phase.LEASED
+    assert (core.group_counts["live"], core.attempt_counts["live"], core.group_counts["stepped"]) == (1, 2, 0)
+    assert [core.next_ticket() for _ in range(3)] == [TaskSlot(1), TaskSlot(3), TaskSlot(4)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "why"),
+    [((0,), "too old"), ((3,), "abandoned"), ((2, 3), "its newest token is abandoned"), ((), "not kept")],
+)
+def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
+    versions: tuple[int, ...], why: str
+) -> None:
+    first = [started(1), published(1), published(2)]
+    entries = [*first, published(3), *stepped("b", 2, index=0)]
+    opened, book = resumed(entries, len(first), [tokens("b", *versions)] if versions else [], cursor=1)
+    assert opened.admission.version == 4
+    assert ends(book) == {"b": "stale"}, why
+    assert ends(book, "attempt") == {"b.0.1": "stale", "b.1.1": "stale"}
+    assert (opened.held, opened.stale) == ([], ["b"])
+    assert opened.admission.next_ticket() == TaskSlot(0, "b", 1)
+
+
+def test_what_had_not_ended_goes_on_where_its_tokens_are_and_is_cancelled_elsewhere() -> None:
+    """`file` was about to be entered as stepped on, `gateway` was ready, `half` lacks an episode."""
+    entries = [started(1)]
+    for index, name in enumerate(("file", "gateway", "half", "ran")):
+        entries += issued(name, index)
+    half = tokens("half", 0)
+    del half.trajectories[0]
+    opened, book = resumed(entries, 1, [tokens("file", 0), half], ready=("gateway", "other"), cursor=4)
+    assert ends(book) == {"half": "cancelled", "ran": "cancelled"}
+    phases = {name: group.phase for name, group in opened.admission.groups.items()}
+    assert phases == {"file": Phase.LEASED, "gateway": Phase.READY}
+    assert opened.cancelled == ["half", "ran"]
+
+
+@dataclass
+class Gateway:
+    """Holds the groups `rows`, by state; leases those that are ready, once."""
+
+    rows: dict[str, str]
+    epochs: list[int] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    acked: list[str] = field(default_factory=list)
+
+    async def enter(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    async def list_groups(self) -> list[Any]:
+        return [SimpleNamespace(id=name, state=state) for name, state in self.rows.items()]
+
+    async def drop_group(self, name: str, epoch: int) -> list[Trajectory]:
+        assert epoch == self.epochs[-1]
+        self.dropped.append(name)
+        return []
+
+    async def lease(self, *_: Any) -> list[Group]:
+        there = [name for name, state in self.rows.items() if state != "live"]
+        found = [tokens(name, 0) for name in there if name not in self.dropped]
+        self.rows = {}
+        for group in found:
+            group.lease_id = f"lease-{group.id}"
+        return found
+
+    async def ack(self, _: int, lease_id: str, *__: Any) -> None:
+        self.acked.append(lease_id)
+
+
+async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp_path: Path) -> None:
+    """`b` was stepped on and is in its file, and was never acknowledged; `c` was leased and in no batch
+    yet; of `ran` the agents died; `done` had ended `trained` without the gateway being told."""
+    files = TrajectoryFiles(tmp_path)
+    kept = tokens("b", 0)
+    lost = Batch(
+        BatchSelection(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]]
+    )
+    done = Batch(BatchSelection(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
+    files.batch(lost, 2)
+    files.batch(done, 1)
+    first = [started(1), *stepped("done", 1, index=0)]
+    entries = [*first, *stepped("b", 2, index=1), *issued("c", 2), *issued("ran", 3)]
+    gateway = Gateway({"done": "leased", "b": "leased", "c": "leased", "ran": "live", "theirs": "live"})
+    book: list[LedgerEntry] = []
+    opened = await take_over(
+        start_of(entries, len(first), cursor=4), cast(Any, gateway), files, book.append, RULES
+    )
+    assert ends(book) == {"ran": "cancelled"}
+    assert (gateway.epochs, gateway.dropped) == ([2], ["done", "b", "ran"])
+    assert sorted(path.name for path in files.directory.rglob("*.jsonl")) == [
+        "2_step_000002.jsonl",
+        "step_000001.jsonl",
+    ]
+    batches = Batcher(cast(Any, gateway), opened.admission, lambda: None, lambda _: True)
+    for group in opened.held:
+        batches.hold(group)
+    batch = await batches.next()
+    assert batch.cut.groups == ["b", "c"]
+    assert [one.to_wire() for one in batch.groups[0].trajectories] == [
+        one.to_wire() for one in kept.trajectories
+    ], "bit for bit"
+    await batches.stepped(batch, 2)
+    assert gateway.acked == ["lease-c"], "`b` has no lease any more"
+    assert opened.admission.group_counts["stepped"] == 2
+
+
+def settings(tmp_path: Path) -> Settings:
+    return load_settings(None, ["--model.path=model", f"--run.dir={tmp_path}", "--run.name=r"])
+
+
+def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    written(run_dir / "ledger.jsonl", [started(1), entry("run", "publishing", version=3, step=3)])
+    start = Start.of(settings(tmp_path), resume=True)
+    assert (start.step, start.version, start.checkpoint) == (0, 4, None)
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        admission = start.open_book(ledger.book, rules_of(settings(tmp_path)), {}).admission
+        assert (admission.epoch, admission.version, admission.abandoned) == (2, 4, {3})
+        assert admission.publishing(1) == 5
+    *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")
+    assert begun["rules"] == {
+        "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3,
+        "max_infra_attempts": 10,
+    }  # fmt: skip
+
+
+def test_a_taken_directory_and_a_missing_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        Start.of(settings(tmp_path), resume=True)
+    (tmp_path / "r").mkdir()
+    written(tmp_path / "r" / "ledger.jsonl", [started(1)])
+    with pytest.raises(ConfigError, match="--resume"):
+        Start.of(settings(tmp_path), resume=False)
+
+
+def committed_run(tmp_path: Path) -> tuple[Path, int]:
+    """A run with a checkpoint after seven of its entries, and a version published behind it; the position."""
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        for one in [started(1), *stepped("a", 1)]:
+            ledger.book(one)
+        state = {"ledger": ledger.position, "ledger_checksum": ledger.checksum}
+        position = ledger.position
+        for one in [published(1), published(2)]:
+            ledger.book(one)
+    marker = run_dir / "checkpoints" / "step_1" / "COMMITTED"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({**state, "step": 1, "cursor": 1, "tickets": [], "quarantined": []}))
+    (run_dir / "weights" / "v000002").mkdir(parents=True)
+    return run_dir, position
+
+
+def test_a_whole_ledger_is_resumed_from(tmp_path: Path) -> None:
+    committed_run(tmp_path)
+    assert Start.of(settings(tmp_path), resume=True).version == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines, at: lines[: at - 1], r"it has 6 entries, and had 7 at the checkpoint"),
+        (lambda lines, at: [], r"it has 0 entries, and had 7 at the checkpoint"),
+        (lambda lines, at: [*lines[:2], *lines[3:]], r"line 3 is entry 3, not 2"),
+        (lambda lines, at: [*lines[:-2], lines[-1]], r"line 8 is entry 8, not 7"),
+        (lambda lines, at: lines[:-1], r"version 2 was published, and its highest version is 1"),
+        (
+            lambda lines, at: [lines[0], lines[1].replace(b"task-a", b"task-b"), *lines[2:]],
+            r"first 7 entries were",
+        ),
+        (lambda lines, at: [*lines[:-1], b"{\n"], r"line 9 is damaged"),
+    ],
+    ids=["shorter", "empty", "lacks one", "lacks one behind", "lacks the last", "changed", "not JSON"],
+)
+def test_an_incomplete_ledger_is_refused_with_what_can_be_done(
+    tmp_path: Path, damage: Callable[[list[bytes], int], list[bytes]], message: str
+) -> None:
+    """Versions that were published must never be given again to other weights."""
+    run_dir, position = committed_run(tmp_path)
+    ledger = run_dir / "ledger.jsonl"
+    ledger.write_bytes(b"".join(damage(ledger.read_bytes().splitlines(keepends=True), position)))
+    with pytest.raises(LedgerError, match=message) as caught:
+        Start.of(settings(tmp_path), resume=True)
+    assert f"--model.path {run_dir}/checkpoints/step_1 --run.name NEW" in str(caught.value)
+
+
+def test_a_ledger_that_was_removed_does_not_make_its_run_a_new_one(tmp_path: Path) -> None:
+    run_dir, _ = committed_run(tmp_path)
+    (run_dir / "ledger.jsonl").unlink()
+    with pytest.raises(ConfigError, match="--resume"):
+        Start.of(settings(tmp_path), resume=False)
+    with pytest.raises(LedgerError, match="0 entries"):
+        Start.of(settings(tmp_path), resume=True)

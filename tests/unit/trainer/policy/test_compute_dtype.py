@@ -1,0 +1,84 @@
+"""Passes in bfloat16 over parameters in float32."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
+from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.policy import Policy
+
+GRADIENTS_APART = 0.03
+"""‖g − g₃₂‖ ÷ ‖g₃₂‖: bfloat16 has 8 bits of mantissa, half a step of which is 0.002, and several layers
+add up."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def load(base: Path, **settings: object) -> Policy:
+    return Policy.load(base, TrainerSettings(**{"compute_dtype": "bfloat16", **settings}))
+
+
+def batch() -> list[TrainSequence]:
+    rng = np.random.default_rng(0)
+    return [*make_rows(4), *make_group(rng, size=4, prompt=40, group="g40")]
+
+
+def test_gradients_are_close_to_those_of_float32(base: Path) -> None:
+    policies = [load(base, compute_dtype=dtype, max_grad_norm=1e9) for dtype in ("float32", "bfloat16")]
+    rows = batch()
+    for row, logprobs in zip(rows, policies[0].logprobs(rows), strict=True):
+        row.logprobs = logprobs
+    metrics = [policy.update(rows, version=3) for policy in policies]
+    exact, found = ([one.grad for one in policy.model.parameters()] for policy in policies)
+    assert {one.dtype for one in found} == {torch.float32}
+    gap = torch.stack([(a - b).norm() for a, b in zip(exact, found, strict=True)]).norm()
+    relative = float(gap / torch.stack([one.norm() for one in exact]).norm())
+    assert 1e-4 < relative < GRADIENTS_APART
+    assert metrics[0]["logprob_max_error"] < 1e-5 < metrics[1]["logprob_max_error"] < 0.2
+
+
+def test_parameters_moments_and_logprobs_are_float32(base: Path, tmp_path: Path) -> None:
+    policy = load(base, learning_rate=1e-3)
+    policy.update(batch(), version=3)
+    assert policy._forward.shares
+    assert {one.dtype for one in policy.weights().values()} == {torch.float32}
+    moments = policy.state()["optimizer"]["state"].values()
+    assert {one.dtype for state in moments for one in state.values()} == {torch.float32}
+    assert policy.logprobs(batch())[0].dtype == np.float32
+    saved = Policy.load(policy.save_weights(tmp_path / "v1"), TrainerSettings())
+    assert all(torch.equal(one, saved.weights()[name]) for name, one in policy.weights().items())
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_named(base: Path) -> None:
+    policy = load(base, learning_rate=1e-3)
+    before = {name: one.clone() for name, one in policy.weights().items()}
+    rows = batch()
+    rows[2].group_id, rows[2].advantages[:] = "bad", math.nan
+    assert policy.update(rows, version=3)["skipped"] == 1
+    assert policy.non_finite == ["bad"]
+    assert all(torch.equal(one, before[name]) for name, one in policy.weights().items())
+    assert policy.update(batch(), version=3)["skipped"] == 0
+
+
+def test_what_is_rewarded_becomes_likely(base: Path) -> None:
+    policy = load(base, learning_rate=3e-3)
+    rows = make_rows(8)
+    for number, row in enumerate(rows):
+        row.advantages[row.mask] = (-1.0) ** number
+    first = policy.logprobs(rows)
+    for _ in range(10):
+        for row, logprobs in zip(rows, policy.logprobs(rows), strict=True):
+            row.logprobs = logprobs
+        policy.update(rows, version=3)
+    gained = [float((b - a).sum()) for a, b in zip(first, policy.logprobs(rows), strict=True)]
+    assert min(gained[::2]) > 1 > -1 > max(gained[1::2])

@@ -1,0 +1,63 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.trainer.learning_fixtures import lay, make_rows
+from tidegate.trainer.policy.diagnostics import Diagnostics
+from tidegate.trainer.policy.microbatch import Microbatch
+
+
+def none_cut(batch: Microbatch) -> torch.Tensor:
+    return torch.zeros(len(batch.at_n), dtype=torch.bool)
+
+
+def test_diagnostics_are_their_formulas_over_all_microbatches():
+    rows = make_rows(9)
+    rng = np.random.default_rng(1)
+    found = Diagnostics(version=3)
+    gaps, versions, entropies = [], [], []
+    for batch in lay(rows, 64):
+        gap = rng.normal(0, 0.7, len(batch.at_n))
+        entropy = rng.random(len(batch.at_n))
+        found.add(
+            batch.logprobs_n.double() + torch.tensor(gap),
+            torch.tensor(entropy),
+            torch.tensor(gap > math.log(1.5)),
+            batch,
+        )
+        gaps.append(gap), versions.append(batch.versions_n.numpy()), entropies.append(entropy)
+    gap, version, entropy = map(np.concatenate, (gaps, versions, entropies))
+    ratio = np.exp(gap)
+    k3 = ratio - 1 - gap
+    expected = {
+        "mismatch_kl": k3[version == 3].mean(),
+        "lag_kl": k3.mean(),
+        "entropy": entropy.mean(),
+        "clip_fraction": (ratio > 1.5).mean(),
+        "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "logprob_max_error": np.abs(gap[version == 3]).max(),
+    }
+    assert found.metrics() == pytest.approx(expected)
+
+
+def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
+    (batch,) = lay(make_rows(1), 4096)
+    found = Diagnostics(version=99)
+    found.add(batch.logprobs_n, torch.zeros_like(batch.logprobs_n), none_cut(batch), batch)
+    metrics = found.metrics()
+    assert math.isnan(metrics["mismatch_kl"])
+    assert math.isnan(metrics["logprob_max_error"])
+    assert (metrics["lag_kl"], metrics["ess"], metrics["clip_fraction"]) == (0, pytest.approx(1), 0)
+
+
+def test_one_impossible_token_does_not_turn_the_figures_into_infinities():
+    (batch,) = lay(make_rows(1), 4096)
+    batch.logprobs_n[0] = -float("inf")
+    found = Diagnostics(version=99)
+    found.add(
+        torch.full_like(batch.logprobs_n, -1.0), torch.zeros_like(batch.logprobs_n), none_cut(batch), batch
+    )
+    metrics = found.metrics()
+    assert all(math.isfinite(metrics[name]) for name in ("lag_kl", "ess", "clip_fraction"))

@@ -1,0 +1,296 @@
+"""Every loss by name against its formula, written down plainly: a row at a time, in float64, by autograd.
+
+The formulas know nothing of microbatches: they see trajectories, each a list of rows of trained tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.trainer.learning_fixtures import lay, make_row
+from tidegate import config
+from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.policy.loss import LOSSES, make_loss
+
+CAP = 1.3
+
+
+@dataclass
+class Sample:
+    """One row of trained tokens, all [n] in float64; `pi` wants its gradient."""
+
+    pi: Tensor
+    mu: Tensor
+    old: Tensor
+    reference: Tensor
+    advantage: Tensor
+
+
+Trajectories = list[list[Sample]]
+
+
+def tokens(trajectories: Trajectories) -> int:
+    return sum(len(row.pi) for rows in trajectories for row in rows)
+
+
+def token_mean(trajectories: Trajectories, value: Callable[[Sample], Tensor]) -> Tensor:
+    return -sum(value(row).sum() for rows in trajectories for row in rows) / tokens(trajectories)
+
+
+def sequence_mean(trajectories: Trajectories, value: Callable[[Sample], Tensor]) -> Tensor:
+    means = [sum(value(row).sum() for row in rows) / tokens([rows]) for rows in trajectories]
+    return -sum(means) / len(means)
+
+
+def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """PPO's, a token at a time."""
+    values = []
+    for r, a in zip(ratio, advantage, strict=True):
+        clipped = min(max(r.item(), 1 - low), 1 + high)
+        values.append(r * a if (r * a).item() <= clipped * a.item() else clipped * a + 0 * r)
+    return torch.stack(values)
+
+
+def weighted(weights: list[float], row: Sample) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64) * row.advantage * row.pi
+
+
+def ratios(row: Sample) -> list[float]:
+    return (row.pi - row.mu).exp().tolist()
+
+
+def whole_ratio(row: Sample) -> float:
+    return float(torch.tensor(ratios(row), dtype=torch.float64).prod())
+
+
+def gspo_ratio(row: Sample) -> Tensor:
+    """GSPO's s_i (Zheng et al., 2025, eq. 7), the same for every token of the row."""
+    return ((row.pi - row.mu).sum() / len(row.pi)).exp().repeat(len(row.pi))
+
+
+def gspo_token_ratio(row: Sample) -> Tensor:
+    """GSPO-token's s_i,t = sg[s_i] · π_t ÷ sg[π_t] (eq. 14)."""
+    return gspo_ratio(row).detach() * row.pi.exp() / row.pi.exp().detach()
+
+
+def decoupled(row: Sample) -> Tensor:
+    correction = torch.tensor([min(one, CAP) for one in (row.old - row.mu).exp().tolist()])
+    return correction * surrogate((row.pi - row.old).exp(), row.advantage, 0.2, 0.2)
+
+
+PLAIN: dict[str, Callable[[Trajectories], Tensor]] = {
+    "truncated": lambda t: token_mean(t, lambda x: weighted([min(r, CAP) for r in ratios(x)], x)),
+    "masked": lambda t: token_mean(t, lambda x: weighted([r if r <= CAP else 0 for r in ratios(x)], x)),
+    "truncated_sequence": lambda t: token_mean(
+        t, lambda x: weighted([min(whole_ratio(x), CAP)] * len(x.pi), x)
+    ),
+    "masked_sequence": lambda t: token_mean(
+        t, lambda x: weighted([whole_ratio(x) if whole_ratio(x) <= CAP else 0] * len(x.pi), x)
+    ),
+    "cispo": lambda t: token_mean(t, lambda x: weighted([min(max(r, 0.9), 1.2) for r in ratios(x)], x)),
+    "grpo": lambda t: sequence_mean(
+        t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.2)
+    ),
+    "dr_grpo": lambda t: token_mean(
+        t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.2)
+    ) * tokens(t) / (len(t) * 50),
+    "dapo": lambda t: token_mean(t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.28)),
+    "gspo": lambda t: sequence_mean(t, lambda x: surrogate(gspo_token_ratio(x), x.advantage, 0.01, 0.02)),
+    "decoupled_ppo": lambda t: token_mean(t, decoupled),
+}  # fmt: skip
+OWN = {
+    "cispo": {"clip_low": 0.1, "clip_high": 0.2},
+    "dr_grpo": {"sequence_length": 50},
+    "gspo": {"clip_low": 0.01, "clip_high": 0.02},
+}
+KL = {
+    "k2": lambda x: (x.pi - x.reference) ** 2 / 2,
+    "k3": lambda x: (x.reference - x.pi).exp() - 1 - (x.reference - x.pi),
+}
+
+
+def settings_of(name: str, **others: object) -> TrainerSettings:
+    return TrainerSettings(loss=name, importance_cap=CAP, **OWN.get(name, {}), **others)
+
+
+def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
+    """Rows of seven trajectories, two of which have several, and log π of their trained tokens. Ratios lie
+    on both sides of every bound, of single tokens and of whole rows; advantages have both signs."""
+    rng = np.random.default_rng(seed)
+    rows, found = [], []
+    for number, session in enumerate((0, 1, 1, 2, 3, 4, 5, 5, 5, 6)):
+        row = replace(make_row(rng, shortest=6, longest=24), session_id=f"s{session}")
+        length = len(row.ids)
+        gap = rng.normal((number % 3 - 1) * 0.05, 0.25, length)
+        row.old = (row.logprobs + rng.normal(0, 0.3, length)).astype(np.float32)
+        row.reference = (row.logprobs + rng.normal(0, 0.5, length)).astype(np.float32)
+        row.advantages = np.where(row.mask, (-1) ** session * (1 + 0.1 * session), 0).astype(np.float32)
+        rows.append(row)
+        found.append((row.logprobs + gap)[row.mask])
+    return rows, found
+
+
+def samples(rows: list[TrainSequence], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
+    sessions: dict[str, list[Sample]] = {}
+    for row, pi in zip(rows, logprobs, strict=True):
+        recorded = (row.logprobs, row.old, row.reference, row.advantages)
+        mu, old, reference, advantage = (torch.tensor(one[row.mask]).double() for one in recorded)
+        one = Sample(torch.tensor(pi, requires_grad=True), mu, old, reference, advantage)
+        sessions.setdefault(row.session_id, []).append(one)
+    trajectories = list(sessions.values())
+    return trajectories, [row.pi for part in trajectories for row in part]
+
+
+def ours(
+    settings: TrainerSettings, rows: list[TrainSequence], logprobs: list[np.ndarray], max_tokens: int
+) -> tuple[float, list[Tensor], int]:
+    """Our loss, its gradients by row, and how many tokens were cut."""
+    loss = make_loss(settings)
+    weights, denominator = loss.aggregation(rows)
+    rows = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
+    total, cut, gradients = 0.0, 0, [torch.empty(0)] * len(rows)
+    for batch in lay(rows, max_tokens):
+        pi_n = torch.cat([torch.tensor(logprobs[index]) for index in batch.rows]).requires_grad_()
+        share, cut_n = loss(pi_n, batch, denominator)
+        share.backward()
+        total, cut = total + share.item(), cut + int(cut_n.sum())
+        for at, index in enumerate(batch.rows):
+            gradients[index] = pi_n.grad[batch.row_n == at]
+    return total, gradients, cut
+
+
+@pytest.mark.parametrize("max_tokens", [64, 4096])
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient_are_the_formulas(name, max_tokens):
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    expected = PLAIN[name](trajectories)
+    expected.backward()
+    value, gradients, cut = ours(settings_of(name), rows, logprobs, max_tokens)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+    assert 0 < cut < tokens(trajectories), "the case proves too little"
+
+
+@pytest.mark.parametrize("name", ["truncated", "grpo", "decoupled_ppo"])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_is_added_with_the_tokens_weight(name, estimator):
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    mean = sequence_mean if name == "grpo" else token_mean
+    expected = PLAIN[name](trajectories) - 0.3 * mean(trajectories, KL[estimator])
+    expected.backward()
+    settings = settings_of(name, reference="ref", kl_coefficient=0.3, kl_estimator=estimator)
+    value, gradients, _ = ours(settings, rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_k1_lowers_the_advantage(name):
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    for row in (row for part in trajectories for row in part):
+        row.advantage = row.advantage - 0.3 * (row.pi - row.reference).detach()
+    expected = PLAIN[name](trajectories)
+    expected.backward()
+    settings = settings_of(name, reference="ref", kl_coefficient=0.3, kl_estimator="k1")
+    value, gradients, _ = ours(settings, rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_gspo_with_one_advantage_a_row_has_the_gradient_of_sequence_level_gspo():
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    sequence_mean(trajectories, lambda x: surrogate(gspo_ratio(x), x.advantage, 0.01, 0.02)).backward()
+    _, gradients, cut = ours(settings_of("gspo"), rows, logprobs, 64)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+    assert 0 < cut < tokens(trajectories), "the case proves too little"
+
+
+def test_gspo_weights_each_turn_by_its_own_advantage():
+    """Rewards of single turns give the tokens of a row several advantages, of both signs. The gradient is
+    GSPO-token's, not that of sequence-level GSPO, which spreads the sum of the advantages over all tokens."""
+    rows, logprobs = make_case()
+    rng = np.random.default_rng(5)
+    for row in rows:
+        by_turn = rng.normal(0, 1, 3).astype(np.float32)
+        turn_n = np.arange(len(row.ids)) * 3 // len(row.ids)
+        row.advantages = np.where(row.mask, by_turn[turn_n], 0).astype(np.float32)
+    trajectories, leaves = samples(rows, logprobs)
+    expected = PLAIN["gspo"](trajectories)
+    expected.backward()
+    value, gradients, cut = ours(settings_of("gspo"), rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+    assert 0 < cut < tokens(trajectories), "the case proves too little"
+    sequence_level = sequence_mean(trajectories, lambda x: surrogate(gspo_ratio(x), x.advantage, 0.01, 0.02))
+    for leaf in leaves:
+        leaf.grad = None
+    sequence_level.backward()
+    gap = max(float((found - leaf.grad).abs().max()) for found, leaf in zip(gradients, leaves, strict=True))
+    assert gap > 0.01
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_gradient_is_reinforces(name):
+    """π = π_old = μ: no ratio is cut, and they differ in nothing but their aggregation."""
+    rows, _ = make_case()
+    rows = [replace(row, old=row.logprobs) for row in rows]
+    logprobs = [row.logprobs[row.mask].astype(np.float64) for row in rows]
+    _, gradients, cut = ours(settings_of(name), rows, logprobs, 4096)
+    weights, denominator = make_loss(settings_of(name)).aggregation(rows)
+    assert cut == 0
+    for row, weight, found in zip(rows, weights, gradients, strict=True):
+        expected = -weight * row.advantages[row.mask].astype(np.float64) / denominator
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_branching_buys_no_credit(name):
+    """A trajectory's weight is the same in one row as in three."""
+    rows, _ = make_case()
+    weights, denominator = make_loss(settings_of(name)).aggregation(rows)
+    totals: dict[str, float] = {}
+    for row, weight in zip(rows, weights, strict=True):
+        totals[row.session_id] = totals.get(row.session_id, 0.0) + weight * row.trained
+    assert denominator == 7
+    assert list(totals.values()) == pytest.approx([1.0] * 7)
+
+
+@pytest.mark.parametrize("name", ["truncated_sequence", "masked_sequence", "masked", "truncated"])
+def test_a_ratio_beyond_all_numbers_leaves_the_loss_finite(name):
+    rows, _ = make_case()
+    logprobs = [row.logprobs[row.mask].astype(np.float64) + 800.0 for row in rows]
+    value, gradients, cut = ours(settings_of(name), rows, logprobs, 4096)
+    assert np.isfinite(value)
+    assert all(torch.isfinite(one).all() for one in gradients)
+    assert cut == sum(row.trained for row in rows)
+
+
+def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
+    rows, logprobs = make_case()
+    for row, pi in zip(rows, logprobs, strict=True):
+        row.old = np.zeros(len(row.ids), np.float32)
+        row.old[row.mask] = pi
+    expected = ours(settings_of("decoupled_ppo"), rows, logprobs, 64)
+    found = ours(settings_of("decoupled_ppo"), [replace(row, old=None) for row in rows], logprobs, 64)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+
+
+def test_the_settings_know_every_loss():
+    assert tuple(LOSSES) == config.LOSSES
+    assert set(PLAIN) == set(LOSSES)

@@ -1,0 +1,210 @@
+"""What the losses ask of the policy: the same gradient in any layout, π_old, minibatches, a reference."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import make_tiny_model
+from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
+from tidegate.config import TrainerSettings
+from tidegate.errors import StartError
+from tidegate.trainer.batch.rows import TrainSequence, minibatches
+from tidegate.trainer.policy.loss import LOSSES, make_loss
+from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.policy import Policy
+
+SETTINGS = {"max_grad_norm": 1e9, "learning_rate": 0.0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "other", seed=1)
+
+
+def make_batch(policy: Policy) -> list[TrainSequence]:
+    """Groups with a prompt in common and single rows, sampled from a policy not far away."""
+    rng = np.random.default_rng(0)
+    groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25)]
+    rows = [*make_rows(4), *(row for group in groups for row in group)]
+    for row, logprobs in zip(rows, policy.logprobs(rows), strict=True):
+        row.logprobs = np.where(row.mask, logprobs + rng.normal(0, 0.2, len(row.ids)), 0).astype(np.float32)
+    rows[1].session_id = rows[0].session_id  # a trajectory of two rows
+    return rows
+
+
+def gradient(policy: Policy) -> torch.Tensor:
+    return torch.cat([one.grad.flatten() for one in policy.model.parameters()])
+
+
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in policy.model.parameters()])
+
+
+def one_row_at_a_time(policy: Policy, rows: list[TrainSequence]) -> torch.Tensor:
+    """The gradient when each row has a forward and a backward pass of its own."""
+    loss = make_loss(policy.settings)
+    shares, denominator = loss.aggregation(rows)
+    policy.model.zero_grad()
+    for row, share in zip(rows, shares, strict=True):
+        (bundle,) = bundles([replace(row, weight=share)], 10_000, share=False)
+        (batch,) = bundle.microbatches
+        logits_tv = policy.model(input_ids=batch.ids_bt).logits[0]
+        at = np.flatnonzero(row.mask)
+        logits_nv = logits_tv[at - 1] / torch.tensor(row.temperature[at])[:, None]
+        logprobs_n = torch.log_softmax(logits_nv, dim=-1)[range(len(at)), row.ids[at].astype(np.int64)]
+        loss(logprobs_n, batch, denominator)[0].backward()
+    return gradient(policy)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_of_every_loss_is_that_of_one_row_at_a_time(base, name):
+    settings = TrainerSettings(
+        loss=name, importance_cap=1.2, clip_high=0.05, microbatch_tokens=200, **SETTINGS
+    )
+    policy = Policy.load(base, settings)
+    rows = make_batch(policy)
+    assert any(bundle.prefixes for bundle in bundles(rows, 200))
+    expected = one_row_at_a_time(policy, rows)
+    metrics = policy.update(rows, version=3)
+    assert float((gradient(policy) - expected).norm() / expected.norm()) <= 1e-6
+    for figure in ("mismatch_kl", "lag_kl", "ess", "clip_fraction", "entropy"):
+        assert math.isfinite(metrics[figure])
+    assert metrics["clip_fraction"] > 0
+
+
+def test_minibatches_are_steps_from_one_policy(base):
+    """Against the same done by hand: π_old is that of the cut, for the second step too."""
+    settings = {"loss": "decoupled_ppo", "max_grad_norm": 1e9, "learning_rate": 0.01}
+    policy = Policy.load(base, TrainerSettings(**settings, minibatches=2))
+    rows = make_batch(policy)
+    halves = [[row for row in rows if row.group_id in half] for half in (("g0", "g1"), ("g2", "g40", "g25"))]
+    by_hand = Policy.load(base, TrainerSettings(**settings))
+    cut = Policy.load(base, TrainerSettings(**settings))
+    for half in halves:
+        old = cut.logprobs(half)
+        by_hand.update([replace(row, old=one) for row, one in zip(half, old, strict=True)], version=3)
+    metrics = policy.update(rows, version=3)
+    assert (metrics["optimizer_steps"], metrics["skipped"]) == (2, 0)
+    assert metrics["tokens/trained"] == sum(row.trained for row in rows)
+    torch.testing.assert_close(weights(policy), weights(by_hand), rtol=1e-4, atol=1e-5)
+    again = Policy.load(base, TrainerSettings(**settings, minibatches=2))
+    assert not torch.equal(weights(again), weights(policy))
+
+
+STREAMED = [name for name in LOSSES if name != "decoupled_ppo"]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_minibatches_that_stream_are_one_step_as_if_they_had_come_at_once(base, name):
+    whole = Policy.load(base, TrainerSettings(loss=name, learning_rate=0.01))
+    settings = TrainerSettings(loss=name, learning_rate=0.01, minibatches=3, streaming=True)
+    streamed, together = (Policy.load(base, settings) for _ in range(2))
+    rows = make_batch(whole)
+    rows[1].group_id = rows[0].group_id  # of one trajectory, which minibatches don't part
+    before = weights(streamed)
+    for part in minibatches(rows, 3):
+        streamed.add(part, version=3)
+        assert torch.equal(weights(streamed), before), "nothing moves before the last one is there"
+    found, plain, replayed = streamed.finish(), whole.update(rows, 3), together.update(rows, 3)
+    assert (found["optimizer_steps"], streamed.steps) == (1, 1)
+    for figure in ("loss", "grad_norm", "lag_kl", "mismatch_kl", "clip_fraction", "ess", "tokens/trained"):
+        assert found[figure] == pytest.approx(plain[figure], rel=1e-4, abs=1e-7)
+        assert found[figure] == replayed[figure], "bit for bit, for a replay"
+    assert float((gradient(streamed) - gradient(whole)).norm() / gradient(whole).norm()) <= 1e-5
+    assert torch.equal(weights(streamed), weights(together))
+
+
+def test_a_streamed_batch_that_is_not_finite_is_skipped_whole_and_forgotten(base):
+    settings = TrainerSettings(minibatches=2, streaming=True, learning_rate=0.01)
+    policy, fresh = (Policy.load(base, settings) for _ in range(2))
+    rows = make_batch(policy)
+    broken = [replace(row, advantages=row.advantages * np.nan) for row in rows if row.group_id == "g1"]
+    policy.add(rows, version=3)
+    policy.add(broken, version=3)
+    metrics = policy.finish()
+    assert (metrics["skipped"], policy.non_finite) == (1, ["g1"])
+    assert torch.equal(weights(policy), weights(fresh))
+    assert policy.update(rows, 3)["loss"] == fresh.update(rows, 3)["loss"]
+
+
+def test_one_batch_is_one_step_of_the_schedule(base):
+    settings = TrainerSettings(
+        loss="decoupled_ppo", minibatches=3, schedule="linear", steps=4, learning_rate=0.1
+    )
+    policy = Policy.load(base, settings)
+    rates = [policy.update(make_batch(policy), version=0)["learning_rate"] for _ in range(4)]
+    assert rates == pytest.approx([0.1, 0.07, 0.04, 0.01])
+    assert policy.steps == 4
+
+
+def test_the_figures_of_a_batch_are_of_the_policy_at_the_cut(base):
+    settings = {"loss": "decoupled_ppo", "learning_rate": 0.05}
+    policies = [Policy.load(base, TrainerSettings(**settings, minibatches=number)) for number in (1, 3)]
+    rows = make_batch(policies[0])
+    one, three = (policy.update(rows, version=3) for policy in policies)
+    for name in ("mismatch_kl", "lag_kl", "ess", "logprob_max_error"):
+        assert three[name] == pytest.approx(one[name], rel=1e-4)
+
+
+def test_a_minibatch_that_is_not_finite_ends_the_batch(base):
+    policy = Policy.load(base, TrainerSettings(loss="decoupled_ppo", minibatches=3, learning_rate=0.01))
+    rows = make_batch(policy)
+    next(row for row in rows if row.group_id == "g1").advantages[:] = np.nan
+    before = weights(policy)
+    metrics = policy.update(rows, version=3)
+    assert (metrics["optimizer_steps"], metrics["skipped"], policy.non_finite) == (1, 0, ["g1"])
+    assert torch.isfinite(weights(policy)).all()
+    assert not torch.equal(weights(policy), before)
+
+
+def test_the_distance_to_a_reference_is_measured_and_penalised(base, other):
+    free = Policy.load(base, TrainerSettings(reference=other, **SETTINGS))
+    rows = make_batch(free)
+    reference = Policy.load(other, TrainerSettings()).logprobs(rows)
+    distance = np.concatenate(
+        [(one - ref)[row.mask] for one, ref, row in zip(free.logprobs(rows), reference, rows, strict=True)]
+    )
+    metrics = free.update(rows, version=3)
+    assert metrics["reference_kl"] == pytest.approx((np.exp(-distance) - 1 + distance).mean(), rel=1e-4)
+    unbound = Policy.load(base, TrainerSettings(**SETTINGS))
+    assert "reference_kl" not in unbound.update(rows, version=3)
+    assert torch.equal(gradient(free), gradient(unbound)), "what is not penalised has no gradient"
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [pytest.param("k1", marks=pytest.mark.slow), pytest.param("k2", marks=pytest.mark.slow), "k3"],
+)
+def test_a_penalty_draws_the_policy_to_its_reference(base, other, estimator):
+    settings = TrainerSettings(
+        reference=other, kl_coefficient=1.0, kl_estimator=estimator, learning_rate=0.003
+    )
+    policy = Policy.load(base, settings)
+    rng = np.random.default_rng(0)
+    rows = make_group(rng, size=16, prompt=3, replies=(8, 8))
+    for row in rows:
+        row.advantages[:] = 0
+    distances = []
+    for _ in range(15):
+        for row, logprobs in zip(rows, policy.logprobs(rows), strict=True):
+            row.logprobs = logprobs
+        distances.append(policy.update(rows, version=0)["reference_kl"])
+    assert distances[-1] < 0.5 * distances[0]
+    frozen = Policy.load(other, TrainerSettings()).model.state_dict()
+    for name, one in policy._reference.model.state_dict().items():
+        assert torch.equal(one, frozen[name])
+
+
+def test_a_reference_of_another_vocabulary_is_refused(base, tmp_path):
+    make_tiny_model(tmp_path / "small", vocab=40, hidden=32)
+    with pytest.raises(StartError, match="vocabulary of 40"):
+        Policy.load(base, TrainerSettings(reference=tmp_path / "small"))

@@ -1,0 +1,113 @@
+"""Trajectories read back as they were, and handed to other tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from pyarrow import parquet
+
+from tests.unit.viewer.dashboard_run import write_dashboard_run
+from tidegate.cli import main
+from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.records.trajectories import read_lines, readable, recorded, step_files
+from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+
+
+def one_turn(logprobs: np.ndarray) -> Trajectory:
+    ids = np.arange(len(logprobs), dtype=np.int32)
+    turn = Turn(
+        0, None, np.array([7, 8], dtype=np.int32), ids, logprobs, (VersionSpan(3, 0, len(ids)),), "stop", 1.0,
+        output_mask=np.array([1] * (len(ids) - 1) + [0], dtype=np.uint8), kv_version=2, started=12.5,
+    )  # fmt: skip
+    return Trajectory("s", "t", "e", "train", Outcome.TRUNCATED, [turn], group_id="g", slot=1, reward=0.5)
+
+
+def test_a_recorded_trajectory_is_the_same_bit_for_bit() -> None:
+    logprobs = -np.random.default_rng(0).exponential(size=500).astype(np.float32)
+    before = one_turn(logprobs)
+    line = orjson.loads(orjson.dumps(readable(before), option=orjson.OPT_SERIALIZE_NUMPY))
+    after = recorded({**line, "state": "stepped", "advantage": 1.0})
+    assert after.turns[0].logprobs.tobytes() == logprobs.tobytes()
+    assert after.to_wire() == before.to_wire()
+
+
+def test_sft_holds_the_conversations_that_earned_it(tmp_path: Path) -> None:
+    write_dashboard_run(tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), "--sft", "--min-reward", "0.5"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "export.jsonl").read_text().splitlines()]
+    wanted = [
+        line
+        for path in step_files(tmp_path / "run").values()
+        for line in read_lines(path)
+        if line["reward"] is not None and line["reward"] >= 0.5
+    ]
+    assert lines
+    assert [line["messages"] for line in lines] == [line["messages"] for line in wanted]
+    assert all(line["reward"] >= 0.5 for line in lines)
+
+
+def test_parquet_holds_every_sequence_with_its_tokens(tmp_path: Path) -> None:
+    write_dashboard_run(tmp_path / "run")
+    out = tmp_path / "all.parquet"
+    assert main(["export", str(tmp_path / "run"), "--parquet", "--out", str(out)]) == 0
+    table = parquet.read_table(out).to_pylist()
+    expected = [
+        row
+        for path in step_files(tmp_path / "run").values()
+        for line in read_lines(path)
+        for row in rows_of(recorded(line), line["advantage"] or 0.0)
+    ]
+    assert len(table) == len(expected)
+    for found, row in zip(table, expected, strict=True):
+        assert found["input_ids"] == row.ids.tolist()
+        assert found["trained"] == row.mask.tolist()
+        assert np.array_equal(np.float32(found["logprobs"]), row.logprobs)
+        assert found["versions"] == row.versions.tolist()
+
+
+def test_an_episode_of_the_batch_that_was_left_out_is_marked_as_not_trained(tmp_path: Path) -> None:
+    """`truncated_episodes = "mask"`: its reward counted in the group, its tokens did not."""
+    turn = np.full(4, -0.5, dtype=np.float32)
+    lines = [
+        {"state": state, "advantage": advantage, **readable(one_turn(turn))}
+        for state, advantage in (("stepped", None), ("stepped", 0.5), ("filtered", None))
+    ]
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_bytes(
+        b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines)
+    )
+    assert main(["export", str(tmp_path), "--parquet"]) == 0
+    table = parquet.read_table(tmp_path / "export.parquet").to_pylist()
+    assert [sum(row["trained"]) for row in table] == [0, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["--sft", "--parquet"])
+def test_what_cannot_be_exported_leaves_what_was_there(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dashboard_run(tmp_path / "run")
+    out = tmp_path / "out"
+    out.write_text("before")
+    newest = max(step_files(tmp_path / "run").values())
+    newest.write_bytes(newest.read_bytes()[:-20])
+    assert main(["export", str(tmp_path / "run"), kind, "--out", str(out)]) == 1
+    assert main(["export", str(tmp_path / "nowhere"), kind, "--out", str(out)]) == 2
+    assert main(["export", str(tmp_path / "run"), kind, "--out", str(tmp_path / "no" / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "not JSON" in said
+    assert "nowhere: there is no such directory" in said
+    assert "out cannot be written" in said
+    assert out.read_text() == "before"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", ["--sft", "--parquet"])
+def test_a_directory_without_trajectories_is_refused(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path), kind]) != 0
+    assert "no trajectories there" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""The loop with scripted hands: what it waits for, and in which order things happen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.config import ModelSettings, Settings, TrainerSettings
+from tidegate.errors import GatewayError, PublishError
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.ledger.entries import LedgerEntry
+from tidegate.trainer.loop import Loop
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.start import rules_of
+from tidegate.types import Group, Outcome
+
+SETTINGS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1}
+LIMIT_S = 20
+
+
+@dataclass
+class Hands:
+    """Gateway, policy and publisher in one. While `ready` is set there is a group for every lease."""
+
+    admission: Admission
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    one_by_one: bool = False
+    log: list[str] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of metrics."""
+    non_finite: list[str] = field(default_factory=list)
+
+    async def lease(self, *_: Any) -> list[Group]:
+        await self.ready.wait()
+        if self.one_by_one:
+            self.ready.clear()
+        group = self.admission.start_group(self.admission.next_ticket(), "t")
+        assert group is not None
+        for slot in range(2):
+            self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
+        self.log.append(f"lease {group.id[-1]}")
+        version = self.admission.version
+        members = [make_trajectory([make_turn(0, None, [1], [2], version=version)]) for _ in range(2)]
+        for slot, one in enumerate(members):
+            one.session_id, one.group_id, one.slot, one.reward = f"{group.id}-{slot}", group.id, slot, slot
+        return [Group(group.id, "t", members, f"l-{group.id}")]
+
+    async def ack(self, *_: Any) -> None:
+        pass
+
+    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
+        self.log.append(f"add {len(rows)} at {version}")
+        asyncio.run_coroutine_threadsafe(self._set(), self.loop)
+
+    async def _set(self) -> None:
+        self.ready.set()
+
+    def finish(self) -> dict[str, float]:
+        self.log.append("finish")
+        return {"skipped": 0.0}
+
+    async def publish(self, version: int) -> None:
+        self.log.append(f"publish {version}")
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+
+def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEntry]]:
+    book: list[LedgerEntry] = []
+    trainer = TrainerSettings(**(SETTINGS | settings))
+    rules = rules_of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
+    admission = Admission(rules, book.append)
+    hands = cast(Any, Hands(admission))
+    nothing = SimpleNamespace(append=hands.lines.append, step=lambda _: None, note=lambda _: None)
+    recorder = Recorder(
+        cast(Any, nothing), TrajectoryFiles(tmp_path), cast(Any, nothing), dict, lambda: admission.version
+    )
+
+    async def later(_: int) -> dict[str, float]:
+        return {}
+
+    credit = GroupCredit(trainer)
+    batches = Batcher(hands, admission, lambda: None, credit.keeps)
+    return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit), hands, book
+
+
+async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path: Path) -> None:
+    """The second group is ready once the first was learned from: whoever waits for both waits for ever."""
+    loop, hands, book = looped(tmp_path, steps=2, minibatches=2, streaming=True)
+    hands.one_by_one = True
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    once = ["add 2 at {0}", "lease {2}", "add 2 at {0}", "finish", "publish {1}"]
+    first, second = ([one.format(n, n + 1, 2 * n + 2) for one in once] for n in (0, 1))
+    assert hands.log == ["lease 1", *first, "lease 3", *second]
+    steps = [
+        (one["step"], one["staleness"]) for one in book if one.get("state") == "stepped" and "step" in one
+    ]
+    assert steps == [(1, 0), (1, 0), (2, 0), (2, 0)]
+
+
+async def test_a_step_has_its_line_also_where_the_run_ends_before_the_next(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=3)
+    hands.ready.set()
+
+    async def publish(version: int) -> None:
+        if version == 2:
+            raise PublishError("no engine")
+
+    hands.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(PublishError):
+        await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert [line["step"] for line in hands.lines] == [1, 2]
+    assert "time/publish" in hands.lines[0]
+    assert "time/publish" not in hands.lines[1]
+    assert hands.lines[1]["reward/mean"] == 0.5
+
+
+async def test_a_step_has_its_line_also_where_the_gateway_cannot_be_told_of_it(tmp_path: Path) -> None:
+    loop, hands, book = looped(tmp_path, steps=3)
+    hands.ready.set()
+
+    async def ack(*_: Any) -> None:
+        raise GatewayError("it died too often")
+
+    hands.ack = ack  # type: ignore[method-assign]
+    with pytest.raises(GatewayError):
+        await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert {one["step"] for one in book if one.get("state") == "stepped" and "step" in one} == {1}
+    assert [line["step"] for line in hands.lines] == [1]
+
+
+async def test_a_step_in_which_the_run_is_cancelled_has_its_line(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=3)
+    hands.ready.set()
+    running = asyncio.create_task(loop.run())
+
+    def finish() -> dict[str, float]:
+        hands.loop.call_soon_threadsafe(running.cancel)
+        return {"skipped": 0.0}
+
+    hands.finish = finish  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    assert [line["step"] for line in hands.lines] == [1]
+
+
+async def test_otherwise_the_whole_batch_is_cut_before_anything_is_learned(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=1)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert hands.log == ["lease 1", "lease 2", "add 4 at 0", "finish", "publish 1"]
+
+
+async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> None:
+    loop, hands, book = looped(tmp_path, steps=2, minibatches=2, streaming=True)
+    hands.one_by_one = True
+    hands.ready.set()
+
+    def add(rows: Sequence[TrainSequence], version: int) -> None:
+        hands.log.append(f"add {len(rows)} at {version}")
+        asyncio.run_coroutine_threadsafe(stopped(), hands.loop)
+
+    async def stopped() -> None:
+        loop.stop.set()
+
+    hands.add = add  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert hands.log == ["lease 1", "add 2 at 0"]
+    assert not [one for one in book if one["event"] == "ended"], "whoever ends the run accounts for it"
+
+
+async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
+    """Many more groups than may be outstanding are trained on, all of them at the first version."""
+    loop, hands, book = looped(tmp_path, steps=6, publish_interval="never", max_staleness=0)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert loop.admission.rules.capacity == 2
+    assert [one for one in hands.log if one.startswith("publish")] == []
+    assert hands.log.count("finish") == 6
+    assert hands.log.count("add 4 at 0") == 1, "no token was sampled from the weights that came after"
+    assert {one["event"] for one in book} == {"issued", "ended"}
+    assert loop.admission.outstanding() == 0
+
+
+async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=5, publish_interval=3)
+    hands.ready.set()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    published = [hands.log[at - 1 : at + 1] for at, one in enumerate(hands.log) if one.startswith("publish")]
+    assert published == [["finish", "publish 1"], ["finish", "publish 2"]]
+    assert hands.log[-1] == "publish 2"

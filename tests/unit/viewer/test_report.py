@@ -1,0 +1,444 @@
+"""The report: one page that stands alone, tells the truth of what is there, and trusts no text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.viewer.viewer_run import write_run
+from tidegate.errors import ConfigError
+from tidegate.viewer.chart import MOST_POINTS, Series, label, lines, stacked, thinned, ticks
+from tidegate.viewer.ledger_counts import newest_checkpoint, read_books
+from tidegate.viewer.report import write_report
+from tidegate.viewer.run_files import lineage, read_run
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: elements, text outside script and style, nesting checked."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.raw: dict[str, str] = {}
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("script", "style"):
+            self.raw[self._open[-1]] = data
+        else:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def charts(self) -> dict[str, Any]:
+        titles = [
+            attrs["aria-label"] for tag, attrs in self.elements if tag == "svg" and "aria-label" in attrs
+        ]
+        data = [attrs["data-chart"] for tag, attrs in self.elements if "data-chart" in attrs]
+        return {str(title): json.loads(one or "") for title, one in zip(titles, data, strict=True)}
+
+
+def report(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
+    run_dir = write_run(tmp_path_factory.mktemp("runs") / "demo", steps=100)
+    return run_dir, report(run_dir)
+
+
+def test_a_finished_run(finished: tuple[Path, Page]) -> None:
+    run_dir, page = finished
+    rows = metrics_of(run_dir)
+    first, last = rows[0], rows[-1]
+    assert f"{first['eval/reward']:.3f} → {last['eval/reward']:.3f}" in page.text
+    assert f"{first['eval/reward_greedy']:.3f} → {last['eval/reward_greedy']:.3f}" in page.text
+    assert f"{first['eval/reward_unseen_templates']:.3f} → " in page.text
+    assert "mean reward, held out, sampled, over 200 problems" in page.text
+    assert "Held out: over 64 to 200 problems." in page.text
+    assert "100 of 100" in page.text
+    assert "Training time 3:10" in page.text
+    assert f"{rows[-1]['tokens/sampled_total']:,}" in page.text
+    assert "cut off" not in page.text
+    assert page.text.count("Problem heldout-") == 3
+    assert "not a fair sample" in page.text
+    assert "straddles a publish" in page.text
+    assert "tidegate train" in page.text
+    assert f"--resume --trainer.steps {2 * 100}" in page.text
+    assert f"tidegate engine --model {run_dir}/checkpoints/step_100" in page.text
+
+
+def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:
+    run_dir, page = finished
+    rows = metrics_of(run_dir)
+    charts = page.charts()
+    reward = {one["name"]: one["points"] for one in charts["Reward"]["series"]}
+    assert reward["each batch"] == [
+        [row["step"], pytest.approx(row["reward/mean"], rel=1e-3)] for row in rows[1:]
+    ]
+    evaluated = [row for row in rows if "eval/reward" in row]
+    assert [point[0] for point in reward["held out, sampled"]] == [row["step"] for row in evaluated]
+    staleness = {one["name"]: one["points"] for one in charts["Staleness"]["series"]}
+    assert {y for _, y in staleness["bound"]} == {2}
+    assert max(y for _, y in staleness["max"]) == 2
+    groups = {one["name"]: one["points"][-1][1] for one in charts["Where the groups went"]["series"]}
+    assert groups["trained"] == 1600
+    midway = charts["Where the groups went"]["series"][0]["points"][39]
+    assert midway == [40, 640]  # 400 behind a checkpoint, 240 stepped on since
+    assert groups["stale"] == rows[-1]["groups/stale"]
+    for name in ("Who waits for whom", "Tokens per second", "Mismatch KL", "Lag KL", "Entropy"):
+        assert name in charts
+
+
+def test_it_stands_alone(finished: tuple[Path, Page]) -> None:
+    """No address is loaded from anywhere, and the policy allows the page's own script and style alone."""
+    _, page = finished
+    assert not [attrs for _, attrs in page.elements if {"src", "href", "srcset", "style"} & set(attrs)]
+    assert "url(" not in page.raw["style"]
+    assert "@import" not in page.raw["style"]
+    policy = next(
+        a["content"] for tag, a in page.elements if tag == "meta" and "content" in a and "http-equiv" in a
+    )
+    assert policy is not None
+    for name in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(page.raw[name].encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+
+
+def test_reward_png(finished: tuple[Path, Page]) -> None:
+    data = (finished[0] / "reward.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    assert (width, height) == (1440, 800)
+
+
+def test_without_matplotlib_the_report_is_written_all_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    run_dir = write_run(tmp_path / "demo", steps=10)
+    assert "Reward" in report(run_dir).charts()
+    assert not (run_dir / "reward.png").exists()
+
+
+OWN = "document.body.dataset.owned=1"
+ATTACK = f'</script><script>{OWN}</script><img src=x onerror="{OWN}">\'"&'
+
+
+def attacked_run(tmp_path: Path) -> Path:
+    """A run in which every text that a model, an agent or a setting may give is an attack."""
+    run_dir = write_run(tmp_path / "demo", steps=10)
+    for path in (run_dir / "trajectories").glob("eval_*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line |= {"task_id": ATTACK + line["task_id"], "outcome": ATTACK, "error": ATTACK}
+            line["reward_parts"] = {ATTACK: 1.0, "b": 0.0}
+            line |= {"output": ATTACK, "answer": {ATTACK: [ATTACK]}}
+            for message in line["messages"]:
+                message["content"] = f"{ATTACK} \x1b[2J {message['content']}"
+                for call in message.get("tool_calls", []):
+                    call["function"] = {"name": ATTACK, "arguments": ATTACK}
+            line["messages"].insert(2, {"role": ATTACK, "content": ATTACK})
+            line["turns"][0]["version_spans"] = [[ATTACK, 0, 3]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = (run_dir / "config.toml").read_text().replace('name = "demo"', f"name = {json.dumps(ATTACK)}")
+    config += f"\n[agent.options]\n{json.dumps(ATTACK)} = {json.dumps(ATTACK)}\n"
+    (run_dir / "config.toml").write_text(config)
+    ledger = run_dir / "ledger.jsonl"
+    bad = {"kind": "attempt", "event": "ended", "seq": 1, "state": "failed", "outcome": ATTACK, "why": ATTACK}
+    attempt = json.loads(ledger.read_text().splitlines()[2])
+    ledger.write_text(ledger.read_text() + json.dumps({**bad, "id": attempt["id"]}) + "\n")
+    return run_dir
+
+
+def test_no_text_becomes_markup(tmp_path: Path) -> None:
+    plain, attacked = report(write_run(tmp_path / "plain", steps=10)), report(attacked_run(tmp_path))
+    assert {tag for tag, _ in attacked.elements} == {tag for tag, _ in plain.elements}
+    assert [tag for tag, _ in attacked.elements].count("script") == 1
+    assert not [name for _, attrs in attacked.elements for name in attrs if name.startswith("on")]
+    assert attacked.text.count("document.body.dataset.owned") > 30
+    assert "\x1b" not in attacked.text
+
+
+def test_episodes_show_their_output_and_the_gold_answer(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=10)
+    for path in (run_dir / "trajectories").glob("eval_*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line | {"output": "about forty", "answer": ["forty-four"]} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report(run_dir).text
+    pairs = text.count("gold answer")
+    assert pairs > 0
+    assert text.count('["forty-four"]') == pairs
+    assert text.count("about forty") == 2 * pairs
+
+
+def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=100, until=40)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "reward/me')
+    with (run_dir / "ledger.jsonl").open("a") as file:
+        file.write('{"seq": 99')
+    page = report(run_dir)
+    assert "This run has taken 40 of 100 steps" in page.text
+    assert "Metrics.jsonl has a line that is not JSON" in page.text
+    assert "one evaluation only" in page.text
+    assert "over 200, then 64 problems" in page.text
+    assert "--resume" in page.text
+    assert "--trainer.steps" not in page.text
+
+
+@pytest.mark.parametrize("kept", [["config.toml"], ["metrics.jsonl"], ["config.toml", "ledger.jsonl"]])
+def test_a_run_that_has_hardly_begun(tmp_path: Path, kept: list[str]) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=10, until=3)
+    for path in run_dir.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = report(run_dir)
+    assert "No evaluation has been written yet." in page.text
+    if "metrics.jsonl" not in kept:
+        assert "no step yet" in page.text
+
+
+def test_settings_that_are_not_toml(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=5)
+    (run_dir / "config.toml").write_text("[run\n")
+    assert "Config.toml is not valid TOML" in report(run_dir).text
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such run directory"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="it is not a run"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_shows_what_stands(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=30)
+    rows = metrics_of(run_dir)
+    again = [{**row, "reward/mean": 0.125, "time": row["time"] + 7200} for row in rows[21:]]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in again)
+    page = report(run_dir)
+    batches = page.charts()["Reward"]["series"][0]["points"]
+    assert [x for x, _ in batches] == list(range(1, 31))
+    assert {y for _, y in batches[20:]} == {0.125}
+    assert "was resumed once" in page.text
+    assert "Training time 0:5" in page.text  # the two hours of standing still are not training
+
+
+def test_standing_still_is_told_by_the_ledger_too(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=30)
+    rows = metrics_of(run_dir)
+    for row in rows[21:]:
+        row["time"] += 7200
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(run_dir)
+    assert run.seconds() == pytest.approx(30 * 1.9 + 7200)
+    assert run.seconds([rows[20]["time"] + 7000]) == pytest.approx(29 * 1.9 + rows[21]["time/step"])
+
+
+def test_keys_are_not_passed_on(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=5)
+    with (run_dir / "config.toml").open("a") as file:
+        file.write(
+            '\n[gateway]\nadmin_key = "sesame"\n[agent.options]\napi_key = "sesame"\ntokens = "plenty"\n'
+        )
+    source = write_report(run_dir).read_text()
+    assert "sesame" not in source
+    assert "(hidden)" in source
+    assert "plenty" in source
+
+
+def test_a_long_run_makes_a_small_page_quickly(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", steps=10)
+    row = metrics_of(run_dir)[-1]
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        file.writelines(
+            json.dumps({**row, "step": step, "time": float(step)}) + "\n" for step in range(20_000)
+        )
+    began = time.process_time()
+    path = write_report(run_dir)
+    assert time.process_time() - began < 10
+    assert path.stat().st_size < 1_000_000
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_rows_of_one_step_become_one() -> None:
+    raw = [
+        {"step": 1, "loss": 1.0, "text": "x", "flag": True},
+        {"step": 1, "eval/reward": 0.5},
+        {"loss": 3},
+        {"step": 2, "loss": float("inf")},
+    ]
+    assert lineage(iter(raw)) == ([{"step": 1.0, "loss": 1.0, "eval/reward": 0.5}, {"step": 2.0}], [])
+
+
+def entries(*lines: dict[str, Any]) -> str:
+    return "".join(
+        json.dumps({"seq": seq, "time": float(seq), **line}) + "\n" for seq, line in enumerate(lines)
+    )
+
+
+def ending(name: str, state: str, kind: str = "group", **more: Any) -> Iterator[dict[str, Any]]:
+    yield {"kind": kind, "event": "issued", "id": name, **more}
+    yield {"kind": kind, "event": "ended", "id": name, "state": state, "staleness": 1}
+
+
+def test_the_books_know_what_is_trained(tmp_path: Path) -> None:
+    """A stepped group is trained once a marker lies behind it; what a resumption went back over is not."""
+    ledger = entries(
+        {"kind": "run", "event": "started", "position": None},
+        *ending("a", "stepped"),
+        *ending("a-0", "stepped", "attempt", group="a"),
+        *ending("b", "stepped"),
+        {"kind": "run", "event": "started", "position": 5},
+        *ending("c", "stepped"),
+        *ending("d", "stale"),
+        {"kind": "group", "event": "issued", "id": "e"},
+        {"kind": "run", "event": "publishing", "version": 3},
+    )
+    (tmp_path / "ledger.jsonl").write_text(ledger)
+    for step, position in ((2, 5), (10, 10)):
+        marker = tmp_path / "checkpoints" / f"step_{step}" / "COMMITTED"
+        marker.parent.mkdir(parents=True)
+        marker.write_text(json.dumps({"ledger": position}))
+    (tmp_path / "checkpoints" / "step_11").mkdir()  # its marker was never written
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
+    books = read_books(tmp_path, [])
+    assert books is not None
+    assert books.groups == {"trained": 2, "stepped": 1, "stale": 1, "live": 1}
+    assert books.attempts == {"trained": 1}
+    assert books.staleness == {1: 2}
+    assert (books.versions, len(books.starts)) == (1, 2)
+
+
+def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> None:
+    stepped = [*ending("b-0", "stepped", "attempt", group="b"), *ending("b", "stepped")]
+    before = [{"kind": "run", "event": "started", "position": None}, *stepped]
+    after = [
+        {"kind": "run", "event": "started", "position": 1},
+        {"kind": "group", "event": "put_back", "id": "b"},
+    ]
+    (tmp_path / "ledger.jsonl").write_text(entries(*before, *after))
+    books = read_books(tmp_path, [])
+    assert books is not None
+    assert (books.groups, books.attempts, books.staleness) == ({"live": 1}, {"live": 1}, {})
+    again = [one for one in stepped if one["event"] == "ended"]
+    (tmp_path / "ledger.jsonl").write_text(entries(*before, *after, *again))
+    marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"ledger": 99}))
+    books = read_books(tmp_path, [])
+    assert books is not None
+    assert (books.groups, books.attempts, books.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
+
+
+def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
+    from tidegate.trainer.ledger.audit import audit_run
+
+    run_dir = write_run(tmp_path / "demo", steps=30)
+    config = (run_dir / "config.toml").read_text()
+    assert "groups_per_batch" in config
+    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"version": 1, "oldest": 0, "staleness": 1} if line.get("state") == "stepped" else {}
+    (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    books, audit = read_books(run_dir, []), audit_run(run_dir)
+    assert books is not None
+    assert +books.groups == +audit.groups
+    assert +books.attempts == +audit.attempts
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(3, 97) == [20, 40, 60, 80]
+    assert ticks(-0.06, 0.05, 3) == pytest.approx([-0.05, 0, 0.05])
+    assert [label(x) for x in (0, 1e-13, 0.25, 1500, 2e-6, 3.2e6, -0.05)] == [
+        "0", "0", "0.25", "1,500", "2e-6", "3.2M", "-0.05",
+    ]  # fmt: skip
+
+
+def test_thinning_keeps_peaks_where_they_matter() -> None:
+    points = [(float(x), 9.0 if x == 5000 else 1.0) for x in range(10_000)]
+    peak = thinned(Series("max", points, peak=True))
+    assert len(peak.points) == MOST_POINTS
+    assert max(y for _, y in peak.points) == 9.0
+    assert max(y for _, y in thinned(Series("mean", points)).points) < 2.0
+    assert peak.points[-1][0] == 9999
+
+
+def test_charts_of_little_data() -> None:
+    assert lines("x", [Series("a", [])]) is None
+    assert lines("x", [Series("a", [(1, 2)])]) is None
+    assert lines("x", [Series("a", [(1, 2)], form="dots")]) is not None
+    flat = lines("x", [Series("a", [(0, 0), (1, 0)])])
+    assert flat is not None
+    assert "nan" not in flat.svg
+    assert stacked("x", [Series("a", [(0, 0), (1, 0)])]) is None
+    pile = stacked("x", [Series("a", [(0, 1), (1, 1)]), Series("b", [(0, 0), (1, 2)])])
+    assert pile is not None
+    assert pile.svg.count("<polygon") == 2
+
+
+# ---------------------------------------------------------------- a real browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_in_a_browser_the_script_runs_and_no_text_does(tmp_path: Path) -> None:
+    path = write_report(attacked_run(tmp_path))
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--enable-logging=stderr",
+        "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    dom = done.stdout
+    assert "data-owned" not in re.sub(r'data-chart="[^"]*"', "", dom.split("<body", 1)[1].split(">", 1)[0])
+    assert dom.count('class="tip"') == dom.count("data-chart=")  # our own script ran
+    assert "Content Security Policy" not in done.stderr
+    assert html.escape("<img src=x", quote=False) in dom
