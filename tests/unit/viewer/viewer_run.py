@@ -1,6 +1,6 @@
 """A made-up run directory for tests of the viewer.
 
-    python tests/unit/viewer/viewer_run.py DIR   # writes one
+python tests/unit/viewer/viewer_run.py DIR   # writes one
 """
 
 from __future__ import annotations
