@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - a fault a line reads best
 """Faults planted in the admission core, one at a time: do its tests see each of them?
 
-Every fault is one line of `tidegate/trainer/admission/core.py` (or `rules.py`, `groups.py`, `outage.py`, `resume.py`)
+Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `ledger/recovery.py`)
 changed in a copy of the package; then the core's own tests run against the copy. A fault that no test sees is a hole in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
@@ -57,21 +57,21 @@ FAULTS = [
     Fault("put_back_and_issued_again", "        self._recycled = deque(one for one in self._recycled if one.index != group.ticket.index)\n", ""),
     Fault("put_back_skips_tasks", "            self._recycled.append(self._fresh_ticket())\n", "            self._fresh_ticket()\n"),
     Fault("put_back_cannot_be_cut", "        if group.phase is Phase.LEASED:\n            self._ready_order.append(group.id)\n", ""),
-    Fault("stopped_tasks_are_lost", "        self._recycled.append(Ticket(ticket.index, None, ticket.stale_retries))\n", ""),
+    Fault("stopped_tasks_are_lost", "        self._recycled.append(TaskSlot(ticket.index, None, ticket.stale_retries))\n", ""),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.version else", "return None if oldest is None else"),
     Fault("cut_takes_fewer", "if len(self._ready_order) < size:", "if len(self._ready_order) < 1:"),
     Fault("cut_newest_first", "self._ready_order.popleft() for _ in", "self._ready_order.pop() for _ in"),
     Fault("stale_is_never_replaced", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
     Fault("stale_is_replaced_for_ever", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if True:"),
-    Fault("replaced_twice", "            self._recycled.append(Ticket(group", "            self._recycled.append(Ticket(group.ticket.index, group.id, 1))\n            self._recycled.append(Ticket(group"),
-    Fault("replacement_says_nothing", "Ticket(group.ticket.index, group.id, group.ticket.stale_retries + 1)", "Ticket(group.ticket.index, None, group.ticket.stale_retries + 1)"),
+    Fault("replaced_twice", "            self._recycled.append(TaskSlot(group", "            self._recycled.append(TaskSlot(group.ticket.index, group.id, 1))\n            self._recycled.append(TaskSlot(group"),
+    Fault("replacement_says_nothing", "TaskSlot(group.ticket.index, group.id, group.ticket.stale_retries + 1)", "TaskSlot(group.ticket.index, None, group.ticket.stale_retries + 1)"),
     Fault("one_attempt_too_many", "self.failures >= rules.max_attempts", "self.failures > rules.max_attempts", GROUPS),
-    Fault("cancelled_counts_as_failure", "State.CANCELLED, outcome, why)\n            return Verdict.RETRY", "State.CANCELLED, outcome, why)\n            slot.failures += 1\n            return Verdict.RETRY"),
+    Fault("cancelled_counts_as_failure", "State.CANCELLED, outcome, why)\n            return AttemptVerdict.RETRY", "State.CANCELLED, outcome, why)\n            slot.failures += 1\n            return AttemptVerdict.RETRY"),
     Fault("partial_group_too_small", "if len(group.slots) - lost < self.rules.min_group_size:", "if len(group.slots) - lost < self.rules.min_group_size - 1:"),
     Fault("ready_too_early", "if not all(slot.settled(rules) for slot in group.slots):", "if not any(slot.settled(rules) for slot in group.slots):"),
-    Fault("no_quarantine", "            self._quarantine(group, outcome, why)\n", ""),
+    Fault("no_quarantine", "                self._quarantine(group, outcome, why)\n", "                pass\n"),
     Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
-    Fault("late_end_resurrects", "        if where is None:\n            return Verdict.LATE", "        if where is None:\n            return Verdict.RETRY"),
+    Fault("late_end_resurrects", "        if where is None:\n            return AttemptVerdict.LATE", "        if where is None:\n            return AttemptVerdict.RETRY"),
     Fault("attempt_left_live", "            if slot.running is not None:\n                self._end_attempt(slot.running", "            if False:\n                self._end_attempt(slot.running"),
     Fault("version_used_twice", "        self._announced += 1\n", "        self._announced = self.version + 1\n"),
     Fault("publish_backwards", "if not self.version < version <= self._announced:", "if not version <= self._announced:"),
@@ -80,7 +80,7 @@ FAULTS = [
     Fault("doomed_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
     Fault("doomed_takes_the_admissible", "and version - sampled > bound", "and version - sampled >= bound"),
     Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):"),
-    Fault("resume_loses_tickets", "return Progress(self._cursor, [*self._recycled, *open_tickets])", "return Progress(self._cursor, [*self._recycled])"),
+    Fault("resume_loses_tickets", "return AdmissionProgress(self._cursor, [*self._recycled, *open_tickets])", "return AdmissionProgress(self._cursor, [*self._recycled])"),
     Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
     Fault("resume_forgets_quarantine", "            self.quarantined.add(one[\"task\"])\n", "            pass\n", RESUME),
     Fault("resume_forgets_that_it_was_lifted", "            self.quarantined.discard(one[\"task\"])\n", "            pass\n", RESUME),
