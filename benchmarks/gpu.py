@@ -6,8 +6,8 @@ The model has random weights and, as a rule, the shape of Qwen3-0.6B; engine and
 All bounds are measured on the same device in the same run.
 
 - *Decode*: requests of 128 tokens in and 128 out that all decode at once, temperature 1. `engine` is the
-  embedded engine's scheduler, its steps recorded as CUDA graphs; `unrecorded` the same kernel by kernel;
-  `generate` is transformers' on one batch: what more tokens add to its time. `limit` is count ÷ the time that
+  embedded engine's scheduler; `generate` is transformers' on one batch: what more tokens add to its time.
+  `limit` is count ÷ the time that
   one pass over the weights and the rows' keys and values takes at the bandwidth of a large copy.
   `waits_per_step` counts how often the host waits for the device.
 - *Step*: `Policy.update` on rows of one length with nothing in common; FLOPs as in `step.py`,
@@ -228,14 +228,12 @@ def decode(path: Path, shape: Shape, bound: Device) -> Results:
         path, str(bound.device), "bfloat16", max_slots=max(shape.counts), max_context=4 * shape.tokens
     )
     engine = load_model(options)
-    unrecorded = Model(engine.hf_model, options.max_slots, options.max_context)
     found = []
     for count in shape.counts:
-        rates: dict[str, list[float]] = {"engine": [], "unrecorded": [], "generate": []}
-        for index in range(shape.repeats + 1):  # the first records and does not count
+        rates: dict[str, list[float]] = {"engine": [], "generate": []}
+        for index in range(shape.repeats + 1):  # the first warms up and does not count
             each = {
                 "engine": Decoding(engine, count, shape.tokens).finish(),
-                "unrecorded": Decoding(unrecorded, count, shape.tokens).finish(),
                 "generate": generate(engine, count, shape.tokens),
             }
             for name, rate in each.items() if index else ():

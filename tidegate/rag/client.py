@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -191,65 +190,6 @@ class SearchClient:
             if response.status >= 400:
                 raise _refusal(response.status, answer)
             return orjson.loads(answer)
-
-
-class SyncSearchClient:
-    """`SearchClient` for code without an event loop; its methods may be called from any thread.
-
-    `close` (or `with`) ends the thread in which it works.
-    """
-
-    def __init__(
-        self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
-    ) -> None:
-        self._client = SearchClient(urls, api_key, timeout_s)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="search client")
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @overload
-    def search(self, query: str, k: int | None = None, mode: str | None = None) -> list[SearchResult]: ...
-    @overload
-    def search(
-        self, query: list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[list[SearchResult]]: ...
-    def search(
-        self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
-    ) -> list[SearchResult] | list[list[SearchResult]]:
-        """As `SearchClient.search`."""
-        work: Coroutine[Any, Any, list[SearchResult] | list[list[SearchResult]]] = self._client.search(
-            query, k, mode
-        )
-        return self._run(work)
-
-    def document(self, id: str) -> Document | None:
-        """As `SearchClient.document`."""
-        return self._run(self._client.document(id))
-
-    def close(self) -> None:
-        """May be called twice."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        call = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return call.result()
-        except BaseException:
-            call.cancel()
-            raise
 
 
 def _check_text(text: str) -> None:

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from tests.rag_stand import FakeIndex, serving
 from tests.waiting import eventually
-from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
-from tidegate.rag.client import SearchClient, SearchResult, SyncSearchClient
+from tidegate.errors import ConfigError, RetrievalRefused, RetrievalUnavailable
+from tidegate.rag.client import SearchClient, SearchResult
 from tidegate.rag.corpus.corpus import Document
 
 
@@ -251,24 +251,3 @@ def test_a_client_needs_a_server() -> None:
         SearchClient(["http://a:8100", "localhost:8100"])
     with pytest.raises(ConfigError):
         SearchClient([])
-
-
-async def test_without_an_event_loop() -> None:
-    async with serving(FakeIndex(), k=2) as (url, _):
-
-        def use() -> tuple[list[SearchResult], list[list[SearchResult]], Document | None]:
-            with SyncSearchClient(url) as client:
-                return client.search("7", 1), client.search(["1", "2"]), client.document("d/3")
-
-        one, several, document = await asyncio.to_thread(use)
-    assert one == [SearchResult("d/7", "Title 7", "Text 7 of a.", 1.0)]
-    assert [rows[0].id for rows in several] == ["d/1", "d/2"]
-    assert document == Document("d/3", "Title 3", "Text 3 of a.")
-
-
-def test_without_an_event_loop_failures_are_the_same() -> None:
-    client = SyncSearchClient(nobody(), timeout_s=0.3)
-    with pytest.raises(RetrievalError):
-        client.search("?")
-    client.close()
-    client.close()

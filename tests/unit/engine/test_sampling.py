@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from tidegate.engine.model.sampling import BLOCK, _inverse_cdf, _inverse_cdf_in_blocks, sample, uniforms
+from tidegate.engine.model.sampling import _inverse_cdf, sample, uniforms
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.scheduling.slots import Slots
@@ -44,20 +42,15 @@ def test_ids_without_probability_are_never_drawn() -> None:
     np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
 
 
-each_way = pytest.mark.parametrize("inverse_cdf", [_inverse_cdf, _inverse_cdf_in_blocks])
-
-
-@each_way
-def test_a_draw_of_zero_takes_the_first_id_that_has_probability(inverse_cdf: Any) -> None:
+def test_a_draw_of_zero_takes_the_first_id_that_has_probability() -> None:
     logprobs = torch.tensor([[-torch.inf, -torch.inf, 0.0, -torch.inf]])
-    assert inverse_cdf(logprobs, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
+    assert _inverse_cdf(logprobs, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
     logprobs = torch.full((1, 700), -torch.inf)
     logprobs[0, 300] = 0.0
-    assert inverse_cdf(logprobs, torch.zeros(1, dtype=torch.float64)).tolist() == [300]
+    assert _inverse_cdf(logprobs, torch.zeros(1, dtype=torch.float64)).tolist() == [300]
 
 
-@each_way
-def test_draws_at_every_edge_take_an_id_that_has_probability(inverse_cdf: Any) -> None:
+def test_draws_at_every_edge_take_an_id_that_has_probability() -> None:
     """Draws on, just below and just above the sum of the first ids: no rounding leads to an id of none."""
     torch.manual_seed(0)
     logprobs = torch.randn(1, 1000) * 4
@@ -68,38 +61,14 @@ def test_draws_at_every_edge_take_an_id_that_has_probability(inverse_cdf: Any) -
     zero, one = torch.zeros_like(edges), torch.ones_like(edges)
     draws = torch.cat([edges, torch.nextafter(edges, zero), torch.nextafter(edges, one)])
     draws = draws.clamp(max=1 - 2.0**-52)  # what `uniforms` gives is not more
-    ids = inverse_cdf(logprobs.expand(len(draws), -1), draws)
+    ids = _inverse_cdf(logprobs.expand(len(draws), -1), draws)
     assert logprobs[0, ids].isfinite().all()
 
 
-def test_what_is_left_within_a_block_is_less_than_its_own_sum() -> None:
-    """Draws just below the ends of blocks that are added up in another order; the next begin with none."""
-    torch.manual_seed(2)
-    logprobs = torch.randn(500, 4 * BLOCK) * 2
-    logprobs[:, ::BLOCK] = -torch.inf
-    logprobs = torch.log_softmax(logprobs, -1)
-    ends = logprobs.double().exp().unflatten(-1, (-1, BLOCK)).sum(-1).cumsum(-1)
-    for end in range(3):
-        draws = torch.nextafter(ends[:, end] / ends[:, -1], torch.zeros(500, dtype=torch.float64))
-        ids = _inverse_cdf_in_blocks(logprobs, draws)
-        assert logprobs.gather(1, ids[:, None]).isfinite().all()
-
-
-@pytest.mark.parametrize("vocab", [5, 128, 1000, 1024])
-def test_a_search_in_blocks_finds_what_a_search_through_all_finds(vocab: int) -> None:
-    torch.manual_seed(1)
-    logprobs = torch.log_softmax(torch.randn(2000, vocab) * 3, -1)
-    draws = torch.rand(2000, dtype=torch.float64)
-    ids = _inverse_cdf_in_blocks(logprobs, draws)
-    assert ids.tolist() == _inverse_cdf(logprobs, draws).tolist()
-    assert len(set(ids.tolist())) > min(vocab, 300) // 2
-
-
-@each_way
-def test_a_row_that_is_not_finite_gets_some_id(inverse_cdf: Any) -> None:
+def test_a_row_that_is_not_finite_gets_some_id() -> None:
     logprobs = torch.full((2, 300), torch.nan)
     logprobs[1] = torch.log_softmax(torch.zeros(300), -1)
-    ids = inverse_cdf(logprobs, torch.full((2,), 0.5, dtype=torch.float64))
+    ids = _inverse_cdf(logprobs, torch.full((2,), 0.5, dtype=torch.float64))
     assert 0 <= ids[0] < 300
     assert ids[1] in (149, 150)
 

@@ -1,7 +1,6 @@
-"""From the host's arrays to the device that computes, without waiting for it.
+"""Copies arrays from the host to the device without waiting for the device.
 
-To a GPU they go through page-locked memory: a copy out of other memory waits for all that the GPU has
-still to do.
+Copies to a GPU use page-locked memory: a copy from other memory waits for all work queued on the GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +11,8 @@ from torch import Tensor
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device; on a CPU the tensor shares its memory."""
-    return _staged(array, device).to(device, non_blocking=True)
-
-
-def refill(target: Tensor, array: np.ndarray) -> None:
-    """Copy an array of the same shape and type into a tensor."""
-    target.copy_(_staged(array, target.device), non_blocking=True)
-
-
-def _staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns the array as a tensor on the device; on a CPU the tensor shares the array's memory."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -25,29 +25,14 @@ class CachePlace:
 
     `positions` [rows, tokens] says where in the rows; the queries then see the first `length` keys of
     these rows. None: from position 0 on, with nothing before, and the queries see the new keys alone.
-    It touches rows below `reach`.
     """
 
     first: int = 0
     end: int = 0
-    reach: int = 0
     length: int = 0
     tokens: int = 0
     rows: Tensor | None = None
     positions: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How large a layer's memory may grow: rows, and keys of a row.
-
-    Where it is `lasting`, recorded decode steps refer to it: lengths then double as rows do, so that it
-    seldom moves, and dropping what is cached keeps the memory.
-    """
-
-    rows: int
-    length: int
-    lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +51,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, place: CachePlace, room: Room) -> None:
+    def __init__(self, place: CachePlace, max_rows: int) -> None:
         super().__init__()
         self.keys: Tensor
         self.values: Tensor
         self.place = place
-        self.room = room
-        self.moves = 0
+        self.max_rows = max_rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = key_states.new_zeros((0, key_states.shape[1], 0, key_states.shape[3]))
@@ -84,8 +68,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.place
-        if self.keys.shape[0] < place.reach or self.keys.shape[2] < place.length:
-            self._grow(place.reach, place.length)
+        if self.keys.shape[0] < place.end or self.keys.shape[2] < place.length:
+            self._grow(place.end, place.length)
         if place.positions is None:
             self.keys[place.first : place.end, :, : place.length] = key_states
             self.values[place.first : place.end, :, : place.length] = value_states
@@ -102,14 +86,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def _grow(self, rows: int, length: int) -> None:
         held_rows, held_length = self.keys.shape[0], self.keys.shape[2]
         if rows > held_rows:
-            rows = min(max(rows, 2 * held_rows), self.room.rows)
+            rows = min(max(rows, 2 * held_rows), self.max_rows)
         rows = max(rows, held_rows)
-        if self.room.lasting and length > held_length:
-            length = max(length, min(2 * held_length, self.room.length))
         length = max(rounded(length, GROWTH_STEP), held_length)
         self.keys = _larger(self.keys, rows, length)
         self.values = _larger(self.values, rows, length)
-        self.moves += 1
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
@@ -131,14 +112,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values[row] = 0
 
     def drop(self) -> None:
-        if not self.is_initialized:
-            return
-        if self.room.lasting:  # what was not finite must not be there for those who come next
-            self.keys.zero_()
-            self.values.zero_()
-            return
-        del self.keys, self.values
-        self.is_initialized = False
+        if self.is_initialized:
+            del self.keys, self.values
+            self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self.place.positions is None else self.place.length), 0
@@ -158,23 +134,17 @@ def _larger(held: Tensor, rows: int, length: int) -> Tensor:
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """All layers. `begin`, `extend` or `scatter` says where the next forward pass writes."""
+    """All layers. `begin` or `extend` says where the next forward pass writes."""
 
-    def __init__(self, layers: int, room: Room, device: torch.device) -> None:
+    def __init__(self, layers: int, max_rows: int, device: torch.device) -> None:
         self.place = CachePlace()
-        super().__init__(layers=[SlotLayer(self.place, room) for _ in range(layers)])
-        self._row_numbers = torch.arange(room.rows, device=device)
-
-    @property
-    def moves(self) -> int:
-        """How often some of its memory was replaced."""
-        return sum(layer.moves for layer in self.layers)
+        super().__init__(layers=[SlotLayer(self.place, max_rows) for _ in range(layers)])
+        self._row_numbers = torch.arange(max_rows, device=device)
 
     def begin(self, first: int, count: int, length: int) -> None:
         """The next pass writes `length` tokens from position 0 on, in rows first..first+count."""
         place = self.place
         place.first, place.end = first, first + count
-        place.reach = place.end
         place.length = place.tokens = length
         place.rows = place.positions = None
 
@@ -183,20 +153,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         place = self.place
         count, place.tokens = positions.shape
         place.first, place.end, place.length = first, first + count, length
-        place.reach = place.end
         rows = self._row_numbers[first : place.end]
         if place.tokens == 1:
             place.rows, place.positions = rows, positions[:, 0]
         else:
             place.rows, place.positions = rows[:, None], positions
-
-    def scatter(self, rows: Tensor, positions: Tensor, length: int, reach: int) -> None:
-        """The next pass writes one token for each of the rows 0.., at `positions` of `rows`, both [rows], of
-        which none is `reach` or beyond; it sees `length` keys of the rows 0.. ."""
-        place = self.place
-        place.first, place.end, place.tokens = 0, len(rows), 1
-        place.reach, place.length = reach, length
-        place.rows, place.positions = rows, positions
 
     def snapshot(self, row: int, length: int) -> RowSnapshot:
         return RowSnapshot([layer.snapshot(row, length) for layer in self.layers])
@@ -217,7 +178,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.clean(row)
 
     def drop(self) -> None:
-        """Forget everything and free the memory, unless it is lasting."""
+        """Forget everything and free the memory."""
         for layer in self.layers:
             layer.drop()
 

@@ -7,8 +7,7 @@ token is sampled in one place, and a retracted request comes back the way a new 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
 from tidegate.devices import find_device
-from tidegate.engine.model.decode import CudaGraphs, Eager, Recorded, Recorder
 from tidegate.engine.model.device import upload
-from tidegate.engine.model.kv_cache import VIEW_STEP, Room, RowSnapshot, SlotCache, rounded
+from tidegate.engine.model.kv_cache import VIEW_STEP, RowSnapshot, SlotCache, rounded
+from tidegate.engine.model.sampling import sample
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
@@ -43,18 +42,9 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.0
 
 
 class Model:
-    """Weights, cache and sampling; used by one thread at a time.
+    """Weights, cache and sampling; used by one thread at a time."""
 
-    With a `recorder` decode steps are recorded and replayed; None: they run kernel by kernel.
-    """
-
-    def __init__(
-        self,
-        hf_model: Any,
-        max_slots: int,
-        max_context: int,
-        recorder: Callable[[], Recorder] | None = None,
-    ) -> None:
+    def __init__(self, hf_model: Any, max_slots: int, max_context: int) -> None:
         self.hf_model = hf_model
         self.max_slots = max_slots
         self.max_context = max_context
@@ -64,20 +54,13 @@ class Model:
         self.eos_ids = _eos_ids(hf_model)
         self.converts_weights = converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
-        # Recorded steps write their padding to one row more.
-        room = Room(max_slots + (recorder is not None), max_context, lasting=recorder is not None)
-        self.cache = SlotCache(layers, room, self.device)
+        self.cache = SlotCache(layers, max_slots, self.device)
         # Where a model can do without the logits of other positions.
         takes = inspect.signature(hf_model.forward).parameters
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._key_numbers = torch.arange(rounded(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
-        self.steps: Eager | Recorded = (
-            Eager(self._attend, self.cache, self.device)
-            if recorder is None
-            else Recorded(self._attend, self.cache, self.device, max_slots, max_context, recorder)
-        )
 
     @torch.inference_mode()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
@@ -110,12 +93,16 @@ class Model:
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """One token for every row: (ids, logprobs), both [rows]."""
-        return self.steps.sample(slots)
+        return sample(self.logits(slots), slots)
 
     @torch.inference_mode()
     def logits(self, slots: Slots) -> Tensor:
         """The next token's logits for every row, [rows, vocab]; caches the rows' input tokens."""
-        return self.steps.logits(slots)
+        n = slots.count
+        positions = upload(slots.lengths[:n, None], self.device)
+        length = rounded(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
+        self.cache.extend(0, positions, length)
+        return self._attend(upload(slots.tokens[:n, None], self.device), positions, length)
 
     def _attend(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         """Run tokens [rows, tokens] at `positions` of the rows that the cache was told, each seeing its row's
@@ -184,8 +171,7 @@ def load_model(options: EngineOptions) -> Model:
     if damage is not None:
         raise StartError(damage)
     hf_model.requires_grad_(False).eval().to(device)
-    recorder = partial(CudaGraphs, device) if device.type == "cuda" else None
-    model = Model(hf_model, options.max_slots, options.max_context, recorder)
+    model = Model(hf_model, options.max_slots, options.max_context)
     probe(model, options.model)
     return model
 
@@ -257,17 +243,11 @@ def probe(model: Model, path: Path) -> None:
     """Compare the slot cache with the plain model once, on short sequences of different lengths.
 
     A model that ignores `position_ids` or a prepared mask would sample fluent nonsense; this says so
-    at the start. Raises StartError. Recorded decode steps that differ are given up first.
+    at the start. Raises StartError.
     """
     tolerance = PROBE_TOLERANCE[model.dtype]
-    worst = 0.0
     try:
         worst = _probe_error(model)
-        if not worst <= tolerance and isinstance(model.steps, Recorded):
-            why = f"replayed, their logits differ by {worst:.3g} from the plain model's"
-            if model.steps.give_up(why):
-                model.drop_cache()
-                worst = _probe_error(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise StartError(f"{path}: the model does not run over the slot cache: {error}") from error
     finally:

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tidegate.engine.model.device import upload
 from tidegate.engine.model.logits import adjust
@@ -15,8 +14,6 @@ from tidegate.engine.scheduling.slots import Slots
 
 GREEDY_BELOW = 1e-6
 """A temperature under this means the likeliest token, as in SGLang."""
-BLOCK = 128
-"""Ids whose probabilities are summed together where a vocabulary is searched in two steps."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -62,24 +59,10 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
         ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
     if greedy.any():
         ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
-    return read(_with_logprobs(ids, logprobs_bv))
-
-
-def drawn(logits_bv: Tensor, scales_b: Tensor, draws_b: Tensor, greedy_b: Tensor) -> Tensor:
-    """`sample` for rows without rules of their own, on the device alone: float64 [2, rows], for `read`.
-
-    It draws what `sample` draws, but for the rounding of sums, without a running sum over the whole
-    vocabulary: each of its terms waits for those before it.
-    """
-    logprobs_bv = torch.log_softmax(logits_bv.float() / scales_b[:, None], dim=-1)
-    ids = torch.where(greedy_b, logprobs_bv.argmax(-1), _inverse_cdf_in_blocks(logprobs_bv, draws_b))
-    return _with_logprobs(ids, logprobs_bv)
-
-
-def read(both: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids and logprobs from [2, rows]: one copy from the device for both, the only wait of a step."""
-    ids, logprobs = both.cpu().numpy()
-    return ids.astype(np.int64), logprobs.copy()
+    chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
+    # One copy from the device for both, the only wait of a step; float64 is exact for ids.
+    both = torch.stack([ids.double(), chosen.double()]).cpu().numpy()
+    return both[0].astype(np.int64), both[1].copy()
 
 
 def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
@@ -94,11 +77,6 @@ def draws(slots: Slots) -> npt.NDArray[np.float64]:
     return uniforms(slots.seeds[: slots.count], slots.drawn[: slots.count])
 
 
-def has_own_rules(slots: Slots) -> npt.NDArray[np.bool_]:
-    """Which rows' tokens come from something else than softmax(logits ÷ temperature), [rows]."""
-    return slots.adjusted[: slots.count] | _narrowed(slots)
-
-
 def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
     n = slots.count
     greedy, _ = temperatures(slots)
@@ -108,35 +86,12 @@ def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
     return narrowed
 
 
-def _with_logprobs(ids: Tensor, logprobs_bv: Tensor) -> Tensor:
-    """Ids and their logprobs, float64 [2, rows]: ids are exact in it."""
-    chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
-    return torch.stack([ids.double(), chosen.double()])
-
-
 def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
     """The first id whose cumulative probability exceeds the draw; ids of probability 0 never are."""
     cumulative = logprobs_bv.double().exp_().cumsum(-1)
     targets = draws[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
-
-
-def _inverse_cdf_in_blocks(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
-    """The same by way of the sums of blocks of ids: which block, then which of its ids."""
-    vocab = logprobs_bv.shape[-1]
-    if vocab % BLOCK:
-        logprobs_bv = pad(logprobs_bv, (0, -vocab % BLOCK), value=-torch.inf)
-    probs = logprobs_bv.double().exp_().view(len(draws), -1, BLOCK)
-    upto = pad(probs.sum(-1).cumsum(-1), (1, 0))
-    targets = draws[:, None] * upto[:, -1:]
-    block = torch.searchsorted(upto[:, 1:].contiguous(), targets, right=True).clamp_(max=probs.shape[1] - 1)
-    within = probs.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1)
-    # Both sums are rounded: what is left stays below the block's own, or an id of probability 0 is found.
-    below = torch.nextafter(within[:, -1:], torch.zeros_like(targets))
-    rest = (targets - upto.gather(-1, block)).clamp(min=0.0).minimum(below)
-    found = block * BLOCK + torch.searchsorted(within, rest, right=True)
-    return found[:, 0].clamp_(max=vocab - 1)
 
 
 def _draw_from_top(
