@@ -1,4 +1,5 @@
-"""The settings of a run: a section each for its parts.
+"""Settings of a run, one class per section of `config.toml`. `tidegate train --settings` prints the
+docstrings.
 
 settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 """
@@ -19,20 +20,20 @@ from tidegate.settings.sections import DirectoryName, HttpUrl, SettingsSection, 
 
 class RunSettings(SettingsSection):
     name: DirectoryName = "run"
-    """The run's directory is `<dir>/<name>`."""
+    """Name of the run; its directory is `<dir>/<name>`."""
     dir: Path = Path("runs")
-    """Where runs are kept."""
+    """Directory that contains the runs."""
     seed: int = 0
-    """Of the policy's generators and of every session's sampling."""
+    """Seed of the policy's random generators and of the sampling in every session."""
     live: bool = True
-    """Show the live view where the terminal allows it; plain lines otherwise."""
+    """Show the live view if the terminal supports it; otherwise plain lines."""
     loggers: list[Literal["tensorboard", "wandb"]] = []
-    """Who gets the metrics besides `metrics.jsonl`; each is an extra of the same name."""
+    """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
 
 
 class ModelSettings(SettingsSection):
     path: Path
-    """A directory in Hugging Face format: weights, config, tokenizer with a chat template."""
+    """Model directory in Hugging Face format: weights, config, tokenizer with a chat template."""
 
 
 ToolParser = Literal[
@@ -43,103 +44,108 @@ ToolParser = Literal[
 
 class EngineSettings(SettingsSection):
     urls: list[HttpUrl] = []
-    """Engines that already run, as `http://host:30000`. Empty: the run starts `count` of its own."""
+    """Addresses of running engines, as `http://host:30000`. Empty: the run starts `count` engines."""
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """What is started where no urls are given: Tidegate's own engine, or SGLang or vLLM from `python`."""
+    """Kind of the engines to start: Tidegate's own, or SGLang or vLLM with the interpreter `python`."""
     count: Annotated[int, Field(ge=1)] = 1
-    """Engines that are started, each a process of its own with the settings below."""
+    """Number of engines to start, each in its own process with the settings below."""
     python: Path | None = None
-    """The interpreter of the environment that SGLang or vLLM is installed in."""
+    """Python interpreter of the environment in which SGLang or vLLM is installed."""
     arguments: list[str] = []
-    """Passed to its server as they are; {index} becomes the engine's number, from 0."""
+    """Arguments passed unchanged to SGLang's or vLLM's server; {index} becomes the engine's number, from
+    0."""
     device: str = "cpu"
-    """Of the embedded engines: cpu, cuda, cuda:1; all of them share it. So with the rest below."""
+    """Device of the embedded engines: cpu, cuda, cuda:1. This and the settings below apply to them only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of an embedded engine's weights and cache."""
+    """Data type of an embedded engine's weights and cache."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of an embedded engine; on shared cores one is faster than two."""
     max_slots: Annotated[int, Field(ge=1)] = 64
-    """Requests that are decoded at the same time."""
+    """Number of requests that an engine decodes at the same time."""
     max_context: Annotated[int, Field(ge=16)] = 1024
-    """Prompt + output tokens of one request. Other engines have a limit of their own."""
+    """Limit of the prompt + output tokens of one request."""
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
-    """Keys and values kept of earlier sequences, so that a follow-up turn computes only what is new."""
+    """Memory for keys and values of earlier sequences, in MB; a follow-up turn then computes only new
+    tokens."""
 
     @property
     def context(self) -> int | None:
-        """`max_context` where it holds: of the embedded engines that a run starts."""
+        """`max_context` if it applies: to embedded engines that the run starts; else None."""
         return self.max_context if self.kind == "embedded" and not self.urls else None
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
         if self.urls and self.count != 1:
             raise ValueError(
-                f"engine.count = {self.count} is of engines to start, but engine.urls names running ones"
+                f"engine.count = {self.count} is the number of engines to start, but engine.urls names "
+                "running ones; remove one of the two"
             )
         if self.kind == "embedded" and (self.python or self.arguments):
             raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')
         if self.kind != "embedded" and not self.urls and self.python is None:
             raise ValueError(
-                f'engine.kind = "{self.kind}" needs engine.python: the interpreter of the environment that '
-                "it is in, as it pins other versions of torch and openai than this one; or engine.urls"
+                f'engine.kind = "{self.kind}" needs engine.python, the interpreter of a separate environment '
+                "(it pins other versions of torch and openai than this one), or engine.urls"
             )
         return self
 
     def numbered(self, index: int) -> list[str]:
-        """The arguments of one of several engines."""
-        return [one.replace("{index}", str(index)) for one in self.arguments]
+        """Returns the arguments of the engine with this number."""
+        return [argument.replace("{index}", str(index)) for argument in self.arguments]
 
 
 class GatewaySettings(SettingsSection):
     host: str = "127.0.0.1"
-    """Where the gateway listens; 0.0.0.0 is every address of this machine."""
+    """Address on which the gateway listens; 0.0.0.0 means all addresses of this machine."""
     public_url: HttpUrl | None = None
-    """Where agents reach the gateway, as `https://host:8000`: past a proxy or NAT. None: where it listens."""
+    """URL at which agents reach the gateway, as `https://host:8000`, if it is behind a proxy or NAT. None:
+    the address on which it listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 takes a free one."""
+    """Port on which the gateway listens; 0 selects a free one."""
     admin_key: str | None = None
-    """Needed to listen on anything but loopback."""
+    """Key of the gateway's control routes; required if the gateway listens beyond loopback."""
     shards: Annotated[int, Field(ge=1)] = 1
-    """Processes that share the sessions, behind one address. A run that is resumed keeps their number."""
+    """Gateway processes that share the sessions behind one address. A resumed run keeps their number."""
     tool_parser: ToolParser = "auto"
-    """The form of the model's tool calls. auto: what its chat template writes; none: they stay text."""
+    """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
     structured_output: Literal["text", "grammar"] = "text"
     """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
-    them; grammar: bound to the schema, and only tokens that it left to the policy are trained on."""
+    them; grammar: constrained to the schema, and only tokens with more than one allowed value are trained
+    on."""
     untrained_models: list[str] = []
-    """Model names that agents give for auxiliary calls (titles, summaries): recorded, never trained on."""
+    """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
 
 
 class EnvSettings(SettingsSection):
     use: str = "arithmetic"
-    """A built-in environment's name, or `file.py:ClassOrObject`."""
+    """Name of a built-in environment, or `file.py:ClassOrObject`."""
     options: dict[str, Any] = {}
-    """Passed to the environment's constructor."""
+    """Arguments of the environment's constructor."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Of the rewards of one episode, from when they start to run: they may queue for longer."""
+    """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
 
 
 class AgentSettings(SettingsSection):
     use: str = "solver"
-    """A built-in agent's name, or `file.py:ClassOrFunction`."""
+    """Name of a built-in agent, or `file.py:ClassOrFunction`."""
     options: dict[str, Any] = {}
-    """Passed to the agent's constructor."""
+    """Arguments of the agent's constructor or function."""
     deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """One deadline over set-up and agent of a slot attempt; the reward has its own."""
+    """Deadline of an attempt, including its set-up; rewards have `env.reward_timeout_s`."""
     max_concurrency: Annotated[int, Field(ge=1)] = 128
-    """Episodes that run at the same time; groups start while all of their episodes have a place."""
+    """Episodes that run at the same time; a group starts only if all of its episodes fit."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Processes that share them, each attempt in the one that has the fewest."""
+    """Agent processes; each attempt runs in the one with the fewest."""
 
 
 class SamplingSettings(SettingsSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of split `train`, and of `eval/reward`; the trainer divides by the same temperature."""
+    """Temperature in training and in evaluations; the trainer divides logits by the same value."""
     max_tokens: Annotated[int, Field(ge=1)] = 128
-    """Of one reply."""
+    """Token limit of one reply."""
 
 
-def _bound(value: int | str) -> int | str:
+def _staleness(value: int | str) -> int | str:
     if isinstance(value, int) and value < 0:
         raise ValueError("a staleness bound is a number of versions ≥ 0, or 'none'")
     return value
@@ -149,9 +155,9 @@ LOSSES = (
     "truncated", "truncated_sequence", "masked", "masked_sequence", "cispo", "grpo", "dr_grpo", "dapo",
     "gspo", "decoupled_ppo",
 )  # fmt: skip
-"""What `trainer.loss` may be; `trainer.loss.LOSSES` makes them."""
+"""Values of `trainer.loss`; `trainer.policy.loss.LOSSES` implements them."""
 DECOUPLED = ("decoupled_ppo",)
-"""Those that go on from π_old, so that a batch may be trained on in several optimiser steps."""
+"""Losses relative to a recomputed π_old, which allow several optimiser steps per batch."""
 
 
 def _loss(name: str) -> str:
@@ -163,123 +169,128 @@ def _loss(name: str) -> str:
 
 class TrainerSettings(SettingsSection):
     steps: Annotated[int, Field(ge=1)] = 100
-    """Optimiser steps of the run."""
+    """Number of optimiser steps of the run."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
-    """Groups of one optimiser step."""
+    """Groups in one batch."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Slots of a group: attempts at one task that are compared."""
+    """Episodes of one task whose rewards are compared."""
     min_group_size: Annotated[int, Field(ge=2)] | None = None
-    """A group with fewer trainable slots is failed. None: `group_size`, no partial group is trained."""
-    max_staleness: Annotated[int | Literal["none"], AfterValidator(_bound)] = 2
-    """The hard bound on a trained token's age in policy versions; `none` switches it off."""
+    """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
+    max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2
+    """Hard bound on the age of trained tokens, in policy versions; `none` switches it off."""
     on_policy: bool = False
-    """Exactly synchronous: `max_staleness` is 0 and `publish_interval` 1; other values are refused."""
+    """Synchronous training: implies `max_staleness` = 0 and `publish_interval` = 1; other values are
+    refused."""
     publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
-    """Optimiser steps between publishes; the last step is published too. `never` is for benchmarks: the
-    engines keep the weights that they began with, and nobody waits for a publish."""
+    """Optimiser steps between publishes; the last step is always published. `never` is for benchmarks: the
+    engines keep their initial weights."""
     publish_transport: Literal["files", "broadcast"] = "files"
-    """How weights reach engines: as files that they read, or sent over a process group: NCCL where both
-    are on GPUs, else gloo. They are written either way, for engines that are started again."""
+    """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
+    gloo). The files are written in either case, for engines that restart."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts of one slot before its group is partial or failed and its task is quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
-    """How often one task is recycled after its group went stale, before another task takes its place."""
+    """Times that a task is issued again after its group became stale, before another task replaces it."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """AdamW's, after the warm-up; the default suits models of a billion parameters, tiny ones want more."""
+    """Learning rate of AdamW after the warm-up. The default suits models of a billion parameters; small ones
+    need more."""
     schedule: Literal["constant", "linear"] = "constant"
-    """Of the learning rate; `linear` falls to a tenth at the last step."""
+    """Schedule of the learning rate; `linear` falls to a tenth at the last step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's, on matrices."""
+    """Weight decay of AdamW on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Linear, from 0."""
+    """Steps of a linear warm-up of the learning rate from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this norm."""
+    """Norm to which gradients are clipped."""
     loss: Annotated[str, AfterValidator(_loss)] = "truncated"
-    """By name, see docs/losses.md: truncated, truncated_sequence, masked, masked_sequence, cispo, grpo,
-    dr_grpo, dapo, gspo, decoupled_ppo."""
+    """Loss (docs/losses.md): truncated, truncated_sequence, masked, masked_sequence, cispo, grpo, dr_grpo,
+    dapo, gspo, decoupled_ppo."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """C of the losses that cap π/μ, by default −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
+    """Cap C on π/μ in the losses that have one, by default −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
-    """How far below 1 a clipped ratio may be. None: the loss's own."""
+    """Clipping range of the ratio below 1. None: the loss's default."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    """How far above 1 a clipped ratio may be. None: the loss's own."""
+    """Clipping range of the ratio above 1. None: the loss's default."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """The constant that dr_grpo divides by, in tokens a trajectory."""
+    """Constant divisor of dr_grpo, in tokens per trajectory."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Parts of a batch, of as many groups each: an optimiser step each, which needs decoupled_ppo, unless
-    `streaming`."""
+    """Parts of a batch with an equal number of groups. Each is one optimiser step, which requires
+    decoupled_ppo, unless `streaming` is on."""
     streaming: bool = False
-    """Each minibatch is cut and learned from as soon as its groups are ready, while the others are still
-    sampled; their gradients are summed into the batch's one optimiser step."""
+    """Process each minibatch as soon as its groups are ready, while the others are still sampled; the
+    gradients are summed into one optimiser step per batch."""
     reference: Path | None = None
-    """A frozen model in Hugging Face format, whose distance is measured, and penalised if one wants."""
+    """Frozen model in Hugging Face format; its KL divergence from the policy is measured."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of the penalty KL(π_θ‖π_ref)."""
+    """Coefficient of the penalty KL(π_θ‖π_ref)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How that is estimated: k1 lowers the advantages, k2 and k3 are added to the loss."""
+    """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
     dynamic_sampling: bool = True
-    """Groups whose rewards are all alike are filtered and replaced; off: they train at advantage 0."""
+    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
-    """What advantages are divided by: the standard deviation of the group's rewards (GRPO), of the batch's,
-    or nothing (Dr. GRPO). None: nothing for dr_grpo, the group's for the others."""
+    """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
+    none (Dr. GRPO). None: the loss's default (none for dr_grpo, group for the others)."""
     truncated_episodes: Literal["train", "mask"] = "train"
-    """mask: their rewards count in the group, but they are not trained on (DAPO's overlong filtering)."""
+    """mask: rewards of truncated episodes count in their group, but the episodes are not trained on (DAPO's
+    overlong filtering)."""
     length_penalty: tuple[int, int] | None = None
-    """Two numbers of sampled tokens: between them the reward falls by up to 1 (DAPO's overlong penalty)."""
+    """Two numbers of sampled tokens; between them the reward falls by up to 1 (DAPO's overlong penalty)."""
     microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"
-    """Of the trainer: cpu, cuda, cuda:1."""
+    """Device of the trainer: cpu, cuda, cuda:1."""
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that train together, each with a shard of the policy (FSDP2); on `cuda` a GPU each."""
+    """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward passes compute in. Parameters, their gradients, AdamW's moments and what is
-    written and published are float32 either way."""
+    """Data type of forward and backward passes. Parameters, gradients, AdamW's moments, checkpoints and
+    published weights are always float32."""
     activation_checkpointing: bool = False
-    """Keep only what goes into each decoder layer, and compute the rest again on the way back: less memory
-    for a third more arithmetic, and the same gradients."""
+    """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
+    memory for a third more arithmetic, with identical gradients."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """LoRA: matrices of this rank beside linear layers are trained instead of the model; published merged.
-    0: the model itself is trained."""
+    """Rank of the LoRA matrices, which are trained instead of the model and published merged. 0: no LoRA, the
+    whole model is trained."""
     lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    """What the matrices add is multiplied by this ÷ `lora_rank`."""
+    """LoRA scale: the matrices' output is multiplied by this ÷ `lora_rank`."""
     lora_targets: list[str] = []
-    """The linear layers that get them, by the end of their names, as q_proj. Empty: all but the head."""
+    """Linear layers with LoRA matrices, by the end of their names, as q_proj. Empty: all but the head."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Optimiser steps between checkpoints; one is always written at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Older ones are removed."""
+    """Number of checkpoints that are kept; older ones are removed."""
     outage_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest outage (no engine, no retrieval server) that a run waits for; then it ends, to be resumed."""
+    """Longest outage (no engine, no retrieval server) that a run waits for before it stops; it can be
+    resumed."""
     watchdog_s: Annotated[float, Field(gt=0)] = 300.0
-    """Nothing moved for so long (or for two of `agent.deadline_s` + `env.reward_timeout_s`): print the ledger
-    and stop."""
+    """Time without progress after which the run prints the ledger and stops; at least twice
+    `agent.deadline_s` + `env.reward_timeout_s`."""
 
     @property
     def staleness_bound(self) -> int | None:
-        """`max_staleness` as a number, None where there is no bound."""
+        """`max_staleness` as a number, None if there is no bound."""
         return None if self.max_staleness == "none" else int(self.max_staleness)
 
     @property
     def scale(self) -> str:
-        """`advantage_scale`, or what the loss has by default."""
+        """`advantage_scale`, or the loss's default."""
         return self.advantage_scale or ("none" if self.loss == "dr_grpo" else "group")
 
     @property
     def may_filter(self) -> bool:
-        """Whether a ready group may be replaced by another, for nothing of it would be trained on."""
+        """Whether a ready group may be replaced because none of it would be trained on."""
         return self.dynamic_sampling or self.truncated_episodes == "mask"
 
     def publishes(self, step: int) -> bool:
-        """Whether the weights after `step` are published: those that the run ends with always are."""
+        """Returns whether the weights after `step` are published; those of the last step always are."""
         interval = self.publish_interval
         return isinstance(interval, int) and (step % interval == 0 or step == self.steps)
 
     @property
     def cuts(self) -> list[int]:
-        """How many groups are cut at a time for one batch: all of them, or a minibatch when streaming."""
+        """Sizes in groups of the parts in which a batch is assembled: one part, or minibatches if
+        streaming."""
         parts = self.minibatches if self.streaming else 1
         bounds = [self.groups_per_batch * part // parts for part in range(parts + 1)]
         return [end - start for start, end in itertools.pairwise(bounds)]
@@ -299,62 +310,63 @@ class TrainerSettings(SettingsSection):
             )
         if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
             raise ValueError(
-                f"length_penalty = {list(self.length_penalty)}: it begins before it ends, at ≥ 0"
+                f"length_penalty = {list(self.length_penalty)}: it must be two increasing numbers ≥ 0"
             )
         if self.ranks > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(
-                f"device = {self.device!r} is one device, but ranks = {self.ranks} have one each: "
+                f"device = {self.device!r} is a single device, but ranks = {self.ranks} need one each: "
                 "set it to 'cuda'"
             )
         if self.lora_targets and not self.lora_rank:
-            raise ValueError("lora_targets are of LoRA, which lora_rank switches on")
-        self._loss_is_consistent()
+            raise ValueError("lora_targets has no effect without LoRA: set lora_rank, or remove it")
+        self._check_loss()
         return self
 
     def _force(self, name: str, value: int) -> None:
-        """Set what `on_policy` means; raises ValueError where something else was set."""
-        found = getattr(self, name)
-        if name in self.model_fields_set and found != value:
+        """Sets a value that `on_policy` implies; raises ValueError if the user set another one."""
+        current = getattr(self, name)
+        if name in self.model_fields_set and current != value:
             raise ValueError(
-                f"trainer.on_policy = true means {name} = {value}, but trainer.{name} = {found!r} is set: "
-                "take one of the two out"
+                f"trainer.on_policy = true means {name} = {value}, but trainer.{name} = {current!r} is set: "
+                "remove one of the two"
             )
         object.__setattr__(self, name, value)
 
-    def _loss_is_consistent(self) -> None:
-        """Raises ValueError where the loss's settings do not go together."""
-        self._streaming_is_consistent()
+    def _check_loss(self) -> None:
+        """Raises ValueError if settings of the loss contradict each other."""
+        self._check_streaming()
         if self.minibatches > 1 and self.loss not in DECOUPLED and not self.streaming:
             raise ValueError(
-                f"minibatches = {self.minibatches} with loss = {self.loss!r}: after the first optimiser step "
-                f"π/μ is age and update in one. Several steps need loss = {DECOUPLED[0]!r}, which recomputes "
-                "π_old at the cut"
+                f"minibatches = {self.minibatches} with loss = {self.loss!r}: with more than one step per "
+                "batch, π/μ mixes staleness with the updates already taken; use loss = "
+                f"{DECOUPLED[0]!r}, which recomputes π_old when the batch is assembled"
             )
         if self.minibatches > 1 and self.on_policy and not self.streaming:
-            raise ValueError("on_policy is one optimiser step a batch; minibatches must be 1")
+            raise ValueError("on_policy allows one optimiser step per batch; set minibatches to 1")
         if self.minibatches > self.groups_per_batch:
             raise ValueError(
                 f"minibatches = {self.minibatches} is more than groups_per_batch = {self.groups_per_batch}; "
-                "a group is not split"
+                "groups are not split"
             )
         if self.kl_coefficient and self.reference is None:
-            raise ValueError("kl_coefficient needs trainer.reference, the frozen model to stay close to")
+            raise ValueError("kl_coefficient needs trainer.reference, the frozen model of the penalty")
 
-    def _streaming_is_consistent(self) -> None:
-        """Raises ValueError where streaming would be something else, or nothing."""
+    def _check_streaming(self) -> None:
+        """Raises ValueError if streaming contradicts other settings or has no effect."""
         if not self.streaming:
             return
         if self.minibatches == 1:
-            raise ValueError("streaming is by minibatches: set trainer.minibatches to 2 or more")
+            raise ValueError("streaming processes minibatches: set trainer.minibatches to 2 or more")
         if self.loss in DECOUPLED:
             raise ValueError(
-                f"streaming sums the minibatches' gradients into one optimiser step, {self.loss} is for "
-                f"several. A step a minibatch is a smaller batch: groups_per_batch = "
+                f"streaming sums the gradients of minibatches into one step, but {self.loss} is for "
+                f"several steps. For one step per minibatch use smaller batches: groups_per_batch = "
                 f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
             )
         if self.scale == "batch":
             raise ValueError(
-                "advantage_scale = 'batch' needs all rewards of a batch, of which streaming does not wait"
+                "advantage_scale = 'batch' needs all rewards of a batch at once, but streaming trains on "
+                "minibatches as they become ready"
             )
 
 
@@ -362,13 +374,13 @@ class EvalSettings(SettingsSection):
     every: Annotated[int, Field(ge=0)] = 25
     """Optimiser steps between evaluations; 0: only before the first step and after the last."""
     tasks: Annotated[int, Field(ge=1)] = 200
-    """Problems of each held-out set, before the first step and after the last."""
+    """Tasks of each held-out set in the evaluations before the first step and after the last."""
     interim_tasks: Annotated[int, Field(ge=1)] = 64
-    """Problems of the evaluations in between."""
+    """Tasks of each held-out set in the other evaluations."""
     max_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Episodes at the same time."""
+    """Episodes of an evaluation that run at the same time."""
     deadline_s: Annotated[float, Field(gt=0)] = 300.0
-    """A whole evaluation; what has not ended by then is counted as unfinished."""
+    """Deadline of an evaluation; episodes that have not ended by then count as unfinished."""
 
 
 class Settings(SettingsSection):
@@ -387,7 +399,7 @@ class Settings(SettingsSection):
 
     @property
     def patience_s(self) -> float:
-        """How long nothing may move: agents and rewards have their deadlines, whatever the watchdog says."""
+        """Time without progress after which the run stops: at least twice the deadlines of an episode."""
         return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + self.env.reward_timeout_s))
 
     @property
@@ -400,27 +412,36 @@ class Settings(SettingsSection):
         if context is not None and self.sampling.max_tokens >= context:
             raise ValueError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
-                f"engine.max_context = {context}"
+                f"engine.max_context = {context}; lower it, or raise engine.max_context"
             )
         if self.gateway.structured_output == "grammar" and self.engine.kind != "embedded":
             raise ValueError(
                 'gateway.structured_output = "grammar" needs engine.kind = "embedded": other engines do not '
-                "report which tokens a grammar left to the policy, so no token of such a reply could be "
+                "report which tokens the grammar forced, so no token of such a reply could be "
                 'trained on; use gateway.structured_output = "text"'
             )
         if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":
             raise ValueError(
-                'trainer.publish_transport = "broadcast": vLLM takes weights from files only (engine.kind = '
-                '"vllm"); leave it at "files"'
+                'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '
+                'loads weights from files only; use "files"'
             )
         loopback = self.gateway.host in ("127.0.0.1", "localhost", "::1")
         if not loopback and self.gateway.admin_key is None:
             raise ValueError(
-                f"gateway.host = {self.gateway.host!r} is reachable by others: set gateway.admin_key"
+                f"gateway.host = {self.gateway.host!r} accepts connections from other machines: "
+                "set gateway.admin_key"
             )
         return self
 
 
 def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
-    """A run's settings from a TOML file and dotted overrides, as `sections.load` reads them."""
+    """Reads a run's settings.
+
+    Args:
+        path: A TOML file; None: defaults only.
+        overrides: Words `--section.key value` or `--section.key=value`, which take precedence.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value is invalid.
+    """
     return load(Settings, path, overrides)

@@ -1,11 +1,11 @@
-"""The vocabulary: one noun, one meaning.
+"""Data types shared by all packages: tasks, turns, trajectories, groups. docs/glossary.md defines the terms.
 
-Arrays that cross a process carry their type: token ids are int32, logprobs are float32.
+Arrays sent between processes have fixed types: token ids are int32, logprobs float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -16,24 +16,31 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Message = dict[str, Any]
-"""One chat message in OpenAI's form: `role`, `content`, and `tool_calls` or `tool_call_id`."""
+"""One chat message in OpenAI's format: `role`, `content`, and `tool_calls` or `tool_call_id`."""
 
 MODEL_NAME = "policy"
-"""Name of the served model: agents are given it, replies and model lists contain it."""
+"""Name of the served model in sessions, replies and model lists."""
 
 Split = Literal["train", "eval"]
 
 
 class Outcome(StrEnum):
-    """How a session ended. Only `completed` and `truncated` are trained on."""
+    """How an episode ended. Only `completed` and `truncated` episodes have a reward and are trained on."""
 
     COMPLETED = "completed"
+    """The agent returned."""
     TRUNCATED = "truncated"
+    """The last reply was cut at its token limit, or the session reached its context or another limit."""
     AGENT_ERROR = "agent_error"
+    """The agent failed: it raised, its process exited, or it has no turn to train on."""
     INFRA_ERROR = "infra_error"
+    """An engine, or a service that the agent uses, failed."""
     REWARD_ERROR = "reward_error"
+    """A reward function raised, exceeded its timeout, or did not return a finite number."""
     TIMEOUT = "timeout"
+    """The agent did not return before its deadline."""
     CANCELLED = "cancelled"
+    """The trainer no longer needs the episode, or a crash lost it."""
 
     @property
     def trainable(self) -> bool:
@@ -42,23 +49,31 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """What an agent sees of a task."""
+    """The part of a task that agents receive."""
 
     id: str
+    """Id of the task."""
     messages: Sequence[Message]
+    """The prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `answer` and `info` are for rewards alone."""
+    """One problem of an environment."""
 
     id: str
+    """Unique in its environment; the same problem always has the same id."""
     env: str
+    """Name of the environment that scores it."""
     messages: Sequence[Message]
+    """The prompt."""
     answer: Any = None
+    """The right answer, or a list of them. Only rewards see it."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Further values for rewards, serialisable as JSON. Agents do not see them."""
 
     def view(self) -> TaskView:
+        """Returns the task without `answer` and `info`."""
         return TaskView(self.id, self.messages)
 
     def to_wire(self) -> dict[str, Any]:
@@ -77,15 +92,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How replies are sampled. In split `train` the session's own wins over the agent's.
-
-    `max_tokens` bounds one reply; `top_p` 1 and `top_k` −1 mean off.
-    """
+    """Sampling parameters of a session. In split `train` they override those of the agent's requests."""
 
     temperature: float = 1.0
     top_p: float = 1.0
+    """1 switches it off."""
     top_k: int = -1
+    """−1 switches it off."""
     max_tokens: int = 256
+    """Limit of one reply."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -97,11 +112,11 @@ class Sampling:
 
 
 CLIENT_CLOSED = "client_closed"
-"""The finish reason of a turn whose client closed the stream: it holds what was delivered until then."""
+"""Finish reason of a turn whose client closed the stream. The turn has the tokens delivered until then."""
 
 
 class VersionSpan(NamedTuple):
-    """Output tokens `start..end` (end exclusive) were sampled under policy version `version`."""
+    """Policy version `version` sampled the output tokens `start..end` (end exclusive)."""
 
     version: int
     start: int
@@ -112,45 +127,56 @@ class VersionSpan(NamedTuple):
 class Turn:
     """One sampled reply.
 
-    `delta_ids` is what this turn's prompt adds to its parent's sequence (parent's prompt + parent's
-    output); for a root (`parent` None) it is the whole prompt. So a session of n turns takes memory
-    in proportion to its distinct tokens, and a follow-up extends the recorded ids by construction.
-
-    `output_mask` marks with 1 the output tokens that may be trained on (0: forced by a grammar);
-    None means all of them. `branch` says why a turn does not extend the newest one, else None.
+    A turn stores only the ids that its prompt adds to its parent, so a session takes memory in proportion to
+    its distinct tokens, and a follow-up extends the recorded ids by construction.
     """
 
     index: int
+    """Position in the trajectory's `turns`."""
     parent: int | None
+    """Index of the turn whose sequence the prompt extends; None for a root."""
     delta_ids: Ids
+    """Ids that the prompt adds to the parent's prompt + output; the whole prompt of a root; shape [delta]."""
     output_ids: Ids
+    """Sampled ids; shape [output]."""
     logprobs: Logprobs
+    """Log-probability of each sampled id, as reported by the engine; shape [output]."""
     version_spans: tuple[VersionSpan, ...]
+    """Policy versions of the output tokens, as attested by the engine."""
     finish_reason: str
+    """`stop`, `length`, or CLIENT_CLOSED."""
     temperature: float
+    """Temperature of the sampling."""
     delivered: bool = True
+    """Whether the reply reached the agent."""
     kv_version: int | None = None
+    """Oldest policy version among the keys and values kept across a publish; None if there are none."""
     cached_tokens: int = 0
+    """Prompt tokens whose keys and values the engine reused."""
     output_mask: npt.NDArray[np.uint8] | None = None
+    """1 for each output token that may be trained on, 0 if a grammar forced it; None: all may be."""
     branch: str | None = None
+    """Why the turn does not extend the newest one; None if it does."""
     started: float = 0.0
+    """Unix time of the request."""
     seconds: float = 0.0
+    """Duration from the request to the last token."""
     parse: str | None = None
-    """How its tool calls were read: `ok`, `malformed` (some of it stayed content), None: there were none."""
+    """Result of reading its tool calls: `ok`, `malformed` (part of them stayed content), None: no calls."""
     reward: float = 0.0
-    """What this turn was given by itself, besides the episode's reward."""
+    """Reward of this turn, in addition to the episode's."""
     exempt: str | None = None
-    """Why it is not trained on although it was delivered: the request's header or model name exempts it."""
+    """Why the delivered turn is not trained on: the request's header or model name exempts it. Else None."""
     structured: str | None = None
     """How a reply to a request with a JSON schema was sampled: under the `grammar`, or as free `text`."""
 
     @property
     def trainable(self) -> bool:
-        """Whether its tokens may be trained on: they reached the agent, and no rule exempts them."""
+        """Whether its tokens may be trained on: it was delivered, and no rule exempts it."""
         return self.delivered and self.exempt is None
 
     def oldest_version(self) -> int | None:
-        """The smallest version among its sampled tokens and their KV; None where any is unknown."""
+        """Returns the smallest version of its sampled tokens and their KV cache, None if any is unknown."""
         if not covers(self.version_spans, len(self.output_ids)):
             return None
         versions = [span.version for span in self.version_spans]
@@ -159,7 +185,7 @@ class Turn:
         return min(versions, default=None)
 
     def token_versions(self) -> npt.NDArray[np.int64]:
-        """The version of each output token, −1 where the engine attested none; shape [output]."""
+        """Returns the version of each output token, −1 if the engine attested none; shape [output]."""
         versions = np.full(len(self.output_ids), -1, dtype=np.int64)
         for version, start, end in self.version_spans:
             versions[start:end] = version
@@ -215,7 +241,7 @@ class Turn:
 
 
 def covers(spans: Sequence[VersionSpan], length: int) -> bool:
-    """Whether the spans lie end to end over tokens `0..length`, each with an integer version ≥ 0."""
+    """Returns whether the spans cover tokens `0..length` without gaps, each with an integer version ≥ 0."""
     at = 0
     for version, start, end in spans:
         if type(version) is not int or version < 0 or start != at or end <= start:
@@ -225,7 +251,7 @@ def covers(spans: Sequence[VersionSpan], length: int) -> bool:
 
 
 def spans_within(spans: Sequence[VersionSpan], first: int, end: int) -> list[VersionSpan]:
-    """The spans of the tokens `first..end` alone, counted from `first`."""
+    """Returns the spans within the tokens `first..end`, counted from `first`."""
     return [
         VersionSpan(version, max(start, first) - first, min(stop, end) - first)
         for version, start, stop in spans
@@ -235,35 +261,43 @@ def spans_within(spans: Sequence[VersionSpan], first: int, end: int) -> list[Ver
 
 @dataclass(slots=True)
 class Trajectory:
-    """A finished session: a tree of turns, its reward with the parts it came from, its outcome.
-
-    `reward` is None unless the outcome is trainable. `agent_reward` is what the agent itself claimed;
-    it counts only where the environment has no reward function.
-    """
+    """A session that has ended: its tree of turns, outcome and reward."""
 
     session_id: str
     task_id: str
     env: str
+    """Name of the environment that scored it."""
     split: Split
     outcome: Outcome
     turns: list[Turn]
+    """In the order in which they ended; each refers to its parent by index."""
     group_id: str | None = None
+    """None for episodes outside a group, such as those of evaluations."""
     slot: int | None = None
+    """Its place in the group, from 0."""
     reward: float | None = None
+    """None unless the outcome is trainable."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    """Unweighted value of each reward, by name, and parts that the agent posted."""
     agent_reward: float | None = None
+    """Reward reported by the agent; used only if the environment has no reward functions."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics reported by the agent and the rewards."""
     output: str | None = None
+    """Output returned by the agent."""
     error: str | None = None
+    """Cause of a failed episode."""
     seconds: float = 0.0
+    """Duration from opening to finishing the session."""
     messages: list[Message] = field(default_factory=list)
-    """The newest branch as messages, the last reply included: what rewards and people read."""
+    """The newest branch as messages, including the last reply, for rewards and readers."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Values that the opener of the session attached to it."""
     answer: Any = None
-    """The gold answer of its task, for people: the trainer adds it to what it records, the gateway never."""
+    """The task's answer, for readers of records: added by the trainer, never by the gateway."""
 
     def prompt_ids(self, turn: Turn) -> Ids:
-        """The whole prompt of a turn, from its root on; shape [prompt]."""
+        """Returns the whole prompt of a turn, from its root; shape [prompt]."""
         pieces = [turn.delta_ids]
         while turn.parent is not None:
             turn = self.turns[turn.parent]
@@ -271,18 +305,19 @@ class Trajectory:
         return np.concatenate(pieces[::-1]).astype(np.int32, copy=False)
 
     def delivered_turns(self) -> Iterator[Turn]:
+        """Yields the turns whose reply reached the agent."""
         return (turn for turn in self.turns if turn.delivered)
 
     def trainable_turns(self) -> Iterator[Turn]:
+        """Yields the turns that may be trained on."""
         return (turn for turn in self.turns if turn.trainable)
 
     def oldest_version(self) -> int | None:
-        """The oldest version among the trainable tokens; None if unknown anywhere or there are none."""
-        versions = [turn.oldest_version() for turn in self.trainable_turns()]
-        known = [version for version in versions if version is not None]
-        return min(known) if known and len(known) == len(versions) else None
+        """Returns the oldest version of the trainable tokens, None if any is unknown or there are none."""
+        return _oldest(turn.oldest_version() for turn in self.trainable_turns())
 
     def sampled_tokens(self) -> int:
+        """Returns the number of output tokens of all turns."""
         return sum(len(turn.output_ids) for turn in self.turns)
 
     def to_wire(self) -> dict[str, Any]:
@@ -317,20 +352,20 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The slots of one task that are compared with each other, leased to the trainer."""
+    """The trajectories of one task whose rewards are compared with each other, leased to the trainer."""
 
     id: str
     task_id: str
     trajectories: list[Trajectory]
+    """In the order of their slots."""
     lease_id: str = ""
 
     def oldest_version(self) -> int | None:
-        versions = [trajectory.oldest_version() for trajectory in self.trajectories]
-        known = [version for version in versions if version is not None]
-        return min(known) if known and len(known) == len(versions) else None
+        """Returns the oldest version of the trainable tokens, None if any is unknown or there are none."""
+        return _oldest(trajectory.oldest_version() for trajectory in self.trajectories)
 
     def newest_version(self) -> int | None:
-        """The newest version among the trainable tokens; None where there is none."""
+        """Returns the newest version of the trainable tokens, None if there are none."""
         return max(
             (
                 span.version
@@ -342,7 +377,7 @@ class Group:
         )
 
     def rewards(self) -> list[float]:
-        """The rewards in slot order; every trajectory of a sealed group has one."""
+        """Returns the rewards in slot order; every trajectory of a sealed group has one."""
         return [float(trajectory.reward or 0.0) for trajectory in self.trajectories]
 
     def to_wire(self) -> dict[str, Any]:
@@ -358,20 +393,26 @@ class Group:
         return cls(
             wire["id"],
             wire["task_id"],
-            [Trajectory.from_wire(one) for one in wire["trajectories"]],
+            [Trajectory.from_wire(trajectory) for trajectory in wire["trajectories"]],
             wire["lease_id"],
         )
 
 
+def _oldest(versions: Iterable[int | None]) -> int | None:
+    """Returns the smallest version, None if one is None or there are none."""
+    values = list(versions)
+    return None if None in values else min((value for value in values if value is not None), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What an environment's rewards made of one episode: the weighted sum and its named parts.
-
-    `metrics` say how it came about (which extractor read the answer); they join the trajectory's own.
-    `turn_rewards` are what single turns get besides, by their index.
-    """
+    """The rewards of one episode."""
 
     reward: float
+    """Weighted sum of the parts."""
     parts: Mapping[str, float]
+    """Unweighted value of each reward, by name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """How the rewards were computed (such as which extractor read the answer); added to the trajectory's."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of single turns in addition to `reward`, by index."""

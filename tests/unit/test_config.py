@@ -35,7 +35,7 @@ def test_on_policy_is_what_makes_it_synchronous_and_contradicts_nothing() -> Non
     assert (settings.trainer.staleness_bound, settings.trainer.publish_interval) == (0, 1)
     assert load_settings(None, [*on_policy, "--trainer.max_staleness=0"]) == settings
     for other, value in (("max_staleness", "4"), ("max_staleness", "'none'"), ("publish_interval", "3")):
-        with pytest.raises(ConfigError, match=rf"trainer\.{other} = {value} is set: take one of the two out"):
+        with pytest.raises(ConfigError, match=rf"trainer\.{other} = {value} is set: remove one of the two"):
             load_settings(None, [*on_policy, f"--trainer.{other}={value}"])
 
 
@@ -91,13 +91,16 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.loss", "gsop"],
             "trainer.loss = 'gsop': there is no such loss; did you mean 'gspo'?",
         ),
-        ([*MODEL, "--trainer.minibatches", "2"], "Several steps need loss = 'decoupled_ppo'"),
-        ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "minibatches must be 1"),
-        ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "a group is not split"),
+        ([*MODEL, "--trainer.minibatches", "2"], "use loss = 'decoupled_ppo'"),
+        ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "set minibatches to 1"),
+        ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "groups are not split"),
         ([*MODEL, "--trainer.streaming", "true"], "set trainer.minibatches to 2 or more"),
         ([*MODEL, *DECOUPLED, "--trainer.streaming", "true"], "groups_per_batch = 8, publish_interval = 2"),
-        ([*MODEL, *STREAMING, "--trainer.advantage_scale", "batch"], "of which streaming does not wait"),
-        ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it begins before it ends"),
+        (
+            [*MODEL, *STREAMING, "--trainer.advantage_scale", "batch"],
+            "streaming trains on minibatches as they become ready",
+        ),
+        ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
         ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
         ([], "'model' is required"),
     ],
@@ -140,12 +143,12 @@ def test_a_settings_file_is_found_wherever_it_stands() -> None:
 
 
 def test_a_number_of_engines_beside_engines_that_run_already_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.count = 2 is of engines to start"):
+    with pytest.raises(ConfigError, match=r"engine\.count = 2 is the number of engines to start"):
         load_settings(None, ["--model.path=x", "--engine.count=2", '--engine.urls=["http://e:1"]'])
 
 
 def test_ranks_need_a_device_each():
-    with pytest.raises(ConfigError, match=r"one device, but ranks = 2"):
+    with pytest.raises(ConfigError, match=r"a single device, but ranks = 2"):
         load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda:1"])
     load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])
 
@@ -155,7 +158,7 @@ def test_vllm_takes_weights_from_files_only(tmp_path: Path) -> None:
     file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')
     vllm = ["--engine.kind=vllm", "--engine.python=/opt/vllm/bin/python"]
     load_settings(file, vllm)
-    with pytest.raises(ConfigError, match="vLLM takes weights from files only"):
+    with pytest.raises(ConfigError, match='"vllm", which loads weights from files only'):
         load_settings(file, [*vllm, "--trainer.publish_transport=broadcast"])
 
 

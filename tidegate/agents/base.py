@@ -1,4 +1,4 @@
-"""What an agent is: code that is given a task and an OpenAI-compatible endpoint, and returns an output.
+"""Agents: code that receives a task and an OpenAI-compatible endpoint, and returns an output.
 
     class Solver(Agent):
         async def run(self, task, session):
@@ -6,8 +6,8 @@
             reply = await llm.chat.completions.create(model=session.model, messages=task.messages)
             return reply.choices[0].message.content
 
-An agent runs in a process of its own, many runs at once. It is trusted code: nothing keeps it from
-reading files that its user can read.
+Agents run in separate processes, many episodes per process at the same time. They are trusted code: they can
+read every file that their user can read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
 RETRIES = 6
-"""Of one call, with the SDK's back-off some 20 s in all: longer than a gateway's restart takes."""
+"""Retries of one call; with the SDK's backoff about 20 s in total, longer than a gateway takes to restart."""
 UNTRAINED = {"x-tidegate-train": "no"}
-"""The header of calls that are recorded and not trained on."""
+"""Header of calls that are recorded but not trained on."""
 BUILT_IN = {
     "search": "tidegate.agents.search:SearchAgent",
     "solver": "tidegate.agents.solver:Solver",
@@ -43,24 +43,28 @@ BUILT_IN = {
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One run's access to the model. Any client that can set a base URL and a key may use it."""
+    """An episode's access to the model, for any client that can set a base URL and an API key."""
 
     base_url: str
+    """The session's OpenAI-compatible endpoint, ending in `/v1`."""
     api_key: str
+    """Secret key of the session."""
     model: str
+    """Model name to put into requests."""
     seed: int | None
-    """For the agent's own dice; sampling has its own."""
+    """Seed for the agent's own random choices; sampling has a separate one."""
     deadline: float
-    """On `time.monotonic()`'s clock; then the run is ended."""
+    """Time at which the episode is stopped, on the clock of `time.monotonic()`."""
 
     def remaining(self) -> float:
-        """Seconds until the deadline, never negative."""
+        """Returns the seconds until the deadline, never negative."""
         return max(0.0, self.deadline - time.monotonic())
 
     def openai(self, *, train: bool = True) -> AsyncOpenAI:
-        """An `AsyncOpenAI` bound to this session; all of them share one pool of connections.
+        """Returns an `AsyncOpenAI` client of this session. All clients share one connection pool.
 
-        With `train` False its calls are auxiliary ones: recorded, never trained on.
+        Args:
+            train: False for auxiliary calls: they are recorded but never trained on.
         """
         return _shared_async(asyncio.get_running_loop()).with_options(
             base_url=self.base_url,
@@ -70,7 +74,11 @@ class Session:
         )
 
     def sync_openai(self, *, train: bool = True) -> OpenAI:
-        """The same for agents that are plain functions."""
+        """Returns a synchronous client of this session, for agents that are plain functions.
+
+        Args:
+            train: as for `openai`.
+        """
         return _shared_sync().with_options(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -81,27 +89,45 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to. `reward` counts only where the environment has none of its own."""
+    """The result of an episode, for agents that return more than their output."""
 
     output: str | None
+    """The output that the rewards score."""
     reward: float | None = None
+    """Used only if the environment has no reward functions."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Recorded with the episode as `episode/<name>`."""
 
 
 class Agent(ABC):
-    """One object serves every run of its process, many at once: it keeps nothing of a run in itself."""
+    """Base class of agents.
+
+    One object runs all episodes of its process, many at the same time, so it must not keep the state of an
+    episode in its attributes.
+    """
 
     @abstractmethod
     async def run(self, task: TaskView, session: Session) -> str | Result | None:
-        """Work on the task until there is an output. What it raises ends the run as `agent_error`,
-        an InfrastructureError as `infra_error`."""
+        """Works on a task.
+
+        Args:
+            task: The task's id and prompt.
+            session: Access to the model; its deadline ends the episode as `timeout`.
+
+        Returns:
+            The output, alone or in a `Result`; None if there is no output.
+
+        Raises:
+            InfrastructureError: A service that the agent needs failed; the episode ends as `infra_error`.
+            Exception: Any other exception ends the episode as `agent_error`.
+        """
 
 
 AgentFunction = Callable[..., "Awaitable[str | Result | None] | str | Result | None"]
 
 
 class FunctionAgent(Agent):
-    """A function `(task, session, **options)` as an agent; one that is not async runs in a thread."""
+    """Makes an agent of a function `(task, session, **options)`; synchronous functions run in a thread."""
 
     def __init__(self, function: AgentFunction, options: Mapping[str, Any] | None = None) -> None:
         self.function = function
@@ -113,48 +139,54 @@ class FunctionAgent(Agent):
         return await result if inspect.isawaitable(result) else result
 
     def with_options(self, options: Mapping[str, Any]) -> FunctionAgent:
-        """The same function, called with these options; raises ConfigError on one that it doesn't take."""
-        names = list(inspect.signature(self.function).parameters)
+        """Returns an agent that calls the function with these options; raises ConfigError on unknown ones."""
+        names = list(inspect.signature(self.function).parameters)[2:]
         for option in options:
-            if option not in names[2:]:
-                known = did_you_mean(option, names[2:])
-                raise ConfigError(f"the agent {self.function.__name__!r} has no option {option!r}{known}")
+            if option not in names:
+                hint = did_you_mean(option, names)
+                raise ConfigError(f"the agent {self.function.__name__!r} has no option {option!r}{hint}")
         return FunctionAgent(self.function, options)
 
 
 def agent(function: AgentFunction) -> FunctionAgent:
-    """Decorator: a function of (task, session) becomes an agent."""
+    """Decorator that turns a function `(task, session, **options)` into an agent."""
     return FunctionAgent(function)
 
 
 def load_agent(use: str, options: Mapping[str, Any]) -> Agent:
-    """The agent that the settings name: a built-in name, `file.py:Name`, or `module:Name`.
+    """Loads the agent that the settings name.
 
-    A class is constructed with `options`, a function is called with them, an instance is used as it is.
-    Raises ConfigError.
+    Args:
+        use: A built-in name, `file.py:Name`, or `module:Name` of a class, a function or an instance.
+        options: Arguments of the class's constructor, or keyword arguments of the function.
+
+    Raises:
+        ConfigError: The agent cannot be loaded, is not an agent, or does not take an option.
     """
-    found = load_object(use, BUILT_IN, "agent")
-    if isinstance(found, type) and issubclass(found, Agent):
-        found = construct(found, options, f"agent {use!r}")
-    elif inspect.isfunction(found) or isinstance(found, FunctionAgent):
-        found = (found if isinstance(found, FunctionAgent) else FunctionAgent(found)).with_options(options)
+    loaded = load_object(use, BUILT_IN, "agent")
+    if isinstance(loaded, type) and issubclass(loaded, Agent):
+        loaded = construct(loaded, options, f"agent {use!r}")
+    elif inspect.isfunction(loaded) or isinstance(loaded, FunctionAgent):
+        loaded = (loaded if isinstance(loaded, FunctionAgent) else FunctionAgent(loaded)).with_options(
+            options
+        )
     elif options:
         raise ConfigError(f"{use} is neither a class nor a function, so agent.options cannot be passed to it")
-    if not isinstance(found, Agent):
-        raise ConfigError(f"{use} is no agent: it is neither an Agent nor a function of (task, session)")
-    return found
+    if not isinstance(loaded, Agent):
+        raise ConfigError(f"{use} is not an agent: it is neither an Agent nor a function of (task, session)")
+    return loaded
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run a function in a thread of its own.
+    """Runs a function in a new thread.
 
-    Not in a pool: functions that hang would fill it, and would be waited for when the process ends.
+    A pool would be filled by functions that hang, and would wait for them when the process exits.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def end(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled meanwhile
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # cancelled
             return
         if error is None:
             future.set_result(result)
@@ -166,19 +198,19 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         failure: BaseException | None = None
         try:
             result = call()
-        except StopIteration as error:  # no future can hold one
+        except StopIteration as error:  # futures refuse StopIteration
             failure = RuntimeError(f"the agent raised StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting run
+        except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
             failure = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(end, result, failure)
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, daemon=True, name="agent").start()
     return await future
 
 
-# A fresh AsyncOpenAI costs some 20 ms of CPU, one derived from another 0.05 ms. Connections belong to an
-# event loop, so there is one client per loop.
+# Constructing an AsyncOpenAI takes about 20 ms of CPU, deriving one from another 0.05 ms. Connections
+# belong to an event loop, so there is one client per loop.
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = weakref.WeakKeyDictionary()
 
 

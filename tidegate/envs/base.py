@@ -1,4 +1,4 @@
-"""What an environment is: tasks, held-out tasks, and the rewards of an episode."""
+"""Environments: training tasks, held-out tasks, and the rewards of episodes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,41 @@ BUILT_IN = {
     "search_qa": "tidegate.envs.search.search_qa:SearchQA",
 }
 
-
-TAKEN = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all_failed_ratio")
-"""What no part of a reward may be called: `reward/<name>` says something of all rewards."""
+RESERVED_NAMES = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all_failed_ratio")
+"""Names that a reward cannot have, because `reward/<name>` is a metric over all rewards."""
 
 
 class Environment(ABC):
-    """Tasks to train on, tasks held out, and what an episode is worth.
+    """Base class of environments: training tasks, held-out tasks and rewards.
 
-    An environment without rewards leaves them to the agent (`Result.reward`).
+    An environment without rewards uses those that the agent returns (`Result.reward`).
     """
 
     name: ClassVar[str]
+    """Name of the environment, in every one of its tasks."""
     rewards: Sequence[Reward] = ()
+    """Reward functions; an episode's reward is their weighted sum."""
     reward_limit_s: float = 0.0
-    """How long the rewards of one episode may take by deadlines of their own; 0: they have none."""
+    """Sum of the rewards' own deadlines for one episode, in seconds; 0: they have none."""
 
     @abstractmethod
     def train_task(self, index: int) -> Task:
-        """The training task at `index` ≥ 0. The split has no end, and an index always gives the same
-        task: so one integer is the whole data cursor, and a resumed run goes on exactly."""
+        """Returns the training task at an index.
+
+        The same index must always give the same task: a run stores only the next index, and continues from
+        it when it is resumed.
+
+        Args:
+            index: Any integer ≥ 0; the sequence of training tasks has no end.
+        """
 
     @abstractmethod
     def eval_sets(self) -> Mapping[str, Sequence[Task]]:
-        """The held-out sets in the order they are reported; the key "" is the main one."""
+        """Returns the held-out sets by name, in the order of reports; the key "" is the main set."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the reward's parts; empty where the agent's own reward counts."""
+        """Names of the rewards; empty if the agent's own reward is used."""
         return [reward.name for reward in self.rewards]
 
     def score(
@@ -56,11 +63,21 @@ class Environment(ABC):
         output: str | None,
         messages: Sequence[Message],
     ) -> Scored:
-        """The weighted sum of the rewards, with its parts; `messages` is the whole conversation.
+        """Scores one episode.
 
-        Raises RewardError where a reward raises or gives no finite number.
+        Args:
+            task: The task with its answer.
+            trajectory: The recorded turns; None if they were not recorded, as with an external endpoint.
+            output: The agent's output.
+            messages: The whole conversation, including the last reply.
+
+        Returns:
+            The weighted sum of the rewards, with its parts, metrics and rewards of single turns.
+
+        Raises:
+            RewardError: A reward function raised or did not return a finite number.
         """
-        given = {
+        arguments = {
             "output": output,
             "answer": task.answer,
             "info": task.info,
@@ -68,61 +85,69 @@ class Environment(ABC):
             "messages": messages,
             "trajectory": trajectory,
         }
-        grades = {reward.name: reward.grade(given) for reward in self.rewards}
+        grades = {reward.name: reward.grade(arguments) for reward in self.rewards}
         parts = {name: grade.value for name, grade in grades.items()}
         metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
-        whole = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
         turns = {} if trajectory is None else self.turn_rewards(task, trajectory)
-        return Scored(whole, parts, metrics, turns)
+        return Scored(total, parts, metrics, turns)
 
     def turn_rewards(self, task: Task, trajectory: Trajectory) -> Mapping[int, float]:
-        """What single turns get besides the episode's reward, by their index; nothing by default. A turn
-        is credited with its own and with those after it."""
+        """Returns rewards of single turns by index, in addition to the episode's; none by default.
+
+        A turn is credited with its own reward and those of the turns after it.
+        """
         return {}
 
     def gold_output(self, task: Task) -> str | None:
-        """What a perfect agent would return; None where the task has no answer to say."""
+        """Returns the output of a perfect agent, by default the answer; None if the task has no answer."""
         return None if task.answer is None else str(task.answer)
 
     def train_size(self) -> int | None:
-        """Distinct training tasks: indices 0 to n − 1 give each of them once. None: there is no end."""
+        """Returns the number n of distinct training tasks (indices 0 to n − 1); None if there is no end."""
         return None
 
     def rewarders(self) -> Mapping[str, Environment]:
-        """Who scores a task, by the task's `env`."""
+        """Returns the environments that score tasks, by the tasks' `env`."""
         return {self.name: self}
 
 
 def check_reward_timeout(environment: Environment, timeout_s: float) -> None:
-    """Raises ConfigError where rewards that keep their own deadlines would be ended by this one."""
-    for name, one in environment.rewarders().items():
-        if one.reward_limit_s > timeout_s:
+    """Raises ConfigError if the rewards' own deadlines add up to more than `timeout_s`."""
+    for name, scorer in environment.rewarders().items():
+        if scorer.reward_limit_s > timeout_s:
             raise ConfigError(
-                f"env.reward_timeout_s = {timeout_s:g} is less than the {one.reward_limit_s:g} s that the "
+                f"env.reward_timeout_s = {timeout_s:g} is less than the {scorer.reward_limit_s:g} s that the "
                 f"rewards of {name!r} may take by their own deadlines (a judge's: attempts × timeout_s): "
                 "raise it, or lower those"
             )
 
 
 def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
-    """The environment that the settings name: a built-in name, `file.py:Name`, or `module:Name`.
+    """Loads the environment that the settings name.
 
-    A class is constructed with `options`; an instance is used as it is. Raises ConfigError.
+    Args:
+        use: A built-in name, `file.py:Name`, or `module:Name` of a class or an instance.
+        options: Arguments of the class's constructor.
+
+    Raises:
+        ConfigError: The environment cannot be loaded, does not take an option, or its rewards' names are
+            reserved or not distinct.
     """
-    found = load_object(use, BUILT_IN, "environment")
-    if isinstance(found, type) and issubclass(found, Environment):
-        environment = construct(found, options, f"environment {use!r}")
+    loaded = load_object(use, BUILT_IN, "environment")
+    if isinstance(loaded, type) and issubclass(loaded, Environment):
+        environment = construct(loaded, options, f"environment {use!r}")
     elif options:
-        raise ConfigError(f"{use} is no environment class, so env.options cannot be passed to it")
+        raise ConfigError(f"{use} is not an environment class, so env.options cannot be passed to it")
     else:
-        environment = found
+        environment = loaded
     if not isinstance(environment, Environment):
-        raise ConfigError(f"{use} is no Environment, but {type(environment).__name__}")
+        raise ConfigError(f"{use} is not an Environment, but {type(environment).__name__}")
     names = [reward.name for reward in environment.rewards]
-    if taken := [name for name in names if name in TAKEN]:
+    if reserved := [name for name in names if name in RESERVED_NAMES]:
         raise ConfigError(
-            f"{use}: a reward is called {taken[0]!r}, but reward/{taken[0]} is a metric of its own "
-            "(docs/metrics.md): give it another name"
+            f"{use}: a reward is named {reserved[0]!r}, but reward/{reserved[0]} is another metric "
+            "(docs/metrics.md); rename the reward"
         )
     if len(set(names)) != len(names):
         raise ConfigError(f"{use}: two rewards have the same name: {', '.join(names)}")

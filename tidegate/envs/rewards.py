@@ -1,4 +1,4 @@
-"""Reward functions, and how they ask for what they need: by the names of their arguments."""
+"""Reward functions. They receive the values that their parameters name."""
 
 from __future__ import annotations
 
@@ -15,96 +15,114 @@ from tidegate.errors import ConfigError, RewardError
 from tidegate.tracebacks import where
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory")
-"""What a reward function may ask for; it gets those it names, and nothing else."""
+"""Parameter names that a reward function may have."""
 
-# Possessive all along: a flood of blanks or digits takes time in proportion to its length.
+# Possessive quantifiers, so that matching long runs of blanks or digits takes linear time.
 _NUMBER = r"-?\s*+\$?\s*+(?:[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
-# What follows must not make it another number: 1/2, 1e5 and 1.2.3 are none of ours.
+# The look-ahead rejects numbers in other forms: 1/2, 1e5, 1.2.3.
 _FINAL = re.compile(rf"####\s*+({_NUMBER})(?![./][0-9]|[eE][+-]?[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A reward with a word on how it came about: `metrics` are kept with the episode."""
+    """Return value of a reward function that also reports metrics."""
 
     value: float
+    """The reward before weighting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Recorded with the episode, such as which extractor read the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One named part of a reward: `weight` × `fn(…)`.
+    """One named part of an episode's reward: `weight` × `fn(…)`.
 
-    `fn` is pure and returns a finite number (or a bool), or a `Grade`. Raises ConfigError where it asks
-    for an argument that is not among ARGUMENTS.
+    Raises:
+        ConfigError: `fn` has a parameter that is not in ARGUMENTS, or `weight` is not finite.
     """
 
     name: str
+    """Name of the part in records and metrics (`reward/<name>`)."""
     fn: Callable[..., float | Grade]
+    """A pure function with parameters from ARGUMENTS that returns a finite number, a bool or a `Grade`."""
     weight: float = 1.0
+    """Factor in the weighted sum."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in _asked(self.fn) if name not in ARGUMENTS]
+        unknown = [name for name in _parameters(self.fn) if name not in ARGUMENTS]
         if unknown:
             raise ConfigError(
-                f"the reward {self.name!r} asks for {', '.join(map(repr, unknown))}; "
-                f"a reward function may ask for {', '.join(ARGUMENTS)}"
+                f"the reward {self.name!r} has unknown parameters: {', '.join(map(repr, unknown))}; "
+                f"a reward function may have {', '.join(ARGUMENTS)}"
             )
         if not math.isfinite(self.weight):
             raise ConfigError(f"the reward {self.name!r} has the weight {self.weight}; it must be finite")
 
-    def __call__(self, given: Mapping[str, Any]) -> float:
-        """The unweighted value; raises RewardError where the function raises or gives no finite number."""
-        return self.grade(given).value
+    def __call__(self, arguments: Mapping[str, Any]) -> float:
+        """Returns the unweighted value. Arguments and exceptions are those of `grade`."""
+        return self.grade(arguments).value
 
-    def grade(self, given: Mapping[str, Any]) -> Grade:
-        """The unweighted value with its metrics; raises RewardError as a call does."""
+    def grade(self, arguments: Mapping[str, Any]) -> Grade:
+        """Calls the function.
+
+        Args:
+            arguments: A value for each of ARGUMENTS; the function receives those that it names.
+
+        Returns:
+            The unweighted value with its metrics.
+
+        Raises:
+            RewardError: The function raised or did not return a finite number.
+        """
         try:
-            found: Any = self.fn(**{name: given[name] for name in _asked(self.fn)})
+            result: Any = self.fn(**{name: arguments[name] for name in _parameters(self.fn)})
         except RewardError as error:
             raise RewardError(f"the reward {self.name!r}: {error}") from error
         except Exception as error:
-            what = f"{type(error).__name__}: {error}{where(error)}"
-            raise RewardError(f"the reward {self.name!r} raised {what}") from error
-        value, metrics = (found.value, found.metrics) if isinstance(found, Grade) else (found, {})
+            cause = f"{type(error).__name__}: {error}{where(error)}"
+            raise RewardError(f"the reward {self.name!r} raised {cause}") from error
+        value, metrics = (result.value, result.metrics) if isinstance(result, Grade) else (result, {})
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"the reward {self.name!r} returned {value!r}, not a finite number")
         return Grade(float(value), metrics)
 
 
-def _asked(fn: Callable[..., float | Grade]) -> list[str]:
-    """The arguments that a function must be given; those with a default of their own only if known."""
-    asked = []
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in ARGUMENTS or parameter.default is parameter.empty:
-            asked.append(name)
-    return asked
+def _parameters(fn: Callable[..., float | Grade]) -> list[str]:
+    """Returns the parameters to pass: those in ARGUMENTS, and unknown ones without a default."""
+    return [
+        name
+        for name, parameter in inspect.signature(fn).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and (name in ARGUMENTS or parameter.default is parameter.empty)
+    ]
 
 
 def final_number(text: str | None) -> Decimal | None:
-    """The number of the last `#### number` in a text, GSM8K's way to state an answer; None without one.
+    """Returns the number after the last `####` (GSM8K's answer format) as an exact decimal, or None.
 
-    Exact: no floats. Commas, `$` and `%` are tolerated: `#### $1,234.50` is 1234.5.
+    Commas, `$` and `%` are ignored: `#### $1,234.50` is 1234.5.
     """
-    found = _FINAL.findall(text or "")
-    return Decimal(re.sub(r"[\s$,]", "", found[-1])) if found else None
+    numbers = _FINAL.findall(text or "")
+    return Decimal(re.sub(r"[\s$,]", "", numbers[-1])) if numbers else None
 
 
 def exact_answer(output: str | None, answer: Any) -> float:
-    """1 where the last `#### number` of the output equals the answer's, compared as decimals; else 0.
+    """Reward function: 1 if the number after the last `####` of the output equals the answer, else 0.
 
-    An answer without `####` is the number itself; a list of answers has any of them. Raises RewardError
-    where one holds no number.
+    Args:
+        output: The agent's output.
+        answer: A number, a text with `#### number`, or a list of them, of which any counts as right.
+
+    Raises:
+        RewardError: An answer contains no number.
     """
-    said = final_number(output)
-    golds = [_stated(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
-    return float(said is not None and said in golds)
+    stated = final_number(output)
+    golds = [_gold_number(str(gold)) for gold in (answer if isinstance(answer, list | tuple) else [answer])]
+    return float(stated is not None and stated in golds)
 
 
-def _stated(answer: str) -> Decimal:
-    found = final_number(answer if "####" in answer else f"#### {answer}")
-    if found is None:
-        raise RewardError(f"the answer {answer[:80]!r} holds no number")
-    return found
+def _gold_number(answer: str) -> Decimal:
+    number = final_number(answer if "####" in answer else f"#### {answer}")
+    if number is None:
+        raise RewardError(f"the answer {answer[:80]!r} contains no number")
+    return number

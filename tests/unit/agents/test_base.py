@@ -84,7 +84,7 @@ def test_built_in_agents() -> None:
         ("FILE:Onw", {}, "has no agent 'Onw'; did you mean 'Own'"),
         ("FILE:told", {"lout": True}, "no option 'lout'; did you mean 'loud'"),
         ("FILE:ready", {"style": "x"}, "neither a class nor a function"),
-        ("FILE:number", {}, "is no agent"),
+        ("FILE:number", {}, "is not an agent"),
         ("elsewhere.py:Own", {}, "elsewhere.py: there is no such file"),
         ("no_such_module:Own", {}, "'no_such_module' cannot be imported"),
     ],

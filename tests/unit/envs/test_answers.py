@@ -147,7 +147,7 @@ def test_unparseable_is_told_apart_from_wrong() -> None:
 
 
 def test_an_answer_without_a_number_is_an_error_that_says_so() -> None:
-    with pytest.raises(RewardError, match=r"'numeric'.*'many' holds no number"):
+    with pytest.raises(RewardError, match=r"'numeric'.*'many' contains no number"):
         Reward("numeric", numeric)({**GIVEN, "output": "3", "answer": "many"})
 
 

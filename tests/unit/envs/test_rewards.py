@@ -58,7 +58,7 @@ def test_an_answer_may_be_the_number_alone() -> None:
     assert exact_answer("#### 12", "12") == exact_answer("#### 12.0", 12) == 1.0
     assert exact_answer("12", "12") == 0.0
     assert [exact_answer(f"#### {n}", ["3", "#### 5"]) for n in (3, 5, 4)] == [1.0, 1.0, 0.0]
-    with pytest.raises(RewardError, match="'many' holds no number"):
+    with pytest.raises(RewardError, match="'many' contains no number"):
         exact_answer("#### 12", "many")
 
 
@@ -79,7 +79,7 @@ def test_arguments_are_injected_by_name() -> None:
 
 @pytest.mark.parametrize("fn", [lambda response: 1, lambda output, *, ground_truth: 1])
 def test_asking_for_another_name_is_refused_at_once(fn) -> None:
-    with pytest.raises(ConfigError, match="may ask for output, answer, info, task, messages, trajectory"):
+    with pytest.raises(ConfigError, match="may have output, answer, info, task, messages, trajectory"):
         Reward("r", fn)
 
 

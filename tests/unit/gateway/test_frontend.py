@@ -70,5 +70,5 @@ def test_a_reward_that_is_called_as_another_metric_is_refused(tmp_path: Any) -> 
         "class Mine(Arithmetic):\n"
         "    rewards = (Reward('mean', lambda output: 1.0),)\n"
     )
-    with pytest.raises(ConfigError, match="a reward is called 'mean', but reward/mean"):
+    with pytest.raises(ConfigError, match="a reward is named 'mean', but reward/mean"):
         load_environment(f"{tmp_path}/mine.py:Mine", {})

@@ -96,6 +96,6 @@ def _gold(answer: Any) -> Fraction:
     if value is None:
         found = read_answer(text)
         if found is None:
-            raise RewardError(f"the answer {text[:80]!r} holds no number")
+            raise RewardError(f"the answer {text[:80]!r} contains no number")
         value = found.value
     return value

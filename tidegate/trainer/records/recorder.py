@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.envs.base import TAKEN
+from tidegate.envs.base import RESERVED_NAMES
 from tidegate.observer import Observer
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.advantage import is_zero_variance
@@ -114,7 +114,7 @@ def custom_metrics(episodes: list[Trajectory]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     envs = {one.env for one in episodes}
     several = len(envs) > 1
-    taken = {*TAKEN, *(envs if several else ())}
+    taken = {*RESERVED_NAMES, *(envs if several else ())}
     for one in episodes:
         if several and one.reward is not None:
             values.setdefault(f"reward/{one.env}", []).append(one.reward)

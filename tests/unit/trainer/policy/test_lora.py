@@ -198,5 +198,5 @@ def test_what_is_missing_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(StartError, match=r"trainer.lora_rank needs peft .*tidegate\[lora\]"):
         load(base)
-    with pytest.raises(ValueError, match="lora_targets are of LoRA"):
+    with pytest.raises(ValueError, match="lora_targets has no effect without LoRA"):
         TrainerSettings(lora_targets=["q_proj"])
