@@ -1,9 +1,9 @@
-"""A million events through the admission core, and through a peer's published capacity formula.
+"""Runs a million events through the admission core, and compares it with a published capacity formula.
 
 The seeded driver of the tests (rejection, stragglers, partial groups, publish intervals 1 to 4, crashes and
-resumes, outages) checks the ledger, the bound, blame and liveness. The baseline is the formula that AReaL
-publishes for its staleness manager, written here anew: capacity = (max_staleness + version + 1) · batch −
-(accepted + running), batches taken in order of completion, nothing swept at the cut.
+resumes, outages) checks the ledger, the staleness bound, the failure counts and liveness. The baseline
+reimplements the formula that AReaL publishes for its staleness manager: capacity = (max_staleness + version +
+1) · batch − (accepted + running), with batches taken in completion order and not checked on assembly.
 
     python benchmarks/admission.py [--json] [--events 1000000]
 """
@@ -44,7 +44,7 @@ def rules_of(rng: random.Random) -> Rules:
 
 
 def drive(events: int) -> dict[str, object]:
-    """Worlds of all kinds until so many events have happened; the first broken invariant raises."""
+    """Simulates random worlds until `events` events have occurred; raises at the first broken invariant."""
     started, done, crashes, steps = time.perf_counter(), 0, 0, 0
     while done < events:
         rng = random.Random(done)
@@ -64,7 +64,7 @@ def drive(events: int) -> dict[str, object]:
 
 
 class Formula(Admission):
-    """The baseline: a group may start while the formula leaves room; nothing is swept or cancelled."""
+    """The baseline: a group may start while the formula allows it; stale groups are not dropped."""
 
     accepted = 0
 
@@ -86,7 +86,7 @@ class Formula(Admission):
 
 
 class Unchecked(World):
-    """The same world, in which the bound is measured and not asserted."""
+    """The same world, but the staleness is measured and not asserted."""
 
     worst = 0
 
@@ -98,7 +98,7 @@ class Unchecked(World):
         self.worst = max(self.worst, int(one["staleness"]))  # type: ignore[call-overload]
 
     def check(self) -> None:
-        """The formula keeps another count than the book."""
+        """Checks nothing: the formula's counts differ from the ledger's."""
 
     def _publish(self, cut: object) -> None:
         self.core.publish(self.core.publishing(self.step))

@@ -1,16 +1,16 @@
-"""What asynchronous training gains where agents wait: the demo with a tool that sleeps.
+"""Compares asynchronous with synchronous training on the demo with a tool that sleeps.
 
 Two arms train the same model on the same problems to the same held-out reward: `async` with a staleness of
-3 at most (an episode with a slow tool outlives more steps than one without), `on_policy` with
-`trainer.on_policy`, which is exactly synchronous. Each call of the tool sleeps for a log-normal time within
+at most 3 (an episode with a slow tool spans more steps than one without), and `on_policy` with
+`trainer.on_policy`, which is exactly synchronous. Each tool call sleeps for a log-normal time within
 0.1–3 s, drawn with the session's seed. Dynamic sampling is off in both arms, so that a step is the same work
-in each and no token is wasted by choice; the share of groups that had variance in their rewards
-(`informative`) is told beside it.
+in each and no group is filtered; the share of groups with variance in their rewards (`informative`) is
+reported.
 
-The clock runs from the beginning of the first step. Nothing is evaluated while it runs: the arms leave a
-checkpoint every few steps, and these are evaluated afterwards, all by the same engine, on the same held-out
-problems with the same seeds. The curve is made monotone (isotonic regression) and read where it reaches
-the target. Each pair of arms is run with several seeds, by turns; times are summed over the seeds.
+Time is measured from the start of the first step and includes no evaluation: the arms write a checkpoint
+every few steps, and one engine evaluates these afterwards, on the same held-out problems with the same seeds.
+Isotonic regression makes the reward curve monotone; the time to the target is read from that curve. Each pair
+of arms runs with several seeds, in turns; times are summed over the seeds.
 
     python benchmarks/async_vs_sync.py [--json] [--seeds 2] [--target 0.8] [--keep DIR]
 """
@@ -47,19 +47,19 @@ from tidegate.viewer.live import make_view
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo" / "config.toml"
 EVERY = 2
-"""Steps between checkpoints: the curve's points."""
+"""Steps between checkpoints, which are the points of the curve."""
 ARMS = {
     "async": ["--trainer.max_staleness=3"],
     "on_policy": ["--trainer.on_policy=true", "--trainer.max_staleness=0"],
 }
 SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
-"""A step is half of the demo's: on two cores the whole of it would measure these, and not the waiting."""
+"""Half of the demo's batch: with a full batch, two cores would be the bottleneck, and not the tool."""
 LOSS = ["--trainer.loss=dapo"]
-"""In both arms: of all losses it loses least by staleness (docs/losses.md)."""
+"""The loss of both arms: staleness reduces its reward least (docs/losses.md)."""
 
 
 def settings_of(directory: Path, arm: str, seed: int, steps: int, median_s: float) -> Settings:
-    """One step more than asked for: the last one's time holds the run's final evaluation."""
+    """Settings for one extra step, because the time of the last step includes the final evaluation."""
     overrides = [
         f"--run.dir={directory}", f"--run.name={arm}-{median_s:g}s-seed{seed}", f"--run.seed={seed}",
         f"--agent.use={HERE}/slow_solver.py:SlowSolver", f"--agent.options={{median_s = {median_s}}}",
@@ -71,7 +71,7 @@ def settings_of(directory: Path, arm: str, seed: int, steps: int, median_s: floa
 
 
 def train(settings: Settings) -> dict[int, float]:
-    """Run an arm; seconds from the beginning of the first step to the end of each."""
+    """Runs an arm; returns the seconds from the start of the first step to the end of each step."""
     view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
     environment = load_environment(settings.env.use, settings.env.options)
     asyncio.run(Run(settings, environment, view).train())
@@ -80,7 +80,7 @@ def train(settings: Settings) -> dict[int, float]:
 
 
 async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict[int, float]:
-    """The held-out reward of a run's checkpoints, sampled as in training, by an agent that never sleeps."""
+    """Held-out reward of each checkpoint of a run, sampled as in training, without the tool's sleep."""
     checkpoints = {step: settings.run_dir.absolute() / "checkpoints" / f"step_{step}" for step in steps}
     quick = load_settings(DEMO, [f"--eval.interim_tasks={tasks}", f"--run.seed={settings.run.seed}"])
     first = checkpoints[steps[0]]
@@ -104,7 +104,7 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
 
 
 def monotone(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing curve in squares: isotonic regression by pooling adjacent violators."""
+    """Least-squares isotonic regression by pooling adjacent violators."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, size = value, 1
@@ -116,7 +116,7 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 
 def reaches(seconds: Sequence[float], rewards: Sequence[float], target: float) -> float | None:
-    """When the monotone curve comes to the target, between two checkpoints in a straight line."""
+    """Time at which the monotone curve reaches the target, interpolated linearly between checkpoints."""
     curve = monotone(rewards)
     after = next((n for n, reward in enumerate(curve) if reward >= target), None)
     if after is None or after == 0:
@@ -126,7 +126,7 @@ def reaches(seconds: Sequence[float], rewards: Sequence[float], target: float) -
 
 
 def measure(settings: Settings, arm: str, target: float, tasks: int) -> dict[str, Any]:
-    """Train an arm and say when it reached the target, and what became of its tokens."""
+    """Trains an arm; returns when it reached the target, and its token counts."""
     times = train(settings)
     steps = [step for step in times if step and step % EVERY == 0]
     rewards = asyncio.run(evaluate(settings, steps, tasks))
@@ -152,7 +152,7 @@ def measure(settings: Settings, arm: str, target: float, tasks: int) -> dict[str
 
 
 def speedup(results: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds on policy ÷ seconds asynchronous, each summed over the seeds."""
+    """Synchronous seconds ÷ asynchronous seconds, each summed over the seeds."""
     sums = dict.fromkeys(ARMS, 0.0)
     for result in results:
         if result["seconds_to_target"] is None:
@@ -163,13 +163,13 @@ def speedup(results: Sequence[dict[str, Any]]) -> float | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--seeds", type=int, default=2, help="pairs of runs with the sleeping tool")
-    parser.add_argument("--steps", type=int, default=24, help="steps of a run")
-    parser.add_argument("--target", type=float, default=0.8, help="held-out reward, sampled")
-    parser.add_argument("--tasks", type=int, default=300, help="held-out problems of an evaluation")
-    parser.add_argument("--median", type=float, default=0.5, help="of the tool's sleep, in seconds")
-    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--seeds", type=int, default=2, help="number of pairs of runs with the sleeping tool")
+    parser.add_argument("--steps", type=int, default=24, help="steps per run")
+    parser.add_argument("--target", type=float, default=0.8, help="sampled held-out reward to reach")
+    parser.add_argument("--tasks", type=int, default=300, help="held-out problems per evaluation")
+    parser.add_argument("--median", type=float, default=0.5, help="median sleep of the tool, in seconds")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-async-"))
 
@@ -188,11 +188,9 @@ def main() -> int:
     finally:
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)
-    print("dynamic sampling is off in every arm; evaluation is no part of any clock")
+    print("dynamic sampling is off in every arm; times exclude evaluation")
     without = speedup(quick)
-    print(
-        f"without the sleep: speedup {'none, the target was missed' if without is None else f'{without:.2f}'}"
-    )
+    print(f"without the sleep: speedup {'none, target missed' if without is None else f'{without:.2f}'}")
     checks = [
         Check("speedup", speedup(slow), ">=", 1.8),
         Check("goodput", min(one["goodput"] for one in slow if one["arm"] == "async"), ">=", 0.9),

@@ -1,9 +1,10 @@
-"""What it brings to gather a bucket of weights while another one is sent: a publish's time, its gap, memory.
+"""Measures the benefit of gathering one bucket of weights while another is sent: time, engine pause, memory.
 
-Two trainer ranks share a random model, which goes to embedded engines by gloo: in buckets one ahead; with all
-of them gathered first; and so to engines that are paused while the bytes travel, as those must be that keep
-nothing beside their live weights. The ways take turns in one run. `publish_s` is the whole of a send, `gap_s`
-what an engine pauses for, `held_mb` what rank 0's memory grew by at its peak.
+Two trainer ranks share a random model and send it to embedded engines over gloo in three ways: gathering the
+next bucket during each send; gathering all buckets first; and gathering all first, with engines that are
+paused during the transfer, as required of engines without a staging buffer. The ways alternate in one run.
+`publish_s` is the time of a whole publish, `gap_s` the pause of an engine, `held_mb` the peak memory growth
+of rank 0.
 
     python benchmarks/broadcast.py [--json] [--rounds 5] [--hidden 768] [--bucket-mb 32]
 """
@@ -40,7 +41,7 @@ WAYS = ("one ahead", "all first", "all first, paused")
 
 
 def make_model(directory: Path, hidden: int) -> int:
-    """A random Qwen3; its size in bytes, in float32."""
+    """Saves a random Qwen3; returns its size in bytes, in float32."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=8192, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=8,
@@ -53,8 +54,8 @@ def make_model(directory: Path, hidden: int) -> int:
 
 
 class Timed(EngineControl):
-    """Knows when it paused first and went on; what `stages` is not True of does not say that it keeps
-    weights beside its live ones."""
+    """Records when the engine paused and resumed. With `stages` False it hides that the engine stages weights
+    beside the live ones."""
 
     paused_at = resumed_at = 0.0
     stages = True
@@ -75,9 +76,9 @@ class Timed(EngineControl):
 
 @contextlib.contextmanager
 def memory_peak() -> Iterator[dict[str, float]]:
-    """How far this process's memory grows meanwhile, in MB (Linux)."""
+    """Measures the peak memory growth of this process inside the block, in MB (Linux)."""
     found: dict[str, float] = {}
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free already would not show as growth
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory that glibc holds would hide growth
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     yield found
@@ -129,7 +130,7 @@ async def measured(options: argparse.Namespace, directory: Path, stack: contextl
                 ended = time.perf_counter()
             assert len(sent) == len(controls)
             gap = max(one.resumed_at - one.paused_at for one in controls)
-            if number:  # the first round makes the groups
+            if number:  # the first round creates the process groups
                 taken[way].append({"publish_s": ended - began, "gap_s": gap, "held_mb": peak["mb"]})
     return size, taken
 

@@ -1,13 +1,13 @@
-"""The demo under fire: killed at every place where something is written down, and 30 times at random.
+"""Kills the demo at every durable write and 30 times at random, and checks that nothing is lost.
 
-First the trainer dies, as by `kill -9`, before and after each kind of its durable writes, once each, and is
-resumed every time; the gateway dies before, within and after each kind of its own. Then `--kills` random
-ones over trainer, agents' process, gateway and engine. At last the run goes on to its end. Some of its tasks
-always raise, so that failures are written down too. What became of every episode is then read from
-ledger, trajectories and checkpoints by `lineage.py`, which shares no code with what wrote them.
+First the trainer is killed (`kill -9`) once before and once after each kind of its durable writes, and is
+resumed each time; the gateway is killed before, within and after each kind of its own. Then `--kills` random
+kills follow, of trainer, agent process, gateway and engine. Finally the run continues to its end. Some tasks
+always raise, so that failures are written too. `lineage.py`, which shares no code with the writers, then
+reads the fate of every episode from ledger, trajectories and checkpoints.
 
-With `--keep DIR --for SECONDS` it is done in pieces: each stops after its time (the run is killed once more)
-with exit code 2, and the next one with the same DIR goes on.
+With `--keep DIR --for SECONDS` the benchmark runs in pieces: a piece stops after its time (the run is killed
+once more) with exit code 2, and the next call with the same DIR continues.
 
     python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0]
                                [--keep DIR [--for SECONDS]]
@@ -49,29 +49,29 @@ WRITES = (
     "ledger.attempt.stepped", "ledger.attempt.stale", "ledger.attempt.filtered", "ledger.attempt.failed",
     "ledger.attempt.cancelled",
 )  # fmt: skip
-"""The trainer's durable writes, but for the one that ends a run."""
+"""Durable writes of the trainer, except the one that ends a run."""
 LAST = ("ledger.run.ended",)
 GATEWAY = (
     "opened", "recorded", "sent", "closing", "finished", "forgotten", "sealed", "entered", "leased", "ended",
     "engines",
 )  # fmt: skip
-"""The gateway's, but for `rewarded` and `returned`: no agent of the demo posts rewards, and no lease is given
-back. The gateway's own crash tests have all of them."""
+"""Durable writes of the gateway, except `rewarded` and `returned`: the demo's agents post no rewards, and no
+lease is returned. The gateway's own crash tests cover all of them."""
 AT_ONCE = 4
-"""Places in the gateway that are armed in one start of the trainer, which restarts it five times."""
+"""Gateway failpoints armed per start of the trainer, which restarts the gateway five times."""
 WHILE_TRAINING = 0.8
-"""The share of starts after which the next random kill waits until the run is under way."""
+"""Share of starts after which the next random kill waits until the run has written to its ledger."""
 PROCESSES = ("trainer", "agents", "gateway", "engine")
 STARTED_S, QUIET_S = 90.0, 120.0
 GAVE_UP = 3
-"""The exit code of a run whose gateway or engine died too often for one start."""
+"""Exit code of a run whose gateway or engine exited too often in one start."""
 UNFINISHED = 2
-"""Our own exit code where the time for this piece is over."""
+"""Exit code of this script when the time of the piece is over."""
 
 
 @dataclass
 class Chaos:
-    """One run directory and the processes that go on with it, one after another."""
+    """One run directory and the trainer processes that continue it, one after another."""
 
     run_dir: Path
     steps: int
@@ -79,16 +79,16 @@ class Chaos:
     rng: random.Random
     starts: int = 0
     seconds: float = 0.0
-    """Of the pieces before this one."""
+    """Duration of the earlier pieces."""
     exits: Counter[int] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
     unreached: list[str] = field(default_factory=list)
-    """Places given up, as the run did not come there for a while."""
+    """Failpoints skipped because the run did not reach them for a while."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def passed(self) -> set[str]:
-        """The places at which a process died."""
+        """Failpoints at which a process was killed."""
         return {path.name for path in self.fired.glob("*")}
 
     @property
@@ -96,7 +96,7 @@ class Chaos:
         return self.run_dir.parent / "passed"
 
     def start(self, places: dict[str, int]) -> None:
-        """Start or go on, with these places armed."""
+        """Starts or resumes the run with these failpoints armed."""
         self.fired.mkdir(exist_ok=True, parents=True)
         resume = ["--resume"] if (self.run_dir / "ledger.jsonl").exists() else []
         armed = ",".join(f"{name}:{count}" for name, count in places.items())
@@ -120,7 +120,7 @@ class Chaos:
         self.starts += 1
 
     def ended(self, within_s: float) -> bool:
-        """Whether the trainer's process ends within the time; if so its exit is counted."""
+        """Whether the trainer process exits within the time; if so, its exit is counted."""
         assert self.process is not None
         try:
             code = self.process.wait(max(0.0, within_s))
@@ -129,11 +129,11 @@ class Chaos:
         self.exits[code] += 1
         self.process = None
         if code == 0:
-            self.steps += 4  # it came to its end before we came to ours
+            self.steps += 4  # the run completed before the last kill
         return True
 
     def owned(self) -> dict[str, int]:
-        """The processes that are alive at this moment, by name."""
+        """Pids of the running processes, by name."""
         if self.process is None:
             return {}
         found = {"trainer": self.process.pid}
@@ -153,7 +153,7 @@ class Chaos:
     # ------------------------------------------------------------------ pieces
 
     def recall(self) -> None:
-        """Go on from the piece before, if there was one."""
+        """Loads the state of the previous piece, if there is one."""
         if not self._state.exists():
             return
         known = json.loads(self._state.read_text())
@@ -176,7 +176,7 @@ class Chaos:
     # ------------------------------------------------------------------ the phases
 
     def failpoints(self, trainer: list[str], gateway: list[str], until: float) -> None:
-        """Die at each of these places once; goes on without those that are not reached for a while."""
+        """Kills the process at each of these failpoints once; skips those not reached for a while."""
         while time.monotonic() < until and (
             left := [one for one in trainer + gateway if one not in {*self.passed, *self.unreached}]
         ):
@@ -206,7 +206,7 @@ class Chaos:
             self.kill(self.rng.choice([name for name in PROCESSES if name in there]))
 
     def _under_way(self, until: float) -> None:
-        """Wait until the run that was just started has written into its ledger."""
+        """Waits until the run just started has written to its ledger."""
         book = self.run_dir / "ledger.jsonl"
         before = book.stat().st_size if book.exists() else 0
         while self.process is not None and time.monotonic() < until:
@@ -223,9 +223,9 @@ class Chaos:
             self.ended(STARTED_S)
 
     def to_the_end(self, steps: int, places: list[str], until: float) -> bool:
-        """Until the run says by itself that it is complete; whether it did in time."""
+        """Restarts the run until it exits as complete; whether that happened in time."""
         complete = self.exits[0]
-        self.kill("trainer", counted=False)  # one that goes on from before has none of these places armed
+        self.kill("trainer", counted=False)  # a process of an earlier phase has none of these armed
         while time.monotonic() < until:
             if self.process is None:
                 self.steps = max(steps, _last_step(self.run_dir))
@@ -257,12 +257,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--failpoints", help="names, with commas between; default: all")
-    parser.add_argument("--reward", type=float, default=0.90, help="the least held-out reward at the end")
-    parser.add_argument("--tasks", type=int, default=64, help="held-out problems of each set")
+    parser.add_argument("--failpoints", help="names, separated by commas; default: all")
+    parser.add_argument("--reward", type=float, default=0.90, help="minimum held-out reward at the end")
+    parser.add_argument("--tasks", type=int, default=64, help="held-out problems per set")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="keep the run here")
-    parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="of this piece")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
+    parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="duration of this piece")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     trainer = [f"{write}.{when}" for write in WRITES for when in ("before", "after")]
@@ -271,7 +271,7 @@ def main() -> int:
     if arguments.failpoints is not None:
         wanted = set(filter(None, arguments.failpoints.split(",")))
         if unknown := wanted - {*trainer, *gateway, *last}:
-            parser.error(f"there are no such failpoints: {', '.join(sorted(unknown))}")
+            parser.error(f"unknown failpoints: {', '.join(sorted(unknown))}")
         trainer, gateway, last = ([one for one in some if one in wanted] for some in (trainer, gateway, last))
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
     chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng)
@@ -286,8 +286,8 @@ def main() -> int:
         chaos.remember(arguments.seed, time.monotonic() - began)
         if not complete:
             left = len({*trainer, *gateway} - chaos.passed)
-            print(f"not at its end after {chaos.starts} starts: {left} places and "
-                  f"{arguments.kills - chaos.killed.total()} kills are left; go on with the same --keep",
+            print(f"not complete after {chaos.starts} starts: {left} failpoints and "
+                  f"{arguments.kills - chaos.killed.total()} kills remain; continue with the same --keep",
                   file=sys.stderr)  # fmt: skip
             return UNFINISHED
         return conclude(chaos, {*trainer, *gateway, *last}, arguments)

@@ -1,5 +1,4 @@
-"""What every benchmark prints: a table, and with `--json` one object, last; it exits non-zero where a
-check does not hold."""
+"""Output of the benchmarks: a table, then with `--json` one object; exits non-zero if a check fails."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Check:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Description of the machine."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -41,11 +40,11 @@ def machine() -> dict[str, Any]:
 
 
 def report(results: list[dict[str, Any]], checks: list[Check], *, as_json: bool) -> int:
-    """Print; returns the exit code."""
+    """Prints results and checks; returns the exit code."""
     for result in results:
         print("  ".join(f"{key}={_short(value)}" for key, value in result.items()))
     for check in checks:
-        verdict = "holds" if check.holds else "DOES NOT HOLD"
+        verdict = "passed" if check.holds else "FAILED"
         print(f"{check.name:<36}{_short(check.value):>10} {check.op} {check.goal:<10g}{verdict}")
     if as_json:
         rows = [asdict(check) for check in checks]

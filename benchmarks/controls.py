@@ -1,7 +1,7 @@
-"""Is it learning, and nothing else?
+"""Runs the controls of a demo, which show that learning causes its reward.
 
-Three short runs of a demo: as it is with another seed, with learning rate 0, with the rewards shuffled
-within each batch; and the recorded logprobs computed again by the plain model.
+Three short runs of a demo: with another seed, with learning rate 0, and with the rewards shuffled within each
+batch. The plain model also recomputes the recorded logprobs.
 
     python benchmarks/controls.py [--demo search] [--json] [--steps 80] [--keep DIR]
 """
@@ -36,16 +36,16 @@ GOALS = {
     "calculator": [("after", 0.90)],
     "search": [("after", 0.80), ("after_greedy", 0.90)],
 }
-"""Demo → what its seeded run comes to, at least."""
+"""Demo → minimum reward of its seeded run."""
 
 
 @contextlib.contextmanager
 def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    """A demo's settings file, and what is to be laid over it while its services run."""
+    """Settings file of a demo, and overrides for the services that run inside the block."""
     if name == "calculator":
         yield EXAMPLES / "demo" / "config.toml", []
         return
-    sys.path.append(str(EXAMPLES / "demo_search"))  # its server is started as `make demo-search` starts it
+    sys.path.append(str(EXAMPLES / "demo_search"))  # starts the server as `make demo-search` does
     from demo import CONFIG, served_worlds, told
 
     with served_worlds(directory / "corpus") as url:
@@ -53,7 +53,7 @@ def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def shuffled(settings: TrainerSettings, seed: int) -> Credit:
-    """The batch's advantages, dealt out at random among its trajectories."""
+    """Credit that shuffles a batch's advantages among its trajectories."""
     rng = random.Random(seed)
     plain = GroupCredit(settings)
 
@@ -67,7 +67,7 @@ def shuffled(settings: TrainerSettings, seed: int) -> Credit:
 
 
 def train(settings: Settings, credit: Credit | None = None) -> dict[str, Any]:
-    """Run, and say what became of the held-out reward."""
+    """Trains; returns the held-out reward before and after."""
     began = time.monotonic()
     view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
     environment = load_environment(settings.env.use, settings.env.options)
@@ -94,11 +94,11 @@ def train(settings: Settings, credit: Credit | None = None) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--demo", choices=GOALS, default="calculator")
     parser.add_argument("--steps", type=int, default=None, help="steps of the seeded run (the demo's)")
     parser.add_argument("--control-steps", type=int, default=25, help="steps of the two controls")
-    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-controls-"))
 
@@ -112,7 +112,7 @@ def main() -> int:
                 return load_settings(config, [*place, *laid, *overrides])
 
             frozen = train(settings("learning_rate_0", control, "--trainer.learning_rate=0"))
-            # Learning from noise a model may come to where all rewards are alike: such groups are kept.
+            # Training on noise may make all rewards of a group equal; such groups are kept.
             dealing = settings("shuffled_rewards", control, "--trainer.dynamic_sampling=false")
             dealt = train(dealing, shuffled(dealing.trainer, 0))
             seeded = train(settings("another_seed", "--run.seed=1", *steps))

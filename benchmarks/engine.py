@@ -1,25 +1,25 @@
-"""How fast is the embedded engine, beside what transformers gives without it?
+"""Compares the speed of the embedded engine with transformers.
 
     python benchmarks/engine.py [--json] [--repeats 3] [--model DIR]
 
-The model is `examples/tiny_base/model` (Qwen3, 4 layers, hidden 128, float32), one torch thread for each
-contender, temperature 1. The engine gives exact logprobs and version spans with every token; the others
-give neither. All contenders of a comparison run in every repeat, one after the other (with 64 requests three
-times, as half a second differs by a tenth from one time to the next), and each figure is the median over the
-repeats; a ratio is the median of the repeats' own ratios to the contender that is the best by its median.
+The model is `examples/tiny_base/model` (Qwen3, 4 layers, hidden 128, float32), one torch thread per system,
+temperature 1. The engine returns exact logprobs and version spans with every token; the others return
+neither. All systems of a comparison run in every repeat, one after the other (with 64 requests three times,
+because runs of half a second vary by a tenth). Each figure is the median over the repeats. A ratio is the
+median of the per-repeat ratios to the system with the best median.
 
 - *Equal lengths*: 1, 16, 64, 128 requests at once, 64 tokens in, 64 out. `engine` is a `tidegate engine`
-  process reached over HTTP, as the gateway reaches it; `generate` is transformers' `generate` on one
-  batch in this process, with its better cache (dynamic or static).
-- *Decode only*: the engine's scheduler in this process against a loop that calls the model and draws with
-  `torch.multinomial`, with its better cache; both after their prefill, 64 tokens out.
-- *Mixed arrivals*: 64 clients over HTTP ask for 192 replies in all, each as soon as its last one came; 16
-  to 256 tokens in and 16 to 256 out, both uniform. `generate` has all 192 from the start, takes them in
-  batches of 64 in order, padded on the left, and each batch ends with its longest reply. Only asked-for
-  tokens count.
-- *Prefix reuse*: 16 sessions with a history of 512 tokens go on by 32 tokens and ask for 16; the time from
-  the first request to the last reply, over HTTP, beside an engine with `--prefix-cache-mb 0`.
-- *bfloat16*: decode as above at 1 and 64 rows, also on a random model of 17 million parameters.
+  process called over HTTP, as the gateway calls it; `generate` is transformers' `generate` on one batch in
+  this process, with the faster of its caches (dynamic or static).
+- *Decode only*: the engine's scheduler in this process, against a loop that calls the model and samples with
+  `torch.multinomial`, with the faster cache; both measured after prefill, 64 tokens out.
+- *Mixed arrivals*: 64 clients over HTTP request 192 replies in all, each as soon as its previous reply
+  arrived; 16 to 256 tokens in and 16 to 256 out, both uniform. `generate` has all 192 requests from the
+  start and processes them in order in batches of 64, padded on the left; each batch ends with its longest
+  reply. Only requested tokens count.
+- *Prefix reuse*: 16 sessions with a history of 512 tokens add 32 tokens and request 16; the time from the
+  first request to the last reply, over HTTP, compared with an engine with `--prefix-cache-mb 0`.
+- *bfloat16*: decode as above with 1 and 64 rows, also on a random model of 17 million parameters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WIDE = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 2, "
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt and how many tokens its reply has."""
+    """A prompt and the number of tokens of its reply."""
 
     prompt: list[int]
     tokens: int
@@ -76,7 +76,7 @@ class Ask:
 
 @dataclass
 class Figures:
-    """Seconds of each contender, over the repeats."""
+    """Seconds of each system in each repeat."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -84,12 +84,13 @@ class Figures:
         self.seconds.setdefault(name, []).append(seconds)
 
     def median(self, *names: str) -> float:
-        """The best of these contenders."""
+        """The fastest of these systems, by median."""
         return min(median(self.seconds[name]) for name in names)
 
     def ratio(self, mine: str, *others: str) -> float:
-        """How much faster than the best of the others, compared within each repeat: what else the machine
-        does then slows both. The best is so by its median: chosen in each repeat it would be the luckier."""
+        """Speedup over the best other system, as the median of per-repeat ratios: other load on the machine
+        slows both systems of a repeat. The best is chosen by median; a choice per repeat would bias the
+        ratio."""
         best = min(others, key=lambda name: median(self.seconds[name]))
         return median(
             theirs / seconds for seconds, theirs in zip(self.seconds[mine], self.seconds[best], strict=True)
@@ -97,7 +98,7 @@ class Figures:
 
 
 class Prompts:
-    """Seeded random prompts, never the same twice: nothing is found in a cache by accident."""
+    """Seeded random prompts, all different, so that no prompt hits the prefix cache."""
 
     def __init__(self, vocab: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -114,12 +115,12 @@ class Prompts:
         return [Ask(self.draw(prompt), reply) for prompt, reply in lengths]
 
 
-# -- without the engine
+# -- transformers
 
 
 @torch.inference_mode()
 def generate(model: Any, asks: Sequence[Ask], cache: str) -> float:
-    """Seconds of one batch, padded on the left to its longest prompt, until its longest reply."""
+    """Seconds for one batch, padded on the left to its longest prompt, until its longest reply ends."""
     longest, tokens = max(len(ask.prompt) for ask in asks), max(ask.tokens for ask in asks)
     ids = torch.zeros((len(asks), longest), dtype=torch.long)
     for row, ask in enumerate(asks):
@@ -136,7 +137,7 @@ def generate(model: Any, asks: Sequence[Ask], cache: str) -> float:
 
 @torch.inference_mode()
 def bare_loop(model: Any, asks: Sequence[Ask], cache: str) -> float:
-    """Seconds of decoding alone: model, softmax, draw; no bookkeeping, no logprobs, no ends."""
+    """Seconds of decoding alone: model, softmax, sampling; no bookkeeping, logprobs or stop checks."""
     ids = torch.tensor([ask.prompt for ask in asks])
     if cache == "static":
         past: Any = StaticCache(config=model.config, max_cache_len=2 * LENGTH)
@@ -152,7 +153,7 @@ def bare_loop(model: Any, asks: Sequence[Ask], cache: str) -> float:
 
 
 def engine_decode(model: Model, asks: Sequence[Ask]) -> float:
-    """Seconds of decoding alone: the scheduler's steps once every request has its row."""
+    """Seconds of decoding alone: the scheduler's steps after all requests were prefilled."""
     scheduler = Scheduler(model, max_slots=SLOTS, version="0", deliver=lambda _: None)
     limits = TokenLimits(model.vocab_size, CONTEXT, frozenset(), False)
     for seed, ask in enumerate(asks):
@@ -208,13 +209,13 @@ class Serve:
         return given
 
     async def together(self, asks: Sequence[Ask]) -> float:
-        """Seconds until all that are asked at once have their replies."""
+        """Seconds until all replies to simultaneous requests have arrived."""
         began = time.perf_counter()
         await asyncio.gather(*map(self.one, asks))
         return time.perf_counter() - began
 
     async def clients(self, asks: Sequence[Ask]) -> float:
-        """Seconds that CLIENTS take, each asking the next question as soon as it has its reply."""
+        """Seconds for CLIENTS clients, each of which sends its next request when its reply arrives."""
         queue = iter(asks)
 
         async def client() -> None:
@@ -226,7 +227,7 @@ class Serve:
         return time.perf_counter() - began
 
     async def second_turn(self, prompts: Prompts) -> tuple[float, float]:
-        """Seconds of the second turn of SESSIONS sessions, and the share of their history that was cached."""
+        """Seconds for the second turn of SESSIONS sessions, and the cached share of their history."""
         first = [Ask(prompts.draw(HISTORY - ANSWER), ANSWER) for _ in range(SESSIONS)]
         replies = await asyncio.gather(*map(self.one, first))
         histories = [ask.prompt + reply["output_ids"] for ask, reply in zip(first, replies, strict=True)]
@@ -256,7 +257,7 @@ async def measure(
     decode = {count: Figures() for count in COUNTS}
     mixed, prefix, shares = Figures(), Figures(), []
     async with client_of(url) as engine, client_of(forgetful_url) as forgetful:
-        await engine.together(prompts.equal(16))  # all have run once before they are timed
+        await engine.together(prompts.equal(16))  # warm-up before timing
         await forgetful.together(prompts.equal(16))
         for cache in ("dynamic", "static"):
             generate(model.hf_model, prompts.equal(2), cache)
@@ -283,7 +284,7 @@ async def _equal(
 
 
 async def _mixed(model: Model, engine: Serve, prompts: Prompts, mixed: Figures) -> float:
-    """Returns how many tokens were asked for."""
+    """Returns the number of requested tokens."""
     asks = prompts.mixed(MIXED)
     mixed.add("engine", await engine.clients(asks))
     batches = [asks[start : start + CLIENTS] for start in range(0, MIXED, CLIENTS)]
@@ -321,7 +322,7 @@ def _judge(
 
 
 def bfloat16(path: Path, repeats: int) -> Iterator[dict[str, Any]]:
-    """Decode in float32 and in bfloat16: the model of the benchmark, and one of a more usual width."""
+    """Decodes in float32 and bfloat16, with the benchmark's model and with a wider one."""
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**WIDE)).save_pretrained(directory)
@@ -342,8 +343,8 @@ def bfloat16(path: Path, repeats: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each comparison; medians are shown")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per comparison; medians are shown")
     parser.add_argument("--model", type=Path, default=MODEL)
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
-"""What the forms of an optimiser step cost and save: passes in bfloat16, layers computed again, LoRA.
+"""Measures time and memory of the variants of an optimiser step: bfloat16, activation checkpointing, LoRA.
 
-Time: the forms take turns on the same rows (4 groups of 8 episodes), beside the plain form; medians of the
-process's own CPU seconds. Memory: two steps on a microbatch of 4,096 tokens, each form in a process of its
-own; the most that it holds beyond what it held with the model loaded, beside what `--dry-run` counts for it.
-It reads Linux's /proc.
+Time: the variants run in turns on the same rows (4 groups of 8 episodes), compared with plain float32;
+medians of the process's CPU seconds. Memory: two steps on a microbatch of 4,096 tokens, each variant in its
+own process; the peak memory above that of the loaded model, compared with the estimate of `--dry-run`.
+Needs Linux (/proc).
 
     python benchmarks/forms.py [--json] [--rounds 5] [--threads 1]
 """
@@ -41,11 +41,11 @@ FORMS: dict[str, dict[str, Any]] = {
 LONG = {"rows": 4, "tokens": 1024}
 MB = 1e6
 EXACT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
-"""Memory goes back to the system as soon as a tensor does: what glibc keeps for later is not counted."""
+"""Makes glibc return freed memory to the system at once, so that its caches are not counted."""
 
 
 def times(rounds: int, threads: int) -> dict[str, list[float]]:
-    """CPU seconds of each form's steps."""
+    """CPU seconds of each variant's steps."""
     rows = merged(episodes(4, 8, 1))
     policies = {
         name: Policy(make_model(), Path(), TrainerSettings(threads=threads, **SETTINGS, **form))
@@ -82,13 +82,13 @@ def long_rows() -> list[TrainSequence]:
 
 
 def held(name: str) -> int:
-    """The most bytes that this process holds in its steps, beyond what it held before."""
+    """Peak bytes that the steps add to this process's memory."""
     torch.set_num_threads(1)
     policy = Policy(make_larger_model(), Path(), TrainerSettings(**FORMS[name]))
     rows = long_rows()
-    Path("/proc/self/clear_refs").write_text("5")  # what it held at most is counted from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
-    for _ in range(2):  # AdamW's moments are there from the second on
+    for _ in range(2):  # AdamW's moments exist from the second step on
         policy.update(rows, version=0)
     return resident("VmHWM") - before
 
@@ -100,7 +100,7 @@ def resident(which: str) -> int:
 
 
 def counted(name: str, model: Path) -> int:
-    """What the memory plan says of it."""
+    """Bytes that the memory plan estimates."""
     trainer = {"microbatch_tokens": LONG["rows"] * LONG["tokens"], **FORMS[name]}
     settings = Settings.model_validate({"model": {"path": str(model)}, "trainer": trainer})
     items = memory_plan(settings, read_shape(model))
@@ -108,7 +108,7 @@ def counted(name: str, model: Path) -> int:
 
 
 def memory() -> list[dict[str, Any]]:
-    """Each form's step, measured in a process of its own, and counted."""
+    """Measured and planned memory of each variant's step, each measured in its own process."""
     found = []
     with tempfile.TemporaryDirectory() as directory:
         make_larger_model().save_pretrained(directory)
@@ -122,8 +122,8 @@ def memory() -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps per variant")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--held", choices=FORMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What a turn through the gateway costs, beside a peer, a bare forwarder and the engine called directly.
+"""Measures the cost of a turn through the gateway, a peer, a bare forwarder and the engine called directly.
 
-64 sessions × 8 turns of 64 tokens, one fake engine, one load generator, every system a process of its own;
-rounds of all systems interleaved, medians of the rounds. Tidegate has everything on: keys, the tree,
-rendering with a tokenizer of real size, tool parsing, the journal. CPU is user + system time of the
-system's process while turns are taken; opening sessions is outside of it.
+64 sessions × 8 turns of 64 tokens, one fake engine, one load generator, each system in its own process;
+rounds of all systems interleaved, medians of the rounds. Tidegate runs with all features: keys, the tree,
+rendering with a tokenizer of realistic size, tool parsing, the journal. CPU is the user + system time of the
+system's process during the turns, without opening the sessions.
 
     python benchmarks/gateway.py [--json] [--rounds 5]
 """
@@ -30,7 +30,7 @@ from tidegate.types import Sampling
 
 ROOT = Path(__file__).parents[1]
 SESSIONS, TURNS = 64, 8
-WAVES = 2  # of fresh sessions in a round
+WAVES = 2  # new sessions per round
 LONG_SESSIONS = 32
 LARGE_POST = 20_000_000
 STALL_S, PACE_S = 8.0, 0.5
@@ -38,14 +38,14 @@ Access = tuple[str, str, str]
 
 
 class Bench:
-    """One load generator, and sessions opened for it."""
+    """A load generator and the sessions opened for it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._opened = 0
 
     def open(self, system: System, count: int) -> list[Access]:
-        """Fresh sessions as (name, path, key)."""
+        """Opens sessions; returns (name, path, key) of each."""
         names = [str(self._opened + n) for n in range(count)]
         self._opened += count
         if system.name == "tidegate":
@@ -62,7 +62,7 @@ class Bench:
         stream: bool = False,
         strict: bool = True,
     ) -> dict[str, Any]:
-        """Take turns; what they cost. Raises RuntimeError where one fails, unless failures are counted."""
+        """Runs turns; returns their cost. Raises RuntimeError if one fails, unless failures are counted."""
         before = system.cpu_seconds()
         done = self._loader.turns(system, sessions, turns, concurrency=concurrency, stream=stream)
         cpu = system.cpu_seconds() - before
@@ -93,7 +93,7 @@ async def _open_sessions(system: System, names: list[str]) -> list[Access]:
 
 
 def interleaved(bench: Bench, systems: list[System], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Rounds by system's name; every system takes its turn in every round, after one to warm up."""
+    """Results of the rounds by system name. Each round runs every system; a warm-up round comes first."""
     taken: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
     for number in range(rounds + 1):
         for system in systems:
@@ -104,13 +104,13 @@ def interleaved(bench: Bench, systems: list[System], rounds: int) -> dict[str, l
 
 
 def ratio(taken: dict[str, list[dict[str, Any]]], key: str, one: str, other: str) -> float | None:
-    """The median over rounds of one system's figure ÷ another's; None where one is not there."""
+    """Median over the rounds of one system's figure ÷ another's; None if a system is missing."""
     pairs = list(zip(taken.get(one, ()), taken.get(other, ()), strict=False))
     return statistics.median(a[key] / b[key] for a, b in pairs) if pairs else None
 
 
 def turn_50_vs_2(bench: Bench, system: System, pairs: int = 5) -> dict[str, Any]:
-    """CPU of turn 50 and of turn 2; each turn is taken by all sessions together, the two side by side."""
+    """CPU time of turn 50 and of turn 2; all sessions run each turn together, the two turns interleaved."""
     ratios, fiftieth, second = [], [], []
     for _ in range(pairs):
         old, young = bench.open(system, LONG_SESSIONS), bench.open(system, LONG_SESSIONS)
@@ -127,15 +127,15 @@ def turn_50_vs_2(bench: Bench, system: System, pairs: int = 5) -> dict[str, Any]
 
 
 def stalls(bench: Bench, loader: Loader, poster: Loader, system: System, rounds: int) -> dict[str, Any]:
-    """How much longer the turns of SESSIONS sessions take while another one posts a message of 20 MB, again
-    and again. Each of them takes a turn every PACE_S, so that what is measured is waiting, and not what a
-    machine can do. Each round takes turns without and with the posts, side by side; medians of the rounds."""
+    """Measures how much longer the turns of SESSIONS sessions take while another session repeatedly posts a
+    message of 20 MB. Each session runs a turn every PACE_S seconds, so that latency is measured and not
+    throughput. Each round runs turns without and with the posts; medians of the rounds."""
     alone, beside, posted = [], [], []
     for number in range(2 * rounds):
         job = {"url": system.url, "for_s": STALL_S, "every_s": PACE_S, "stream": False}
         job["concurrency"] = SESSIONS
         sessions = bench.open(system, SESSIONS)
-        bench.turns(system, sessions, 1)  # first prompts are rendered whole: all at once they make a queue
+        bench.turns(system, sessions, 1)  # first prompts are rendered in full; sent together they would queue
         turns = {**job, "kind": "turns", "sessions": sessions}
         posting = number % 2 == 1
         with ThreadPoolExecutor(1) as pool:
@@ -158,8 +158,8 @@ def stalls(bench: Bench, loader: Loader, poster: Loader, system: System, rounds:
 
 
 def make_model(directory: Path) -> Path:
-    """What a gateway reads of a model: a tokenizer of 130,000 tokens and a template in Qwen 3's format."""
-    sys.path.append(str(ROOT))  # the tests' tokenizer, of which no other copy is wanted
+    """The model files that a gateway reads: a tokenizer of 130,000 tokens, a template in Qwen 3's format."""
+    sys.path.append(str(ROOT))  # the tests' tokenizer
     from tests.families import family_tokenizer
 
     family_tokenizer("qwen3", "real").save_pretrained(str(directory))
@@ -169,9 +169,11 @@ def make_model(directory: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all systems")
-    parser.add_argument("--rllm-venv", type=Path, default=ROOT / ".venv-rllm", help="the peer's environment")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument(
+        "--rllm-venv", type=Path, default=ROOT / ".venv-rllm", help="the peer's virtual environment"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, Processes(Path(name)) as processes:
         return measure(Path(name), processes, arguments)
@@ -189,7 +191,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
         python = rllm_python(arguments.rllm_venv)
         systems += [processes.rllm(python, engine, tuned=tuned) for tuned in (False, True)]
     except RuntimeError as error:
-        print(f"rllm-model-gateway cannot be compared with: {error}", file=sys.stderr)
+        print(f"rllm-model-gateway is not compared: {error}", file=sys.stderr)
     taken = interleaved(bench, systems, arguments.rounds)
     rows = [
         {"system": name, **{key: statistics.median(row[key] for row in runs) for key in runs[0]}}
@@ -220,7 +222,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
 
 
 def open_ten_thousand(bench: Bench, system: System) -> float:
-    """Memory of a gateway that holds 10,000 open sessions of TURNS turns each."""
+    """Memory of a gateway with 10,000 open sessions of TURNS turns each."""
     bench.turns(system, bench.open(system, 10_000), TURNS, concurrency=SESSIONS)
     return system.rss_mb()
 

@@ -1,24 +1,23 @@
-"""What a GPU gives: decode, the optimiser step, a publish, and a demo that learns, all on one device.
+"""Measures decode, the optimiser step, a publish and a demo run on one GPU.
 
     python benchmarks/gpu.py [--json] [--shape qwen3-0.6b|tiny] [--device cuda] [--keep DIR]
 
-The model has random weights and, as a rule, the shape of Qwen3-0.6B; engine and step compute in bfloat16.
-All bounds are measured on the same device in the same run.
+The model has random weights and, by default, the shape of Qwen3-0.6B; engine and step compute in bfloat16.
+All limits are measured on the same device in the same run.
 
-- *Decode*: requests of 128 tokens in and 128 out that all decode at once, temperature 1. `engine` is the
-  embedded engine's scheduler; `generate` is transformers' on one batch: what more tokens add to its time.
-  `limit` is count ÷ the time that
-  one pass over the weights and the rows' keys and values takes at the bandwidth of a large copy.
-  `waits_per_step` counts how often the host waits for the device.
-- *Step*: `Policy.update` on rows of one length with nothing in common; FLOPs as in `step.py`,
-  against the best of a large bfloat16 matmul.
-- *Publish*: the files that the policy wrote, into an engine that decodes 16 requests: pause, read, check,
-  copy, resume; `until_next_token` also computes their keys and values again. Against the same bytes read into
-  page-locked memory and copied to the device.
+- *Decode*: requests of 128 tokens in and 128 out, decoded simultaneously, temperature 1. `engine` is the
+  embedded engine's scheduler; `generate` is transformers' `generate` on one batch, without its prefill time.
+  `limit` is the number of rows ÷ the time to read the weights and the rows' keys and values once, at the
+  bandwidth of a large copy. `waits_per_step` counts the synchronisations of host and device.
+- *Step*: `Policy.update` on rows of equal length without shared prefixes; FLOPs as in `step.py`, compared
+  with the peak of a large bfloat16 matmul.
+- *Publish*: the policy's weight files are loaded into an engine that decodes 16 requests: pause, read, check,
+  copy, resume. `until_next_token` also includes the recomputation of keys and values. Compared with reading
+  the same bytes into page-locked memory and copying them to the device.
 - *Demo*: `examples/demo` with engine and trainer on the device.
 
-Without CUDA it says so, measures nothing and exits with 0. `--shape tiny --device cpu` runs every part in
-under a minute, to show that the script works: its figures say nothing, and nothing is checked.
+Without CUDA the script prints a message, measures nothing and exits with 0. `--shape tiny --device cpu` runs
+every part in under a minute to test the script; its figures are meaningless, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Results = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how much is asked of it."""
+    """Shape of a model and size of its workload."""
 
     model: dict[str, int]
     counts: tuple[int, ...] = (1, 16, 64, 256)
@@ -88,11 +87,11 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Device:
-    """What is measured, and what bounds it."""
+    """The measured device and its limits."""
 
     device: torch.device
     bytes_s: float
-    """Read and written by a copy, together."""
+    """Bytes read plus bytes written per second of a copy."""
     flops_s: float
 
     @classmethod
@@ -112,7 +111,7 @@ class Device:
 
 
 def timed(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds until the device has done it."""
+    """Seconds until the device has finished `run`."""
     settle(device)
     began = time.perf_counter()
     run()
@@ -143,7 +142,7 @@ def make_model(directory: Path, shape: Shape) -> None:
 
 
 class Decoding:
-    """Requests that all decode at once, on a scheduler without its thread."""
+    """Requests that decode simultaneously, on a scheduler without its thread."""
 
     def __init__(self, model: Model, count: int, tokens: int) -> None:
         self.scheduler = Scheduler(model, max_slots=count, version="0", deliver=lambda _: None)
@@ -164,21 +163,21 @@ class Decoding:
             self.scheduler.turn()
 
     def steps(self, number: int) -> None:
-        """Every row samples so many tokens."""
+        """Samples this many tokens for every row."""
         for _ in range(number):
             self.scheduler.turn()
 
     def finish(self) -> float:
-        """Tokens a second from here to the end."""
+        """Tokens per second from now until the requests end."""
         left = sum(self.tokens - len(one.output_ids) for one in self.requests)
         began = time.perf_counter()
-        self.until(lambda: self.scheduler.num_running == 0)  # the last token has been read from the device
+        self.until(lambda: self.scheduler.num_running == 0)  # the host has read the last token
         return left / (time.perf_counter() - began)
 
 
 @contextlib.contextmanager
 def warned_waits() -> Iterator[list[Any]]:
-    """Collects torch's warnings that the host waits for the device."""
+    """Collects torch's warnings about synchronisations of host and device."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -200,7 +199,7 @@ def waits_per_step(model: Model, count: int, tokens: int) -> float:
 
 @torch.inference_mode()
 def generate(model: Model, count: int, tokens: int) -> float:
-    """Tokens a second of transformers' `generate` on one batch, its prefill taken off."""
+    """Tokens per second of transformers' `generate` on one batch, without its prefill."""
     ids = torch.randint(0, model.vocab_size, (count, tokens), device=model.device)
 
     def run(new: int) -> object:
@@ -215,11 +214,11 @@ def generate(model: Model, count: int, tokens: int) -> float:
 
 
 def limit(model: Model, count: int, tokens: int, bound: Device) -> float:
-    """Tokens a second if a step took as long as its bytes take to be read."""
+    """Tokens per second if memory bandwidth were the only limit."""
     config = model.hf_model.config
     weights = sum(one.nbytes for one in model.hf_model.parameters())
     width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    cached = 2 * width * model.dtype.itemsize * 1.5 * tokens  # of a row half-way
+    cached = 2 * width * model.dtype.itemsize * 1.5 * tokens  # mean length of a row
     return count * bound.bytes_s / (weights + count * cached)
 
 
@@ -231,7 +230,7 @@ def decode(path: Path, shape: Shape, bound: Device) -> Results:
     found = []
     for count in shape.counts:
         rates: dict[str, list[float]] = {"engine": [], "generate": []}
-        for index in range(shape.repeats + 1):  # the first warms up and does not count
+        for index in range(shape.repeats + 1):  # the first run is a warm-up
             each = {
                 "engine": Decoding(engine, count, shape.tokens).finish(),
                 "generate": generate(engine, count, shape.tokens),
@@ -253,7 +252,7 @@ def decode(path: Path, shape: Shape, bound: Device) -> Results:
 
 
 def rows_of_one_length(shape: Shape) -> list[TrainSequence]:
-    """With nothing in common; the last three quarters of each are trained."""
+    """Random rows without shared prefixes; the last three quarters of each row are trained."""
     rng = np.random.default_rng(0)
     n = shape.row_tokens
     vocab = shape.model["vocab_size"]
@@ -351,7 +350,7 @@ def demo(shape: Shape, device: torch.device, directory: Path) -> dict[str, Any]:
     return {"what": "demo", **found}
 
 
-# -- all of it
+# -- main
 
 
 def measure(shape: Shape, device: torch.device, directory: Path) -> tuple[Results, list[Check]]:
@@ -383,10 +382,10 @@ def learned(shape: Shape, device: torch.device, directory: Path) -> tuple[dict[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--keep", type=Path, help="keep the demo's run here")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the demo's run")
     given = parser.parse_args(arguments)
     if given.device.type == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here: nothing was measured, and nothing is claimed.")

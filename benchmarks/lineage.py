@@ -1,8 +1,7 @@
-"""What became of every episode of a run that was killed and resumed: read from its files, with none of the
-code that wrote them.
+"""Checks the fate of every episode of a run that was killed and resumed.
 
-The *surviving lineage* is what the last marker stands for: an entry in the ledger is undone where a later
-start went on from a position before it.
+It reads the run's files and shares no code with their writers. The *surviving lineage* is the part of the
+ledger that the last marker commits: an entry is undone if a later start resumed from a position before it.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any
 
 @dataclass
 class Fate:
-    """Of one group or attempt: what was entered of it, in order."""
+    """Ledger entries of one group or attempt, in order."""
 
     issued: dict[str, Any]
     endings: list[dict[str, Any]] = field(default_factory=list)
     returns: list[int] = field(default_factory=list)
-    """`seq` of every entry that put it (or its group) back."""
+    """`seq` of every entry that put it or its group back."""
 
 
 @dataclass
 class Lineage:
-    """`lost` and `doubled` are what must be empty; `groups` are those that were trained on."""
+    """Result of the check: `lost` and `doubled` must be empty; `groups` maps trained groups to steps."""
 
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
@@ -37,7 +36,7 @@ class Lineage:
 
 
 def lineage_of(run_dir: Path, groups_per_batch: int) -> Lineage:
-    """Read a run that has ended."""
+    """Checks a run that has ended."""
     found = Lineage()
     book = list(_lines(run_dir / "ledger.jsonl"))
     groups, attempts = _fates(book)
@@ -55,12 +54,12 @@ def lineage_of(run_dir: Path, groups_per_batch: int) -> Lineage:
     for step in range(1, found.steps + 1):
         short = groups_per_batch - sizes[step]
         if short:
-            (found.lost if short > 0 else found.doubled).append(f"step {step} took {sizes[step]} groups")
+            (found.lost if short > 0 else found.doubled).append(f"step {step} has {sizes[step]} groups")
     return found
 
 
 def _judge(name: str, fate: Fate, starts: list[tuple[int, int]], committed: int, found: Lineage) -> None:
-    """One end in the surviving lineage: none is lost, two are doubled."""
+    """Reports an episode with no end in the surviving lineage as lost, one with two ends as doubled."""
     standing = []
     for end in fate.endings:
         seq = end["seq"]
@@ -103,7 +102,7 @@ def _fates(book: list[dict[str, Any]]) -> tuple[dict[str, Fate], dict[str, Fate]
 
 
 def _files(run_dir: Path, steps: int) -> dict[str, list[int]]:
-    """Attempt → the steps whose file says that it was trained on."""
+    """Attempt → the steps whose trajectory file lists it as trained."""
     found: dict[str, list[int]] = defaultdict(list)
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
         if (step := int(path.stem.removeprefix("step_"))) > steps:
@@ -115,18 +114,18 @@ def _files(run_dir: Path, steps: int) -> dict[str, list[int]]:
 
 
 def _compare(files: dict[str, list[int]], trained: set[str], found: Lineage) -> None:
-    """What the steps' files hold is what the ledger says was trained on, once each."""
+    """Checks that the trajectory files hold each attempt trained according to the ledger exactly once."""
     for name in trained - files.keys():
-        found.lost.append(f"{name}: the ledger says that it was trained on; no step's file has it")
+        found.lost.append(f"{name}: it was trained on according to the ledger, but no step's file has it")
     for name in files.keys() - trained:
-        found.doubled.append(f"{name}: it is in the file of step {files[name][0]}, and not in the ledger")
+        found.doubled.append(f"{name}: it is in the file of step {files[name][0]}, but not in the ledger")
     for name, steps in files.items():
         if len(steps) > 1:
             found.doubled.append(f"{name}: it is in the files of the steps {steps}")
 
 
 def _tasks(groups: dict[str, Fate], found: Lineage) -> None:
-    """A place in the training split is trained on at most once."""
+    """Checks that each task of the training split is trained on at most once."""
     places = Counter(groups[name].issued["index"] for name in found.groups)
     found.doubled += [
         f"task {index} was trained on {number} times" for index, number in places.items() if number > 1

@@ -1,8 +1,8 @@
-# ruff: noqa: E501 - a fault a line reads best
-"""Faults planted in the admission core, one at a time: do its tests see each of them?
+# ruff: noqa: E501 - one fault per line
+"""Mutation test of the admission core: checks that its tests detect each planted fault.
 
 Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `ledger/recovery.py`)
-changed in a copy of the package; then the core's own tests run against the copy. A fault that no test sees is a hole in the tests.
+changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
 """
@@ -109,7 +109,7 @@ FAULTS = [
 
 
 def caught(fault: Fault, copy: Path) -> bool:
-    """Whether the tests fail, each in its own process, on a package with the fault in it."""
+    """Whether the tests, each in its own process, fail on a package with the fault."""
     for file in FILES:
         text = (ROOT / file).read_text(encoding="utf-8")
         changed = text.replace(fault.was, fault.becomes) if file == fault.file else text
@@ -128,7 +128,7 @@ def caught(fault: Fault, copy: Path) -> bool:
 
 
 def overlay(copy: Path) -> None:
-    """The repository by links, but for the package's one file that is changed."""
+    """Makes a tree of links to the repository, except for the changed file."""
     for one in ("tests", "examples", "pyproject.toml"):
         (copy / one).symlink_to(ROOT / one)
     for one in (ROOT / "tidegate").rglob("*"):
@@ -145,12 +145,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", help="one fault, by its name")
+    parser.add_argument("--only", help="name of a single fault to test")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only in (None, fault.name)]
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
     if gone := [fault.name for fault in faults if texts[fault.file].count(fault.was) != 1]:
-        parser.error(f"not just once in their file, mend the list: {', '.join(gone)}")
+        parser.error(
+            f"the text to replace does not occur exactly once in its file: {', '.join(gone)}; update the list of faults"
+        )
     results = []
     with tempfile.TemporaryDirectory(prefix="tidegate-mutants-") as where:
         overlay(Path(where))

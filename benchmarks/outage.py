@@ -1,10 +1,9 @@
-"""Outages in mid-run: all engines are down for three minutes in the demo, the retrieval server in the search
-demo. Beside each runs the same demo without an outage.
+"""Outages during a run: all engines of the demo, or the retrieval server of the search demo, are down.
 
-The server is killed (-9) once half of the steps are taken, and started again at its address after
-`--seconds`.
-No task may be quarantined, no episode lost or trained on twice (`lineage.py` reads that from the files), and
-the policy must come to the same held-out reward, within 0.05: the standard error of the difference is 0.02.
+The server is killed (-9) after half of the steps, and restarted at its address after `--seconds` (by default
+three minutes). Each demo also runs without an outage. No task may be quarantined, no episode lost or trained
+on twice (`lineage.py` checks the files), and the policy must reach the same held-out reward within 0.05; the
+standard error of the difference is 0.02.
 
     python benchmarks/outage.py [--json] [--seconds 180] [--steps N] [--only engines|retrieval] [--keep DIR]
 """
@@ -40,7 +39,7 @@ UP_S, RUN_S = 600.0, 3600.0
 
 
 class Server:
-    """A process that serves at one address, and may be killed and started again there."""
+    """A server process that can be killed and restarted at the same address."""
 
     def __init__(self, command: Sequence[str], health: str, directory: Path) -> None:
         with socket.socket() as free:
@@ -60,7 +59,7 @@ class Server:
         until = time.monotonic() + UP_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{' '.join(self._command)} did not come up; see {self._log}")
+                raise SystemExit(f"{' '.join(self._command)} did not start; see {self._log}")
             time.sleep(0.1)
 
     def kill(self) -> None:
@@ -79,7 +78,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Part:
-    """A demo and the server that is taken from it; the setting that names its address."""
+    """A demo, the server that is stopped, and the setting with the server's address."""
 
     name: str
     config: Path
@@ -107,7 +106,7 @@ PARTS = (
 
 
 def train(part: Part, directory: Path, seconds: float, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run; with `seconds` > 0 its server is down for so long."""
+    """Runs the demo once; if `seconds` > 0, its server is down for that long."""
     directory.mkdir(parents=True)
     server = part.server(directory)
     server.start()
@@ -187,10 +186,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of each outage")
-    parser.add_argument("--steps", type=int, help="of each run; default: the demo's own")
+    parser.add_argument("--seconds", type=float, default=180.0, help="duration of each outage")
+    parser.add_argument("--steps", type=int, help="steps per run; default: the demo's")
     parser.add_argument("--only", choices=[part.name for part in PARTS])
-    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments, overrides = parser.parse_known_args()
     if arguments.steps is not None:
         overrides.append(f"--trainer.steps={arguments.steps}")

@@ -1,7 +1,7 @@
-"""A fifth of the tasks is poisoned: 10% always raise, 5% hang, 5% never call the gateway.
+"""Trains the demo with a fifth of its tasks poisoned: 10% always raise, 5% hang, 5% never call the gateway.
 
-The demo's policy must learn all the same, every poisoned task that came up must be quarantined after
-exactly `max_attempts` attempts of a slot, and the ledger must hold.
+The policy must learn, each poisoned task that is issued must be quarantined after exactly `max_attempts`
+attempts of a slot, and the ledger must be consistent.
 
     python benchmarks/poison.py [--json] [--steps 40] [--keep DIR]
 """
@@ -35,11 +35,11 @@ DEADLINE_S = 10
 
 @dataclass
 class Book:
-    """What the ledger says of the poisoned tasks."""
+    """Ledger entries about poisoned tasks."""
 
     task_of: dict[str, str] = field(default_factory=dict)
     failures: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Failed attempts of a group's slot."""
+    """(group, slot) → number of failed attempts."""
     slot_of: dict[str, tuple[str, int]] = field(default_factory=dict)
     quarantined: dict[str, str] = field(default_factory=dict)
     """Task → the group whose slot ran out of attempts."""
@@ -98,7 +98,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--keep", type=Path, help="keep the run here")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-poison-"))
     settings = load_settings(

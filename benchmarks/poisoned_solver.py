@@ -1,4 +1,4 @@
-"""The demo's solver, on whose training tasks some always go wrong: which ones, their ids decide."""
+"""The demo's solver, which always fails on some training tasks, chosen by task id."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tidegate.agents.solver import Solver
 from tidegate.types import TaskView
 
 RAISES, HANGS, SILENT = 10, 5, 5
-"""Percent of the training tasks."""
+"""Percentage of the training tasks by kind of failure."""
 
 
 def poison_of(task_id: str) -> str | None:
-    """What is wrong with a task, the same for every attempt at it."""
+    """The kind of failure of a task, the same for every attempt."""
     if "train" not in task_id:
         return None
     drawn = zlib.crc32(task_id.encode()) % 100

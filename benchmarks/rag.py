@@ -1,10 +1,10 @@
-"""What a search costs through the retrieval server, beside the same search in one process and two servers.
+"""Compares a search through the retrieval server with the same search in one process and two other servers.
 
-50,000 vectors of 384 numbers, searched exactly; an encoder of MiniLM's shape with random weights; different
-queries of 8 to 16 tokens, so that nothing comes from a cache. Every system searches with one thread, all take
-turns in every round, and the figures are medians of the rounds. `unbatched` searches one query at a time,
-`window` gathers for 100 ms; both have no limits and no deadlines. Last, 4,096 clients ask at once, more than
-the queue holds and more than can be answered before the deadline.
+50,000 vectors of 384 numbers, searched exactly; an encoder of MiniLM's shape with random weights; distinct
+queries of 8 to 16 tokens, so that no cache is hit. Every system searches with one thread, each round runs all
+systems in turns, and the figures are medians of the rounds. `unbatched` searches one query at a time,
+`window` collects queries for 100 ms; neither has limits or deadlines. Finally, 4,096 clients send a query
+simultaneously: more than fit in the queue, and more than can be answered before the deadline.
 
     python benchmarks/rag.py [--json] [--rounds 3]
 """
@@ -31,14 +31,14 @@ from tidegate.rag.index.searcher import Searcher
 
 LONE, CLIENTS = 1, (64, 256)
 LONE_QUERIES = 60
-SECONDS = 5.0  # of a system's turn with many clients
-SAMPLE = 200  # answers that are compared with the plain search's
+SECONDS = 5.0  # duration of a system's turn with many clients
+SAMPLE = 200  # number of answers compared with the plain search
 BURST, QUEUE, DEADLINE_S = 4096, 3072, 6.0
 Rows = dict[tuple[str, int], list[dict[str, Any]]]
 
 
 class Bench:
-    """A plain search in this process, servers, and one load generator."""
+    """A plain search in this process, the servers, and a load generator."""
 
     def __init__(self, searcher: Searcher, searches: Searches) -> None:
         self._searcher = searcher
@@ -47,7 +47,7 @@ class Bench:
         self.wrong = 0
 
     def bare(self) -> dict[str, Any]:
-        """One query after another."""
+        """Sends one query after another to the plain search."""
         latencies = []
         for query in queries(LONE_QUERIES, next(self._seeds)):
             began = time.perf_counter()
@@ -56,13 +56,13 @@ class Bench:
         return row(latencies, len(latencies), sum(latencies))
 
     def lone(self, system: System) -> dict[str, Any]:
-        """One client, one query after another."""
+        """One client that sends one query after another."""
         asked = queries(LONE_QUERIES, next(self._seeds))
         done = self._searches.searches(system, asked, 1)
         return row(done["latencies"], done["in_time"], done["seconds"])
 
     def many(self, system: System, clients: int) -> dict[str, Any]:
-        """Clients that ask again as soon as they are answered; what they were told is checked."""
+        """Clients that send the next query as soon as the previous one is answered; answers are checked."""
         done = self._searches.searches(system, queries(20_000, next(self._seeds)), clients, SECONDS)
         if done["unanswered"] or done["codes"]:
             raise RuntimeError(f"{system.name}: {done['unanswered']} unanswered, errors {done['codes']}")
@@ -72,8 +72,7 @@ class Bench:
         return row(done["latencies"], done["in_time"], done["seconds"])
 
     def burst(self, system: System) -> dict[str, Any]:
-        """More queries at once than can be answered: each ends with documents or with an error that says
-        why."""
+        """Sends more queries at once than can be answered; each must end with documents or an error code."""
         before = system.rss_mb()
         done = self._searches.searches(system, queries(BURST, next(self._seeds)), BURST)
         answered = len(done["latencies"])
@@ -95,7 +94,7 @@ def row(latencies: list[float], answered: int, seconds: float) -> dict[str, Any]
 
 
 def rounds(bench: Bench, systems: list[System], count: int) -> Rows:
-    """Rows by system and clients, one a round; what is compared is measured side by side."""
+    """Results by system and number of clients, one per round; each round measures all systems."""
     taken: Rows = {}
     for _ in range(count):
         taken.setdefault(("bare", LONE), []).append(bench.bare())
@@ -114,8 +113,8 @@ def pairs(taken: Rows, one: str, other: str, clients: int, key: str) -> Iterator
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of all systems")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, RagProcesses(Path(name)) as processes:
         return measure(Path(name), processes, arguments)

@@ -1,4 +1,4 @@
-"""The demo's solver, on whose training tasks one in twelve always raises: which ones, their ids decide."""
+"""The demo's solver, which always raises on one in twelve training tasks, chosen by task id."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The demo, and its steps taken again from the files: every loss and every parameter, to the last bit.
+"""Replays the steps of a demo run from its files and compares every loss and parameter bit by bit.
 
-Beside it the same steps at another learning rate, so that it shows when nothing would be found to differ.
+A second replay with another learning rate checks that differences are detected.
 
     python benchmarks/replay.py [--json] [--steps 40] [--run RUN]
 """
@@ -63,9 +63,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--run", type=Path, help="a run that is there already")
+    parser.add_argument("--run", type=Path, help="directory of an existing run")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="tidegate-replay-"))
     try:

@@ -1,13 +1,13 @@
-"""Does `tidegate simulate` tell the truth? One real run calibrates it, two others are predicted.
+"""Measures the accuracy of `tidegate simulate`: one real run calibrates it, two others are predicted.
 
-The runs are the demo's with an agent whose tool is slow and heavy-tailed, one after another here; the
-held-out two differ from the first in staleness bound and batch: exactly synchronous, and a bound of 1 with
-larger batches. Compared are groups trained per second and mean staleness, over the steps after the first
-tenth; a staleness below `FLOOR` counts as so much, for a share of nearly nothing says nothing.
+The runs are demo runs, one after another, with an agent whose tool is slow and heavy-tailed. The predicted
+two differ from the first in staleness bound and batch: exactly synchronous, and a bound of 1 with larger
+batches. The comparison covers groups trained per second and mean staleness, over the steps after the first
+tenth; a staleness below `FLOOR` counts as `FLOOR`, because relative errors near 0 are meaningless.
 
-Then a long tail on 128 accelerators, 96 that sample and 32 that train: what asynchrony gains over the same
-run with staleness 0, and over all 128 sampling and then all 128 training, in turn. Fully asynchronous peers
-publish 2.35 to 2.77 times synchronous.
+Then it simulates a long tail on 128 accelerators, 96 for sampling and 32 for training, and compares it with
+the same run at staleness 0, and with 128 accelerators that alternate between sampling and training. Fully
+asynchronous peers publish 2.35 to 2.77 times synchronous.
 
     python benchmarks/simulate.py [--json] [--steps 20] [--from RUN] [--keep DIR]
 """
@@ -43,16 +43,16 @@ SLOW = [
     "--trainer.dynamic_sampling=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4",
     "--trainer.schedule=constant", "--trainer.learning_rate=1e-4", "--eval.every=0", "--eval.tasks=8",
 ]  # fmt: skip
-"""Small batches and long waits: where cores are full, whoever shares them with the run is measured too."""
+"""Small batches and long sleeps: with full cores, other load on the machine would change the result."""
 CALIBRATION = ["--trainer.max_staleness=2"]
 HELD_OUT = {
     "on_policy": ["--trainer.on_policy=true", "--trainer.max_staleness=0"],
     "bound_1_batch_8": ["--trainer.max_staleness=1", "--trainer.groups_per_batch=8"],
 }
 SEEDS = 10
-"""Simulations whose mean is the prediction."""
+"""Number of simulations; their mean is the prediction."""
 FLOOR = 0.25
-"""Versions."""
+"""The lowest staleness used in a relative error, in versions."""
 LONG_TAIL = Scenario(
     steps=10,
     engine=EngineModel(slots=256, iteration_s=0.012, request_s=3e-5, prompt_token_s=2e-6),
@@ -60,18 +60,18 @@ LONG_TAIL = Scenario(
     trainer=TrainerModel(step_s=5.0, token_s=1.5e-4, publish_s=3.0),
     rules=RuleModel(groups_per_batch=512, group_size=16),
 )
-"""A model of some billions of parameters, an engine and a trainer of one accelerator each."""
+"""A model of some billions of parameters; each engine and trainer has one accelerator."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What is compared."""
+    """The compared figures of a run."""
 
     groups_per_s: float
     staleness: float
 
     def errors(self, truth: Rate) -> tuple[float, float]:
-        """Relative ones, of throughput and of staleness."""
+        """Relative errors of throughput and staleness."""
         return (
             abs(self.groups_per_s / truth.groups_per_s - 1),
             abs(self.staleness - truth.staleness) / max(FLOOR, truth.staleness),
@@ -79,7 +79,7 @@ class Rate:
 
 
 def settings_of(directory: Path, name: str, steps: int, overrides: list[str]) -> Settings:
-    """One step more than is looked at: the last one's time holds the run's final evaluation."""
+    """Settings for one extra step, because the time of the last step includes the final evaluation."""
     place = [f"--run.dir={directory}", f"--run.name={name}", f"--trainer.steps={steps + 1}"]
     return load_settings(DEMO, [*place, *SLOW, *overrides])
 
@@ -115,7 +115,7 @@ def predicted(calibrated: Scenario, settings: Settings) -> Rate:
 
 
 def held_out(directory: Path, steps: int, known: Path | None) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Calibrate on a run (a new one, unless one is `known`), then run the others and compare."""
+    """Calibrates on a run (a new one unless `known` is given), then runs the others and compares."""
     if known is None:
         first = settings_of(directory, "calibration", steps, CALIBRATION)
         train(first)
@@ -142,7 +142,7 @@ def held_out(directory: Path, steps: int, known: Path | None) -> tuple[list[dict
 
 
 def long_tail() -> tuple[list[dict[str, Any]], list[Check]]:
-    """128 accelerators, three quarters of them engines, against the same synchronously, and all in turn."""
+    """Simulates 128 accelerators: asynchronous with 96 engines, the same synchronous, and alternating."""
     in_turn = tail_cell(128, 128, 0)
     cells = {bound: tail_cell(96, 32, bound) for bound in (0, 1, 2, 4)}
     rows = [
@@ -166,10 +166,10 @@ def tail_cell(engines: int, trainers: int, bound: int) -> Figures:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each real run")
-    parser.add_argument("--from", dest="known", type=Path, help="a calibration run that is there already")
-    parser.add_argument("--keep", type=Path, help="keep the runs here")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--steps", type=int, default=20, help="steps per real run")
+    parser.add_argument("--from", dest="known", type=Path, help="directory of an existing calibration run")
+    parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-simulate-"))
     try:
@@ -178,7 +178,9 @@ def main() -> int:
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)
     tail, checks = long_tail()
-    print("peers publish 2.35 to 2.77 times synchronous, fully asynchronous on 128 accelerators")
+    print(
+        "published results of peers, fully asynchronous on 128 accelerators: 2.35 to 2.77 times synchronous"
+    )
     return report([*runs, *tail], [*real, *checks], as_json=arguments.json)
 
 

@@ -1,4 +1,4 @@
-"""An agent whose tool takes its time, as one would write it: the solver's calculator, a slow service."""
+"""The solver with a slow calculator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORTEST_S, LONGEST_S = 0.1, 3.0
 
 
 class SlowSolver(Agent):
-    """Each call of the tool sleeps for a log-normal time, drawn with the session's seed; 0 is no sleep."""
+    """Each tool call sleeps for a log-normal time, drawn with the session's seed; 0 disables the sleep."""
 
     def __init__(self, median_s: float = 0.5, sigma: float = 0.6, max_turns: int = 6) -> None:
         self.median_s = median_s

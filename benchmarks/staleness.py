@@ -1,12 +1,12 @@
-"""Held-out reward on the demo's problems after equal tokens, by staleness and loss.
+"""Measures held-out reward on the demo's problems after equal numbers of tokens, by staleness and loss.
 
-Staleness is forced: the batch of every step is sampled from exactly the weights of so many steps before
-(the first ones from those at the beginning), and with `none` all of them from those at the beginning.
-Policy, credit and losses are a run's; agents, gateway and engines are replaced by the solver's loop over
-plain `generate`, so that nothing hangs on the machine's speed. A cell ends once it has trained on
-`--tokens`.
+Staleness is fixed: each step's batch is sampled from the weights of exactly that many steps earlier (the
+first batches from the initial weights), and with `none` all batches from the initial weights. Policy, credit
+and losses are those of a run; the solver's loop over plain `generate` replaces agents, gateway and engines,
+so that the result does not depend on the machine's speed. A cell ends once it has trained on `--tokens`
+tokens.
 
-A cell that was measured alike is not measured again, so the table can be filled in pieces.
+A cell already measured with the same settings is not measured again, so the table can be filled in pieces.
 
     python benchmarks/staleness.py [--json] [--cells 0:truncated 8:gspo] [--tokens 24000] [--seed 0]
                                    [--out DIR]
@@ -42,7 +42,7 @@ TINY_BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 BASE = TINY_BASE / "model"
 BOUNDS = ("0", "1", "2", "4", "8", "none")
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
-"""Half of the demo's batch."""
+"""Groups per batch, half of the demo's."""
 HELD_OUT = 200
 MAX_TURNS, MAX_TOKENS = 4, 48
 FIGURES = ("ess", "clip_fraction", "lag_kl")
@@ -68,15 +68,15 @@ class Cell:
         return f"{self.bound}-{self.loss}"
 
     def sampled_at(self, step: int) -> int:
-        """The version that the batch of the 0-based `step` is sampled from."""
+        """The version from which the batch of the 0-based `step` is sampled."""
         return 0 if self.bound == "none" else max(0, step - int(self.bound))
 
 
 class Sampler:
-    """The solver's loop over batches, without a gateway."""
+    """Runs the solver's loop over batches, without a gateway."""
 
     def __init__(self) -> None:
-        sys.path.append(str(TINY_BASE))  # the loop is that of the base model's own evaluation
+        sys.path.append(str(TINY_BASE))  # the loop of the base model's evaluation
         from evaluate import answer_to_call
 
         self.answer_to_call = answer_to_call
@@ -98,13 +98,13 @@ class Sampler:
         return groups
 
     def reward(self, weights: Weights) -> float:
-        """The mean over held-out tasks, sampled."""
+        """Mean sampled reward over the held-out tasks."""
         self.model.load_state_dict(weights)
         found = self.episodes(self.environment.eval_sets()[""][:HELD_OUT], 0)
         return float(np.mean([one.reward for one in found]))
 
     def episodes(self, tasks: Sequence[Task], version: int) -> list[Trajectory]:
-        """One episode of each task, with the logprobs of what was sampled."""
+        """One episode per task, with the logprobs of the sampled tokens."""
         how = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": False}
         prompts = [self.tokenizer.apply_chat_template(list(task.messages), **how) for task in tasks]
         asked, texts = list(prompts), [""] * len(tasks)
@@ -138,7 +138,7 @@ class Sampler:
         return found
 
     def _replies(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
-        """A sampled reply to each prompt with its logprobs, the end token included."""
+        """A sampled reply to each prompt with its logprobs, including the end token."""
         longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
         ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
         mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
@@ -166,7 +166,7 @@ def _turn(index: int, asked: list[int], ids: list[int], logprobs: list[float], v
 
 
 def measure(cell: Cell, tokens: int, seed: int) -> dict[str, Any]:
-    """Train a cell to its budget, then evaluate it."""
+    """Trains a cell to its token budget, then evaluates it."""
     began = time.monotonic()
     torch.manual_seed(seed)
     settings = TrainerSettings(
@@ -203,7 +203,7 @@ def _mean(lines: list[dict[str, float]], name: str) -> float | None:
 
 
 def measured(path: Path, tokens: int, seed: int) -> dict[str, Any] | None:
-    """A cell that was measured like this before."""
+    """The stored result of a cell measured with the same settings."""
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
@@ -218,7 +218,7 @@ def keep(path: Path, result: dict[str, Any]) -> None:
 
 
 def table(found: Mapping[Cell, Mapping[str, Any]]) -> str:
-    """Held-out reward (mean staleness), a row a loss, in Markdown."""
+    """Markdown table of held-out reward (mean staleness), one row per loss."""
     lines = ["| loss | " + " | ".join(BOUNDS) + " |", "|---" * (1 + len(BOUNDS)) + "|"]
     for loss in LOSSES:
         row = [found.get(Cell(bound, loss)) for bound in BOUNDS]
@@ -230,11 +230,13 @@ def table(found: Mapping[Cell, Mapping[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--cells", nargs="+", type=Cell.parse, help="BOUND:LOSS …; else all of them")
-    parser.add_argument("--tokens", type=int, default=24_000, help="the budget: about 16 steps")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--cells", nargs="+", type=Cell.parse, help="cells as BOUND:LOSS; default: all")
+    parser.add_argument(
+        "--tokens", type=int, default=24_000, help="token budget of a cell; the default is about 16 steps"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/staleness"), help="where cells are kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/staleness"), help="directory of the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cells = arguments.cells or [Cell(*one) for one in itertools.product(BOUNDS, LOSSES)]

@@ -1,10 +1,10 @@
-"""What an optimiser step costs: tokens a second and how much of the machine's arithmetic it uses.
+"""Measures the cost of an optimiser step: tokens per second and FLOPs utilisation.
 
-Beside it, on the same model and rows: a plain loop on Hugging Face and torch, with rows sorted by length
-into microbatches of the same size; and, on episodes of eight turns, that loop with one padded row a turn, as
-a trainer has it that does not merge a conversation's turns. Steps take turns. Figures are medians of the
-process's own CPU seconds, so that others on the machine do not count. Tokens are those of the merged rows,
-each counted once, whoever computes them.
+The step is compared on the same model and rows with a plain loop on Hugging Face and torch, with rows sorted
+by length into microbatches of the same size; and, on episodes of eight turns, with that loop on one padded
+row per turn, as in a trainer that does not merge a conversation's turns. The steps alternate. Figures are
+medians of the process's CPU seconds, so that other load on the machine does not count. Tokens are those of
+the merged rows, each counted once, for all loops.
 
     python benchmarks/step.py [--json] [--rounds 5] [--threads 1]
 """
@@ -38,8 +38,8 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Work:
-    """Sequences as they go through the model: each computes `new` positions behind `known` ones, and logits
-    for `trained` of them."""
+    """Work of one sequence in the model: `new` positions computed after `known` cached ones, and logits for
+    `trained` of them."""
 
     known: int
     new: int
@@ -61,7 +61,7 @@ def make_model() -> Any:
 
 
 def episode(rng: np.random.Generator, session: str, prompt: np.ndarray, turns: int) -> Trajectory:
-    """A conversation: the prompt, then replies of 20 to 60 tokens and tools' results of 10 to 30."""
+    """A conversation: the prompt, then replies of 20 to 60 tokens and tool results of 10 to 30."""
     made = []
     for index in range(turns):
         asked = prompt if not index else rng.integers(0, VOCABULARY, int(rng.integers(10, 31)))
@@ -82,7 +82,7 @@ def episode(rng: np.random.Generator, session: str, prompt: np.ndarray, turns: i
 
 
 def episodes(groups: int, size: int, turns: int) -> list[Trajectory]:
-    """Groups with a prompt of 60 to 200 tokens in common."""
+    """Groups of episodes that share a prompt of 60 to 200 tokens."""
     rng = np.random.default_rng(0)
     found = []
     for group in range(groups):
@@ -96,7 +96,7 @@ def merged(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
 
 
 def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
-    """Every turn with its whole prompt, as a row of its own."""
+    """One row per turn, each with its whole prompt."""
     found = []
     for number, one in enumerate(trajectories):
         for turn in one.turns:
@@ -109,7 +109,7 @@ def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
 
 
 def plain_step(model: Any, rows: list[TrainSequence]) -> Step:
-    """Forward, loss and backward by length-sorted microbatches, then AdamW: what one writes first."""
+    """The plain loop: forward, loss and backward on length-sorted microbatches, then AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], fused=True)
     batches = [padded([rows[index] for index in part]) for part in sorted_parts(rows)]
     trained = sum(row.trained for row in rows)
@@ -128,7 +128,7 @@ def plain_step(model: Any, rows: list[TrainSequence]) -> Step:
 
 
 def sorted_parts(rows: list[TrainSequence]) -> list[list[int]]:
-    """Rows by descending length, filled into microbatches of as many padded tokens as ours."""
+    """Packs rows by descending length into microbatches with Tidegate's limit of padded tokens."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
     parts: list[list[int]] = []
     for index in order:
@@ -141,7 +141,7 @@ def sorted_parts(rows: list[TrainSequence]) -> list[list[int]]:
 
 
 def padded(rows: list[TrainSequence]) -> tuple[torch.Tensor, ...]:
-    """(ids, attention mask, and from position 1 on: trained, log μ, advantage), [rows, longest]."""
+    """Returns (ids, attention mask, and from position 1 on: trained, log μ, advantage), [rows, longest]."""
     longest = max(len(row.ids) for row in rows)
 
     def laid(values: Iterable[np.ndarray], kind: torch.dtype) -> torch.Tensor:
@@ -172,7 +172,7 @@ def whole(rows: Iterable[TrainSequence]) -> list[Work]:
 
 
 def shared(rows: list[TrainSequence]) -> list[Work]:
-    """The same where beginnings that rows share are computed once."""
+    """Work if shared prefixes are computed once."""
     found = []
     for bundle in bundles(rows, SETTINGS["microbatch_tokens"]):
         found += [Work(0, int(length), 0) for one in bundle.prefixes for length in one.lengths_p]
@@ -183,8 +183,8 @@ def shared(rows: list[TrainSequence]) -> list[Work]:
 
 
 def flops(model: Any, work: Iterable[Work]) -> float:
-    """Of a forward and a backward pass, padding left out and logits only where a token is trained: 6 for each
-    weight and position, 12 for each pair of positions and attended dimension (Kaplan et al., 2020)."""
+    """FLOPs of a forward and backward pass without padding, with logits only for trained tokens: 6 per weight
+    and position, 12 per pair of positions and attended dimension (Kaplan et al., 2020)."""
     config = model.config
     head = config.vocab_size * config.hidden_size
     body = sum(one.numel() for one in model.parameters()) - head
@@ -196,21 +196,21 @@ def flops(model: Any, work: Iterable[Work]) -> float:
 
 
 def matmul_peak() -> float:
-    """FLOPs a second of float32 matrices of 1024 × 1024, the best of many."""
+    """Peak FLOPs per second of a float32 matmul of 1024 × 1024."""
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
     best = min(timed(lambda: left @ right) for _ in range(30))
     return 2 * 1024**3 / best
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds of this process's CPU over all threads: others on the machine do not count."""
+    """CPU seconds of this process over all threads."""
     began = time.process_time()
     step()
     return time.process_time() - began
 
 
 def compare(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each step, taken in turns after one round that does not count."""
+    """CPU seconds of each step; the steps alternate, after a warm-up round."""
     for step in steps.values():
         step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -227,7 +227,7 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
 def measure(
     name: str, trajectories: list[Trajectory], arguments: argparse.Namespace, *, by_turn: bool
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]], float]:
-    """The results, every step's seconds, and our padding."""
+    """Returns the results, the seconds of every step, and Tidegate's share of padding."""
     rows, padding = merged(trajectories), list[float]()
     policy = Policy(make_model(), Path(), TrainerSettings(threads=arguments.threads, **SETTINGS))
     steps = {
@@ -257,8 +257,8 @@ def measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed")
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps per loop")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,9 +1,10 @@
-"""A fake engine as cheap as one can be: every reply is made beforehand, none is computed.
+"""A fake engine with minimal cost: all replies are prepared in advance.
 
     python -m turns.engine REPLIES ANNOUNCE
 
-It speaks the engine protocol (`/generate`, whole and streamed) and OpenAI's chat, so that all systems can
-stand before it. REPLIES is what `material.write_replies` wrote; ANNOUNCE gets the engine's URL.
+It implements the engine protocol (`/generate`, whole and streamed) and OpenAI's chat completions, so that it
+can serve all systems. REPLIES is the file written by `material.write_replies`; the engine writes its URL to
+ANNOUNCE.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _INFO = {"weight_version": "7", "max_context": 32768, "object": "list", "data": 
 
 
 class Replies:
-    """Whole responses, by what is asked for; each kind goes round."""
+    """Prepared responses by kind of request, returned in rotation."""
 
     def __init__(self, path: Path) -> None:
         rows = orjson.loads(path.read_bytes())

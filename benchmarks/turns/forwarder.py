@@ -1,9 +1,9 @@
-"""The baseline: the least that a gateway can do. FastAPI, orjson and aiohttp, on Tidegate's own server.
+"""The baseline: a minimal forwarder on FastAPI, orjson and aiohttp, run by Tidegate's own server.
 
     python -m turns.forwarder UPSTREAM ANNOUNCE
 
-It reads a request, forwards it, reads the reply, keeps both by session, and answers. It renders nothing,
-checks no key, parses no tool call and writes nothing down.
+It reads a request, forwards it, reads the reply, keeps both by session, and responds. It does not render
+prompts, check keys, parse tool calls or write to disk.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The load generator: agents as cheap as they can be, the same for every system.
+"""The load generator: agents with minimal cost, the same for every system.
 
     python -m turns.load
 
-Reads jobs on stdin, one JSON object a line, and answers each with one line. A session's history stays
-between jobs, by its name; connections last for one job.
-`{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` takes so many
-turns in each session, `concurrency` sessions at a time, and answers `{"seconds", "turns", "errors",
-"error"}`; an error ends its session's turns. With `"for_s"` and `"every_s"` instead of `"turns"` each session
-takes a turn every so many seconds, for so many; the answer has `"p50_ms"` and `"p99_ms"`.
-`{"kind": "posts", "url", "sessions": [[name, path, key]], "size", "for_s"}` posts a message of so many bytes
-again and again for so long, and answers `{"posts", "statuses", "seconds_each"}`.
+Reads jobs from stdin, one JSON object per line, and prints one line per job. Session histories are kept
+between jobs, by session name; connections last for one job.
+`{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` runs `turns`
+turns in each session, `concurrency` sessions at a time, and prints `{"seconds", "turns", "errors",
+"error"}`; an error ends the turns of its session. With `"for_s"` and `"every_s"` instead of `"turns"`, each
+session runs a turn every `every_s` seconds for `for_s` seconds; the output then has `"p50_ms"` and
+`"p99_ms"`.
+`{"kind": "posts", "url", "sessions": [[name, path, key]], "size", "for_s"}` repeatedly posts a message of
+`size` bytes for `for_s` seconds, and prints `{"posts", "statuses", "seconds_each"}`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PASSAGE = "The quick brown fox jumps over the lazy dog, and <b>nothing</b> happ
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive HTTP connection; one call at a time."""
+    """One keep-alive HTTP connection, for one call at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -69,7 +70,7 @@ class Connection(asyncio.Protocol):
 
 
 class Agent:
-    """One session: asks, and says what follows each reply."""
+    """One session: sends requests and extends the history after each reply."""
 
     def __init__(self, name: str, path: str, key: str) -> None:
         self._path, self._key = path.encode(), key.encode()
@@ -102,7 +103,7 @@ class Agent:
 
 
 def _streamed(answer: bytes) -> dict[str, Any]:
-    """The message that a stream's deltas make."""
+    """Assembles the message from the deltas of a stream."""
     content, calls = "", []
     for event in answer.split(b"\n\n"):
         if not event.startswith(b"data: {"):
@@ -184,7 +185,7 @@ class Load:
 
 
 async def _beginnings(job: dict[str, Any]) -> AsyncIterator[float]:
-    """When each turn of a session begins."""
+    """Start times of the turns of a session."""
     if "for_s" not in job:
         for _ in range(job["turns"]):
             yield time.perf_counter()

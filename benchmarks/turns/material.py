@@ -1,4 +1,4 @@
-"""What is said in the benchmark: the agents' messages, and the replies that the fake engine has ready."""
+"""Texts of the benchmark: the agents' messages and the prepared replies of the fake engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-if TYPE_CHECKING:  # the load generator needs none of it
+if TYPE_CHECKING:  # the load generator does not need it
     from tidegate.gateway.rendering.renderer import Renderer
 
 TURN_TOKENS = 64
@@ -36,7 +36,7 @@ SYSTEM = (
 
 
 def question(session: str) -> str:
-    """The first user message of a session; no two sessions have the same one."""
+    """The first user message of a session, different for each session."""
     return (
         f"Problem {session}: Tom has three apples and buys five more on Tuesday. On Wednesday he gives a "
         "quarter of them to his sister, who already had twelve. How many apples do they have together?"
@@ -44,7 +44,7 @@ def question(session: str) -> str:
 
 
 def write_replies(path: Path, renderer: Renderer, count: int = 16) -> None:
-    """Replies of TURN_TOKENS tokens each, one in two with a tool call, in every form that is asked for."""
+    """Writes replies of TURN_TOKENS tokens, every second one with a tool call, in every response format."""
     path.write_bytes(orjson.dumps([_reply(renderer, n) for n in range(count)]))
 
 
@@ -52,7 +52,7 @@ def _reply(renderer: Renderer, n: int) -> dict[str, str]:
     end = renderer.encode(_CALL % n) if n % 2 else []
     room = TURN_TOKENS - 1 - len(end)
     ids = [*renderer.encode(f"{n}. " + _PROSE * 8)[:room], *end, renderer.stop_ids[0]]
-    assert len(ids) == TURN_TOKENS, f"the tool call takes {len(end)} tokens: too many for this tokenizer"
+    assert len(ids) == TURN_TOKENS, f"the tool call takes {len(end)} tokens with this tokenizer: too many"
     text = renderer.decode(ids[:-1])
     logprobs = [-((token * 7919 + n) % 1000) / 400 for token in ids]
     return {
@@ -68,7 +68,7 @@ def _reply(renderer: Renderer, n: int) -> dict[str, str]:
 
 
 def _generated(ids: list[int], logprobs: list[float], text: str, size: int) -> dict[str, Any]:
-    """SGLang's reply; with `size` < TURN_TOKENS an event of its stream."""
+    """A reply in SGLang's format; with `size` < TURN_TOKENS, an event of its stream."""
     return {
         "text": text[: len(text) * size // TURN_TOKENS],
         "output_ids": ids[:size],
@@ -105,7 +105,7 @@ def _chat(text: str) -> dict[str, Any]:
 
 
 def _traced(renderer: Renderer, ids: list[int], logprobs: list[float], text: str) -> dict[str, Any]:
-    """The chat reply of an engine that was asked for token ids and logprobs, as vLLM gives them."""
+    """A chat reply with token ids and logprobs, in vLLM's format."""
     reply = _chat(text)
     rows = []
     for token, logprob in zip(ids, logprobs, strict=True):

@@ -1,4 +1,4 @@
-"""The systems under test as processes: started, told apart, measured by what the kernel says of them."""
+"""Starts the systems under test as processes and measures them with the kernel's counters."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import IO, Any
 
 BENCHMARKS = Path(__file__).parents[1]
 RLLM_PINS = Path(__file__).with_name("rllm.txt")
-_START_S = 180.0  # importing torch on a busy machine takes a minute
+_START_S = 180.0  # importing torch takes up to a minute on a busy machine
 
 
 @dataclass(frozen=True)
 class System:
-    """Something that answers chat completions: the process to measure, and where its sessions are."""
+    """A server of chat completions: the process to measure, and the address of its sessions."""
 
     name: str
     url: str
     process: subprocess.Popen[bytes]
     path: str
-    """Of a session's calls; `{session}` stands for its name."""
+    """Path of a session's calls; `{session}` stands for its name."""
 
     def cpu_seconds(self) -> float:
-        """User and system time so far, of the process and its children."""
+        """User and system time of the process and its children so far."""
         return sum(_cpu(pid) for pid in _family(self.process.pid))
 
     def rss_mb(self) -> float:
@@ -45,7 +45,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _cpu(pid: int) -> float:
-    """By the process's own CPU clock, which knows nanoseconds where /proc/PID/stat knows 10 ms."""
+    """CPU time from the process's CPU clock, which has a resolution of 1 ns; /proc/PID/stat has 10 ms."""
     clock = ctypes.c_int()
     error = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
     if error:
@@ -72,7 +72,7 @@ class Loader:
         concurrency: int | None = None,
         stream: bool = False,
     ) -> dict[str, Any]:
-        """Take turns in sessions of (name, path, key); `turns.load` says what comes back."""
+        """Runs turns in sessions of (name, path, key); `turns.load` describes the result."""
         job = {
             "kind": "turns",
             "url": system.url,
@@ -84,20 +84,20 @@ class Loader:
         return self.ask(job)
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Have a job done, by its line."""
+        """Runs a job; returns its result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError("the load generator died; its error stands above")
+            raise RuntimeError("the load generator exited; its error is printed above")
         result: dict[str, Any] = json.loads(answer)
         return result
 
 
 class Processes:
-    """Starts processes and ends them."""
+    """Starts and stops processes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -123,14 +123,14 @@ class Processes:
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")
 
     def tidegate(self, engine: System, model: Path) -> System:
-        """With its journal, on disk."""
+        """Starts the gateway with its journal on disk."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--engine", engine.url]
         command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
         command += ["--port", "0", "--announce"]
         return self._announced("tidegate", command, "/s/{session}/v1/chat/completions")
 
     def rllm(self, python: Path, engine: System, *, tuned: bool) -> System:
-        """The peer as it is started by default; `tuned` keeps traces in memory and logs no calls."""
+        """Starts the peer with its defaults; `tuned` keeps traces in memory and logs no calls."""
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
         name = "rllm_tuned" if tuned else "rllm"
@@ -153,7 +153,7 @@ class Processes:
         command = [*command, str(announce)]
         process = self._start(command)
         system = System(name, "", process, path)
-        until(announce.exists, system, "announce itself")
+        until(announce.exists, system, "announce its URL")
         return System(name, json.loads(announce.read_text())["url"], process, path)
 
     def _start(
@@ -195,9 +195,9 @@ def _listens(port: int) -> bool:
 
 
 def rllm_python(directory: Path) -> Path:
-    """The interpreter of the peer's own virtual environment, made here if need be.
+    """The interpreter of the peer's virtual environment, which is created if missing.
 
-    Raises RuntimeError that says what failed.
+    Raises RuntimeError with the failed command.
     """
     python = directory / "bin" / "python"
     if not python.exists():
