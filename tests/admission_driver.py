@@ -1,10 +1,10 @@
-"""A seeded world around the admission core: agents that fail and straggle, publishes, crashes, resumes.
+"""A seeded simulation around the admission core: failing and slow agents, publishes, crashes, resumes.
 
-After every event it checks the invariants of the book and of the bound from the outside, with a book of
-its own. `World.run(events)` raises AssertionError at the first one that breaks.
+After every event it checks the invariants of the ledger and of the staleness bound with records of its own.
+`World.run(events)` raises AssertionError at the first violation.
 
-A crash comes between any two entries of the book, those of a resume included. What is left of it is the
-book, the newest marker, the files of the steps, and (each time or not) the gateway with the sealed groups.
+A crash may occur between any two ledger entries, including those of a resume. After a crash, the ledger, the
+newest marker and the trajectory files remain, and sometimes the gateway with the sealed groups.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FAILURES = [
 
 
 class Killed(Exception):
-    """The process ended, right after an entry."""
+    """Raised to simulate a process that is killed right after a ledger entry."""
 
 
 @dataclass
 class Marker:
-    """What a checkpoint would hold; `published` is how many versions had been published then."""
+    """Content of a checkpoint; `published` is the number of versions published by then."""
 
     position: int
     step: int
@@ -61,11 +61,11 @@ class World:
     book: list[LedgerEntry] = field(default_factory=list)
     running: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting: list[tuple[str, int]] = field(default_factory=list)
-    """Slots that an outage keeps from their next attempt."""
+    """Slots whose next attempt waits for the end of an outage."""
     paused: bool = False
-    """As the book has it."""
+    """Whether the run is paused according to the ledger."""
     charged: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Failures that count, by the group with its slot and by kind."""
+    """Number of counted failures by (slot of a group, kind)."""
     quarantined: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
     ready: list[str] = field(default_factory=list)
@@ -76,22 +76,22 @@ class World:
     crashes: int = 0
     newest: dict[str, int] = field(default_factory=dict)
     latest: dict[int, str] = field(default_factory=dict)
-    """The newest group of each task, by its index."""
+    """The newest group of each task, by task index."""
     files: set[str] = field(default_factory=set)
-    """Groups whose tokens were written down, before the step on them was entered."""
+    """Groups in trajectory files, which are written before the ledger entry of their step."""
     parts: list[BatchSelection] = field(default_factory=list)
-    """Minibatches of the next step that were cut already."""
+    """Minibatches of the next step that are already assembled."""
     trained: set[str] = field(default_factory=set)
-    """Groups that a marker committed."""
+    """Groups committed by a marker."""
     stepped: dict[str, int] = field(default_factory=dict)
-    """Groups of the steps since the last marker."""
+    """Groups of the steps since the last marker, with their step."""
     put_back: set[str] = field(default_factory=set)
-    """Groups that were, ever."""
+    """All groups that were ever put back."""
     lost_versions: set[int] = field(default_factory=set)
     fuse: int = 0
-    """Entries until the process is killed, if it is to be."""
+    """Entries until the process is killed; 0 if no kill is planned."""
     most: int = 0
-    """Outstanding groups that a resume may have left above the capacity."""
+    """Limit of outstanding groups, which may exceed the capacity after a resume."""
 
     def __post_init__(self) -> None:
         self.marker: Marker | None = None
@@ -102,7 +102,7 @@ class World:
         self.cuts = settings.cuts
         self.core = Start(Path()).open_book(self.enter, self.rules, {}).admission
 
-    # -------------------------------------------------------------- the outside book
+    # -------------------------------------------------------------- independent checks
 
     def enter(self, one: LedgerEntry) -> None:
         self.book.append({**one, "seq": len(self.book)})  # type: ignore[typeddict-item]
@@ -145,7 +145,7 @@ class World:
                 raise Killed
 
     def _issue(self, one: LedgerEntry) -> None:
-        """A task has one group at a time, and no other one once it was trained on."""
+        """Checks that a task has one group at a time, and no new group once it was trained on."""
         before = self.latest.get(one["index"])
         assert before is None or self.states[before] not in ("live", "stepped"), (
             f"{one['id']} does what {before} did"
@@ -153,7 +153,7 @@ class World:
         self.latest[one["index"]] = one["id"]
 
     def _charge(self, one: LedgerEntry) -> None:
-        """Failures in an outage are charged to nobody, all others to the budget of their kind."""
+        """Counts a failure against the budget of its kind, unless it occurred during an outage."""
         if one["state"] != "failed" or one["outcome"] in ("completed", "truncated"):
             return
         if one.get("spared"):
@@ -163,7 +163,7 @@ class World:
             self.charged[one["id"].rpartition(".")[0], kind] += 1
 
     def _check_blame(self, one: LedgerEntry) -> None:
-        """A task is given up for what it did itself, and as often as the rules say."""
+        """Checks that a task is quarantined only after `max_attempts` failures of its own."""
         assert one["outcome"] != Outcome.INFRA_ERROR, f"{one['task']} is blamed for an outage"
         own = [number for (slot, kind), number in self.charged.items()
                if kind == "own" and slot.startswith(f"{one['group']}.")]  # fmt: skip
@@ -190,7 +190,7 @@ class World:
         assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
 
     def _check_stale(self, one: LedgerEntry) -> None:
-        """It says of which age it was, and that is too old; or its tokens are of a lineage that was left."""
+        """Checks that a stale group exceeds the bound, or has tokens of an abandoned lineage."""
         if one["oldest"] is None:
             return
         bound, sampled = self.rules.max_staleness, range(one["oldest"], (one["newest"] or one["oldest"]) + 1)
@@ -226,7 +226,7 @@ class World:
             assert number <= limits[kind], f"{slot} failed {number} times"
 
     def _check_liveness(self, running: int) -> None:
-        """Unless nothing can be sampled, whoever has unsettled slots has one that runs or may start."""
+        """Checks that unsettled slots always include one that runs or may start, except during an outage."""
         if self.core.outage.down is None and running:
             live = any(place[0] in self.core.groups for place in self.running.values())
             assert live or self.core.outage.may_attempt()
@@ -272,7 +272,7 @@ class World:
             self.attempt(group.id, slot)
 
     def attempt(self, group: str, slot: int) -> None:
-        """Start a slot's next attempt, or wait until an outage is over."""
+        """Starts a slot's next attempt, or queues it until the outage is over."""
         if self.core.outage.may_attempt():
             self.running[self.core.start_attempt(group, slot)] = (group, slot)
         else:
@@ -313,7 +313,7 @@ class World:
         assert len(part.groups) == size
         self.parts.append(part)
         if len(self.parts) < len(self.cuts):
-            return  # it streams: the other minibatches are cut when their groups are there
+            return  # streaming: the other minibatches are assembled when their groups are ready
         cut, self.parts = BatchSelection.of(self.parts), []
         assert len(cut.groups) == self.rules.groups_per_batch
         self.step += 1
@@ -342,7 +342,7 @@ class World:
         self.core.publish(version)
 
     def crash(self) -> None:
-        """Everything in memory is lost; a new epoch goes on from the marker and the book."""
+        """Drops all state in memory; a new epoch resumes from the marker and the ledger."""
         sealed = {name for name, group in self.core.groups.items() if group.phase in SEALED}
         if self.rng.random() < 0.5:
             sealed = set()
@@ -376,12 +376,12 @@ class World:
                 del kept[name]
         self.step = start.step
         self.parts.clear()
-        # Entries of its making are checked against its version before there is an `Opened`.
+        # Opening writes entries, which are checked against this version.
         self.core.version = start.version
         self.core = start.open_book(self.enter, self.rules, kept, sealed).admission
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
-        """The group as the step's file has it."""
+        """The group as the trajectory file holds it."""
         spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
         ids = np.zeros(2, np.int32)
         turn = Turn(0, None, ids, ids, np.zeros(2, np.float32), spans, "stop", 1.0)

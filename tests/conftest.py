@@ -1,4 +1,4 @@
-"""For all tests: what spares them time that tests nothing."""
+"""Settings for all tests that reduce their run time."""
 
 import gc
 import os
@@ -8,16 +8,16 @@ import certifi
 import pytest
 from hypothesis import settings
 
-# On shared cores an example may wait for longer than it takes.
+# On shared cores, waiting for a core may take longer than the example itself.
 settings.register_profile("shared_cores", deadline=None)
 settings.load_profile("shared_cores")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
-    # Every client of HTTP reads the certificates of all authorities when it is made, for 30 ms of the
-    # processor; the tests call nobody beyond this machine.
-    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - it lives as long as the tests
+    # Each new HTTP client reads the certificates of all authorities, which takes 30 ms of CPU time; the tests
+    # call local servers only.
+    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - closed after the tests
     config.add_cleanup(file.close)
     end = "-----END CERTIFICATE-----\n"
     file.write(certifi.contents().partition(end)[0] + end)
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported lives until the end: a million objects, in which the collector finds nothing.
+    # Imports create a million long-lived objects, which the collector would scan in vain.
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What docs/metrics.md says: the keys of `metrics.jsonl`, and when they are there."""
+"""The keys of `metrics.jsonl` documented in docs/metrics.md, and when they are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def documented() -> dict[str, str]:
-    """Key → when; `<name>` in a key stands for anything."""
+    """Key → when it is written; `<name>` in a key stands for any text."""
     found: dict[str, str] = {}
     for line in DOCS.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -22,7 +22,7 @@ def documented() -> dict[str, str]:
 
 
 def unexplained(keys: Iterable[str]) -> set[str]:
-    """Those that the document does not have."""
+    """The keys that the page does not document."""
     patterns = [re.escape(key).replace("<", "").replace(">", "") for key in documented() if "<" not in key]
     patterns += [re.sub(r"<\w+>", r"[^/]+", key) for key in documented() if "<" in key]
     return {key for key in keys if not any(re.fullmatch(one, key) for one in patterns)}

@@ -1,6 +1,6 @@
-"""What every engine that speaks SGLang's protocol answers: the same calls, shapes and numbers.
+"""The contract of engines with SGLang's protocol: the same calls, shapes and numbers from every engine.
 
-A suite subclasses `EngineContract`, and has the fixtures `engine` (a client of a server at version 0) and
+A suite subclasses `EngineContract` and defines the fixtures `engine` (a client of a server at version 0) and
 `versions` (the directories of versions 0 and 1).
 """
 
@@ -41,14 +41,14 @@ def make_versions(tmp_path_factory: pytest.TempPathFactory, hidden: int = 64) ->
 
 
 def embedded(weights: Path, place: Path) -> Service:
-    """The embedded engine, which the same calls go to."""
+    """The embedded engine, which receives the same calls."""
     arguments = ["--model", str(weights), "--max-context", "2048", "--weight-version", "0"]
     return Service("engine", lambda: arguments, place)
 
 
 @asynccontextmanager
 async def served(service: Service) -> AsyncIterator[Client]:
-    """A client of the server, while it is up."""
+    """A client of the running server."""
     try:
         url = await service.start()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as http:
@@ -65,7 +65,7 @@ async def load(engine: Client, weights: Path, version: int) -> None:
 
 
 async def at_the_beginning(engine: Client, versions: list[Path]) -> None:
-    """Version 0 is live, and nothing is paused."""
+    """Restores version 0 and resumes the engine."""
     await engine.post("/pause_generation", {"mode": "retract"})
     await load(engine, versions[0], 0)
     await engine.post("/continue_generation", {})
@@ -82,7 +82,7 @@ def recomputed(weights: Path, prompt: list[int], output: list[int], temperature:
 
 class EngineContract:
     cached = 63
-    """Tokens at least, of a prompt of 64, that are found in the cache."""
+    """Minimum number of cached tokens of a prompt of 64."""
 
     async def test_a_replys_fields_have_these_names_and_types(self, engine: Client) -> None:
         reply = await engine.generate([1, 2, 3], rid="mine", max_new_tokens=5, ignore_eos=True)
@@ -150,14 +150,14 @@ class EngineContract:
     async def test_abort_matches_by_prefix(self, engine: Client) -> None:
         async with asyncio.timeout(120), asyncio.TaskGroup() as group:
             kinds = {"max_new_tokens": LONG, "ignore_eos": True}
-            # SGLang hears only of ids that are live themselves, and then ends all that begin so.
+            # SGLang requires the id of a running request, and aborts all ids with this prefix.
             rids = ("job-1", "job-12")
             ended = [group.create_task(engine.generate([1, 3], rid=rid, **kinds)) for rid in rids]
             other = group.create_task(engine.generate([1, 4], rid="other", **kinds))
             stream = engine.stream([9, 9], rid="watch", **kinds)
-            await anext(stream)  # by now the earlier ones are in
+            await anext(stream)  # the earlier requests have arrived
             async with engine.http.post(engine.url + "/abort_request", json={"rid": "job-1"}) as answer:
-                assert answer.status == 200  # SGLang's has no body
+                assert answer.status == 200  # SGLang's response has no body
             async for _ in stream:
                 pass
         assert [task.result()["meta_info"]["finish_reason"]["type"] for task in ended] == ["abort", "abort"]

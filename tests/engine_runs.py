@@ -1,4 +1,4 @@
-"""Runs of the demo through servers from other environments: what holds for each kind of engine."""
+"""Demo runs with engines from other environments; the checks are the same for each kind of engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.e2e.runs import gone, held, metrics, training
 
 
 def through(kind: str, python: str, arguments: Sequence[str]) -> list[str]:
-    """The settings of a run that starts its engine from that environment."""
+    """Settings of a run that starts its engine from the given environment."""
     words = ", ".join(f'"{word}"' for word in arguments)
     return [f"--engine.kind={kind}", f"--engine.python={python}", f"--engine.arguments=[{words}]"]
 
 
 def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) -> None:
-    """The demo's own batches and learning rate over fewer steps, with publishes under running requests."""
+    """Runs fewer steps of the demo with its batches and learning rate, with publishes during requests."""
     demo = [
         "--trainer.steps=36", "--trainer.groups_per_batch=16", "--trainer.group_size=8",
         "--agent.max_concurrency=128", "--eval.tasks=128", "--eval.every=0", "--trainer.checkpoint_every=20",
@@ -32,7 +32,7 @@ def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) 
     lines = metrics(run_dir)
     assert lines[-1]["eval/reward"] >= 0.85
     errors = [line["logprob_max_error"] for line in lines[1:]]
-    told = [error for error in errors if error is not None]  # null: no token of that batch was of its version
+    told = [error for error in errors if error is not None]  # null: the batch has no token of its version
     assert len(told) > len(errors) / 2
     assert max(told) < 1e-3
     assert any(line["weight_version/mixed_turn_ratio"] > 0 for line in lines[1:])

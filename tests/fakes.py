@@ -1,7 +1,7 @@
-"""A fake engine with fault injection, and a gateway in this process to stand before it.
+"""A fake engine with fault injection, and a gateway in this process that uses it.
 
-The fake speaks the engine protocol. What it answers is scripted (`say`) or derived from the prompt, the
-same for the same prompt; faults are taken one a request, in order.
+The fake implements the engine protocol. Its replies are scripted (`say`) or a fixed function of the prompt;
+each request takes the next fault in order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tidegate.gateway.options import GatewayOptions
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with one request.
+    """A fault of one request.
 
-    `kind`: `status` (answers `value`), `refuse` (400, saying `value`), `hang`
-    (until aborted or closed), `drop` (closes the connection),
-    `break` (breaks a stream off after `value` tokens), `abort` (ends with finish_reason abort after
-    `value` tokens), `no_logprobs`, `no_versions`, `version` (every span says `value`), `garbage`
-    (no JSON), `hold` (waits for `FakeEngine.release`, then answers well), `pause` (a stream
-    waits after `value` tokens until it is aborted).
+    `kind`: `status` (returns the status `value`), `refuse` (status 400 with the message `value`), `hang`
+    (until aborted or closed), `drop` (closes the connection), `break` (breaks a stream off after `value`
+    tokens), `abort` (ends with finish_reason abort after `value` tokens), `no_logprobs`, `no_versions`,
+    `version` (every span has the version `value`), `garbage` (not JSON), `hold` (waits for
+    `FakeEngine.release`, then replies normally), `pause` (a stream waits after `value` tokens until it is
+    aborted).
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Fault:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """One fake engine; `start` and `stop` may alternate, on the same port."""
+    """A fake engine; `start` and `stop` may alternate, on the same port."""
 
     decode: Callable[[Sequence[int]], str]
     vocabulary: int = 256
@@ -68,7 +68,7 @@ class FakeEngine:
         return f"http://127.0.0.1:{self.port}"
 
     def release(self) -> None:
-        """Let go what is on hold."""
+        """Releases the held requests."""
         self._release.set()
 
     async def start(self) -> None:
@@ -90,12 +90,12 @@ class FakeEngine:
             self._runner = None
 
     async def until(self, wanted: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        """Until something is true of what came in."""
+        """Waits until a condition on the received requests is true."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(wanted)
 
     def output_for(self, prompt: Sequence[int], limit: int) -> list[int]:
-        """The scripted reply, or ids that depend on the prompt alone."""
+        """The scripted reply, or ids that depend only on the prompt."""
         if self.replies:
             return self.replies.popleft()[:limit]
         digest = blake2b(orjson.dumps(list(prompt)), digest_size=32).digest()
@@ -197,7 +197,7 @@ class FakeEngine:
 
 
 def logprob_of(token: int, position: int) -> float:
-    """A logprob that says of which token and position it is."""
+    """A logprob that encodes its token and position."""
     return -(token + 1) / 1024 - position / 8
 
 
@@ -207,7 +207,7 @@ def _dumps(value: Any) -> str:
 
 @dataclass(slots=True)
 class Stage:
-    """A gateway that serves, its client, and the fake engine behind it."""
+    """A running gateway, its client and its fake engine."""
 
     gateway: Gateway
     client: GatewayClient
@@ -216,12 +216,12 @@ class Stage:
     stack: contextlib.AsyncExitStack
 
     async def llm(self, access: SessionAccess, **options: Any) -> AsyncOpenAI:
-        """The real SDK with a session's access; closed with the stage."""
+        """The real SDK with a session's URL and key; closed with the stage."""
         made = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, **options)
         return await self.stack.enter_async_context(made)
 
     def say(self, text: str, *, ended: bool = True) -> list[int]:
-        """Script the next reply; returns its ids."""
+        """Scripts the next reply; returns its ids."""
         ids = self.gateway.renderer.encode(text)
         if ended:
             ids.append(self.gateway.renderer.stop_ids[0])
@@ -233,7 +233,7 @@ class Stage:
 async def staged(
     model: Path, *, engine_type: type[FakeEngine] = FakeEngine, **options: Any
 ) -> AsyncIterator[Stage]:
-    """A gateway with one fake engine; `options` are GatewayOptions."""
+    """Runs a gateway with one fake engine; `options` are GatewayOptions."""
     gateway = Gateway(GatewayOptions(model=model, **{"admin_key": "admin", **options}))
     renderer = gateway.renderer
     engine = engine_type(renderer.decode, stop_id=renderer.stop_ids[0])

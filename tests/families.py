@@ -1,4 +1,4 @@
-"""Model families: their control tokens, and templates of our own in their output formats."""
+"""Model families: their control tokens, and test templates in their output formats."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Family:
-    """`special` are control tokens, `plain` tokens that are text too; `stops` end a reply.
+    """Tokens and template properties of a model family.
 
-    `calls`: how many at once its template takes. `strict`: user and assistant take turns, and no system
-    message stands in the middle. `marks`: where the role that speaks next is what ends a reply. `thinks`:
-    past thoughts are taken out. `ends`: how the template writes the end of a past reply that the model
-    ended otherwise. `swallows`: its tokens take in the whitespace after them. `moves`: the template
-    writes something anew at each question.
+    `special`: control tokens. `plain`: added tokens that are ordinary text. `stops`: tokens that end a reply.
+    `calls`: maximum number of parallel calls in the template. `strict`: user and assistant must alternate,
+    and a system message may only come first. `marks`: the token of the next role, where that token ends a
+    reply. `thinks`: the template removes past thoughts. `ends`: the model's end token and the template's end
+    token of a past reply, where they differ. `swallows`: the tokens absorb the whitespace after them.
+    `moves`: the template rewrites some earlier text at each question.
     """
 
     name: str
@@ -107,7 +108,7 @@ FAMILIES = {
 
 @cache
 def _tokenizer(size: str, swallows: bool) -> Any:
-    """One vocabulary with the tokens of all families (that do or don't swallow whitespace)."""
+    """One vocabulary with the tokens of all families that do (or do not) swallow whitespace."""
     members = [family for family in FAMILIES.values() if family.swallows == swallows]
     special = dict.fromkeys(token for family in members for token in family.special)
     plain = dict.fromkeys(token for family in members for token in family.plain)

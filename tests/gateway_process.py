@@ -1,7 +1,7 @@
-"""A gateway in a process of its own, started again on its port whenever it dies.
+"""A gateway in a separate process, which is restarted on its port whenever it is killed.
 
-The processes are forked from one that has imported everything, so that a start costs a moment. Their
-listening socket is held here, as a run does it.
+The processes are forked from one that has imported all modules, so that a start is fast. The test process
+holds the listening socket, as a run does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIES_S = 20.0
 
 
 class GatewayProcess:
-    """`deaths` counts; `client` is the trainer's. Made by `running`."""
+    """The gateway process, made by `running`; `deaths` counts its exits, `client` is the trainer's client."""
 
     def __init__(self, options: GatewayOptions, announce: Path, client: GatewayClient, sock: socket.socket):
         self.options = options
@@ -53,7 +53,7 @@ class GatewayProcess:
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def keep(self) -> None:
-        """Start it again whenever it was killed; what else ends it is an error."""
+        """Restarts the process whenever it is killed; any other exit is an error."""
         while True:
             await eventually(lambda: self._process is None or not self._process.is_alive(), 600)
             assert self._process is not None
@@ -75,7 +75,7 @@ class GatewayProcess:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, folder: Path, failpoint: str = "") -> AsyncIterator[GatewayProcess]:
-    """A gateway with a journal in `folder`, whose first process dies at `failpoint`."""
+    """Runs a gateway with a journal in `folder`; its first process is killed at `failpoint`."""
     options = GatewayOptions(model=model, admin_key=KEY, journal=folder / "journal")
     with bind(Listen()) as sock:
         sock.listen(100)

@@ -1,4 +1,4 @@
-"""Where the real GSM8K lies, for tests that need it."""
+"""Location of the real GSM8K files, for tests that need them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a gateway should hold, as plain values: the model that its tree and journal are compared with.
+"""A model of the gateway's state in plain values, with which its tree and journal are compared.
 
-A `State` is all that a restart would find. Its parts are compared by equality, so a journal's content is
-told as a `State` too.
+A `State` holds all that a restart recovers. States are compared by equality, so the content of a journal is
+also converted to a `State`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TurnPart:
     parent: int | None
     key: str | None
     delivered: bool
-    """What the gateway believes; `noted` is what it wrote down of it."""
+    """Whether the turn counts as delivered in memory; `noted` is whether the journal says so."""
     doubt: bool = False
     noted: bool = field(default=False, compare=False)
 
@@ -40,7 +40,7 @@ class SessionPart:
     reward: float | None = None
 
     def settle(self, claimed: float | None) -> None:
-        """It is finished: of turns in doubt only the newest was delivered."""
+        """Finishes the session; of the turns in doubt only the newest counts as delivered."""
         for turn in self.turns:
             turn.delivered |= turn.doubt and turn is self.turns[-1]
             turn.doubt = False
@@ -51,7 +51,7 @@ class SessionPart:
         self.reward = claimed if self.outcome is Outcome.COMPLETED else None
 
     def cancel(self) -> None:
-        """Its trainer is over: what was in doubt is not delivered."""
+        """Cancels the session after its trainer was replaced; turns in doubt count as not delivered."""
         for turn in self.turns:
             turn.doubt = False
         self.state, self.outcome, self.reward = CLOSING, Outcome.CANCELLED, None
@@ -68,16 +68,16 @@ class GroupPart:
 class State:
     sessions: dict[str, SessionPart] = field(default_factory=dict)
     groups: dict[str, GroupPart] = field(default_factory=dict)
-    """Sealed ones, in their order."""
+    """Sealed groups, in order."""
     ended: dict[str, str] = field(default_factory=dict)
-    """What became of groups and leases."""
+    """Group or lease → why it ended."""
     epoch: int = 0
 
     def copy(self) -> State:
         return deepcopy(self)
 
     def kept(self) -> State:
-        """What a restart would find of it: of a session that goes on, only what was written down."""
+        """The state after a restart: for open sessions, only journalled deliveries are known."""
         found = self.copy()
         for session in found.sessions.values():
             if session.state == OPEN:
@@ -95,7 +95,7 @@ class State:
             del self.sessions[session]
 
     def end(self, group: str, why: str) -> None:
-        """A group is over, with its lease and all of its sessions."""
+        """Ends a group with its lease and all of its sessions."""
         part = self.groups.pop(group, None)
         if part is not None and part.lease is not None:
             self.ended[part.lease] = why
@@ -103,7 +103,7 @@ class State:
         self.forget(*[name for name, one in self.sessions.items() if one.group == group])
 
     def release(self) -> None:
-        """A newer trainer came."""
+        """Releases all leases, as a newer trainer has started."""
         for part in self.groups.values():
             if part.lease is not None:
                 self.ended[part.lease] = "fenced"
@@ -117,7 +117,7 @@ class State:
 
 
 def told(recovered: Recovered) -> State:
-    """A journal's content as a state."""
+    """Converts the content of a journal to a state."""
     return State(
         {session.id: _session(session) for session in recovered.sessions},
         {
@@ -152,7 +152,7 @@ def _session(session: GatewaySession) -> SessionPart:
 
 
 def differences(found: State, wanted: State) -> str:
-    """What a journal holds otherwise than it should, in words."""
+    """Describes the differences between the found and the wanted state."""
     have, want = dict(found.parts()), dict(wanted.parts())
     names = [name for name in {**have, **want} if have.get(name) != want.get(name)]
     return "\n".join(f"{name}: {have.get(name)}\n  not {want.get(name)}" for name in names)

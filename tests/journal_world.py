@@ -1,4 +1,4 @@
-"""A gateway without its HTTP, whose journal is copied at every write, and which may be killed at each."""
+"""A gateway without HTTP whose journal is copied at every write, to simulate a kill at each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Moment:
-    """The journal's files at a place, as a kill there would leave them."""
+    """The journal's files after a simulated kill at a failpoint."""
 
     place: str
     files: Files
@@ -41,17 +41,17 @@ class Moment:
 
 @dataclass
 class Wish:
-    """A request that the client got no reply to."""
+    """A request whose client received no reply."""
 
     session: str
     ask: TurnRequest
     index: int | None
-    """Of its turn, where there is one."""
+    """Index of its turn, if it has one."""
     parent: int | None
 
 
 class World:
-    """Drives one gateway after another; `state` is what they should hold."""
+    """Runs one gateway after another; `state` is the expected state."""
 
     def __init__(self, model: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.loop = asyncio.new_event_loop()
@@ -107,11 +107,11 @@ class World:
     def do(
         self, work: Callable[[], Awaitable[Any]], then: Callable[[Any], list[State]], crash: float | None
     ) -> bool:
-        """Do something that ought to lead from the state through all that `then` tells of its result.
+        """Runs `work`, which leads from the state through the states that `then` gives for its result.
 
-        Whatever moment it were killed at, one of these is what is left, and never an earlier one than at a
-        moment before. With `crash` it is killed at one of the moments, and nobody hears of the result.
-        Returns whether it was done.
+        Checks that a kill at any moment leaves one of these states, and that a later moment never leaves an
+        earlier state. With `crash`, the gateway is killed at one of the moments and the result is lost.
+        Returns whether the work was completed.
         """
         self._moments = []
         result = self.run(work())
@@ -131,7 +131,7 @@ class World:
         return False
 
     def _torn(self, moments: list[Moment], crash: float | None) -> list[Moment]:
-        """Killed in the middle of a write: the log has a part of what was added to it."""
+        """Moments of a kill during a write, with only a part of the new bytes in the log."""
         torn = []
         for before, after in pairwise(moments):
             old, new = before.files, after.files
@@ -143,7 +143,7 @@ class World:
         return torn
 
     def _match(self, moment: Moment, states: list[State]) -> int:
-        """Which of the states is what a restart would find."""
+        """Index of the state that a restart recovers."""
         if self._looked_at[0] != moment.files:
             self._looked_at = moment.files, told(self.run(self._loaded(moment.files)))
         found = self._looked_at[1]
@@ -169,7 +169,7 @@ class World:
         return recovered
 
     def _crash(self, moment: Moment, state: State) -> None:
-        """Go on where the journal ends. What was being finished is finished then."""
+        """Restarts the gateway from the journal; sessions that were finishing are then finished."""
         self.run(self.gateway.close())
         self.crashes += 1
         self.run(self._start(moment.files))
@@ -189,13 +189,13 @@ class World:
                 wish.index = None
 
     async def finishing(self) -> None:
-        """Until every session that is being finished is."""
+        """Waits until no session is finishing."""
         for session in self.gateway.sessions.all():
             if session.finishing is not None:
                 await session.finishing
 
     def answered_finish(self, name: str) -> None:
-        """Somebody knows its trajectory: it must never be another one."""
+        """Records the trajectory given to a client, which must never change."""
         trajectory = self.session(name).trajectory
         assert trajectory is not None
         self._wires[name] = trajectory.to_wire()
@@ -206,7 +206,7 @@ class World:
         return self.gateway.session(name)
 
     def ask(self, name: str, parent: int | None, key: str | None) -> TurnRequest:
-        """A request that goes on from a turn, or begins anew."""
+        """A request that continues a turn, or starts a new root."""
         self._words += 1
         before = [] if parent is None else self.session(name).tree.history(parent)
         messages = [*before, {"role": "user", "content": f"w{self._words}"}]
@@ -215,7 +215,7 @@ class World:
         )
 
     async def replies(self, name: str, *asks: TurnRequest, answered: bool) -> list[str]:
-        """Send requests at once; their replies go out, or their client has left."""
+        """Sends requests simultaneously; if not `answered`, the client leaves before the reply."""
         session, turns = self.session(name), self.gateway.turns
         calls = [turns.call(session, ask) for ask in asks]
         texts = [await self._reply(call) for call in calls]

@@ -1,4 +1,4 @@
-"""Small corpora, and indices built of them, for tests."""
+"""Small corpora and their indices, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRADES = ("mayor", "baker", "pilot", "judge", "painter", "doctor", "teacher")
 
 
 def passages(count: int) -> list[dict[str, Any]]:
-    """So many documents, each with a name of its own."""
+    """`count` documents with distinct names."""
     return [
         {
             "id": f"p{number}",
@@ -36,6 +36,6 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
 
 
 def build_quietly(plan: Plan) -> tuple[Manifest, str]:
-    """The manifest, and what the build said."""
+    """Builds an index; returns the manifest and the output of the build."""
     said = io.StringIO()
     return build(plan, BuildProgress(said)), said.getvalue()

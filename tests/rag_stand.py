@@ -1,4 +1,4 @@
-"""A retrieval server in this process, before an index that goes wrong as it is told to."""
+"""A retrieval server in this process, on an index with fault injection."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Match(NamedTuple):
 class FakeIndex:
     """`size` documents; the query `"n"` finds document n first, then those after it.
 
-    `gate` holds searches back while it is not set, `poison` is a query whose search raises, `batches` are
-    the queries of each search.
+    Searches wait until `gate` is set; `poison` is a query whose search raises; `batches` are the queries of
+    each search.
     """
 
     size: int = 50
@@ -72,7 +72,7 @@ class Stand(NamedTuple):
 async def serving(
     index: Any, *, port: int = 0, open_index: Callable[[Path, RagOptions], Any] | None = None, **options: Any
 ) -> AsyncIterator[Stand]:
-    """Serve an index until the block is left."""
+    """Serves an index inside the block."""
     settings = RagOptions(directory=Path("index"), **options)
     retrieval = Retrieval(settings, open_index or (lambda directory, options: index))
     async with served(create_app(retrieval), port) as url:

@@ -1,4 +1,4 @@
-"""One rank of a policy that is trained by plain SGD: `python -m tests.ranked DIRECTORY RANK`.
+"""One rank of a policy trained with plain SGD: `python -m tests.ranked DIRECTORY RANK`.
 
 Reads plan.pickle; rank 0 writes found.pt.
 """
@@ -23,7 +23,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
-    """The steps' metrics, the first one's gradients, parameters before and after, and the last logprobs."""
+    """Metrics of the steps, gradients of the first, parameters before and after, and the last logprobs."""
     policy._optimizer = torch.optim.SGD(policy.model.parameters(), lr=policy.settings.learning_rate)
     start = {name: whole(one) for name, one in policy.model.named_parameters()}
     metrics, gradients = [], {}
@@ -51,7 +51,7 @@ def main(directory: Path, rank: int) -> None:
         found[name] = train(type(policy).load(opening.model, settings), batches)
     if rank == 0:
         torch.save(found, directory / "found.pt")
-    dist.barrier()  # a rank that leaves first takes the others' connections with it
+    dist.barrier()  # a rank that exits first would close the others' connections
     dist.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""A real Ray of several nodes on this machine. All but the first have a network of their own, as other
-machines have, and do not see where runs are."""
+"""A real Ray cluster with several nodes on this machine. All nodes except the first have a separate network,
+like separate machines, and cannot access the directory of the runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEATS = [
     "--cluster.trainer={CPU = 0.2, near = 0.25}", "--cluster.gateway={CPU = 0.1}",
     "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.patience_s=30",
 ]  # fmt: skip
-"""Two runs with two engines do not go beside each other: what one leaves reserved, the next one misses."""
+"""Resources such that two runs do not fit at once: a reservation left behind blocks the next run."""
 START = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
 Table = list[tuple[int, int, list[str]]]
 START_S = 60.0
@@ -31,7 +31,7 @@ STOP_S = 40.0
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Its first node has the resource `near`, each other one `far`, and a GPU that is none."""
+    """The first node has the resource `near`; each other node has `far` and a fake GPU."""
 
     network: Network
     port: int
@@ -39,9 +39,9 @@ class RayCluster:
     folder: Path
     environment: dict[str, str]
     pids: list[int]
-    """Of its nodes."""
+    """Pids of the nodes."""
     numbers: Iterator[int]
-    """Which nodes that join may have."""
+    """Numbers for nodes that join."""
     stack: contextlib.ExitStack
 
     @property
@@ -54,11 +54,11 @@ class RayCluster:
 
     @property
     def runs(self) -> Path:
-        """A directory that the first node sees as we do, and others empty."""
+        """A directory that the first node shares with the test; the other nodes see it empty."""
         return self.folder / "runs"
 
     def join(self) -> None:
-        """Another node, of `far`; the last one in `pids`."""
+        """Adds a `far` node, as the last of `pids`."""
         number = next(self.numbers)
         log = self.folder / f"far{number}.log"
         apart = f"""
@@ -77,56 +77,56 @@ class RayCluster:
         _until(node, log, lambda: "apart" in log.read_text())
         self.network.link(number, node.pid)
         assert node.stdin is not None
-        node.stdin.close()  # it goes on
+        node.stdin.close()  # lets the node start
         _until(node, log, lambda: "Ray runtime started" in log.read_text())
         self.pids.append(node.pid)
 
     def lose(self, node: int) -> None:
-        """End a node and all that it started, at once, as its machine would."""
+        """Kills a node and all of its processes at once, like a machine failure."""
         above = self.pids.pop(node)
-        os.kill(above, signal.SIGSTOP)  # it starts no more of them
+        os.kill(above, signal.SIGSTOP)  # so that it starts no more processes
         for pid in _below({above}, _table()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> dict[int, list[str]]:
-        """The command lines of all that its nodes started, by pid."""
+        """Command lines of all processes started by the nodes, by pid."""
         table = _table()
         mine = _below(set(self.pids), table)
         return {pid: command for pid, _, command in table if pid in mine}
 
     def tidegates(self) -> list[int]:
-        """Those of runs: their servers, agents, ranks, and the actors that own them."""
+        """Pids of the processes of runs: servers, agents, ranks, and the actors that own them."""
         marks = ("tidegate", "Host", "ray::Head", "sglang")
         return [
             pid for pid, command in self.processes().items() if any(one in " ".join(command) for one in marks)
         ]
 
     def command(self, words: str) -> list[str]:
-        """The command line, with these words in it, of the one process that has such a one."""
+        """The command line of the one process whose command line contains `words`."""
         return self.processes()[self.pid(words)]
 
     def pid(self, words: str) -> int:
-        """The one process that has these words in its command line."""
+        """The pid of the one process whose command line contains `words`."""
         (found,) = (pid for pid, command in self.processes().items() if words in " ".join(command))
         return found
 
     def owners(self, words: str) -> list[int]:
-        """The pids of actors whose processes have these words in their command lines."""
+        """Pids of the actors whose processes' command lines contain `words`."""
         parents = {pid: parent for pid, parent, _ in _table()}
         return [parents[pid] for pid, command in self.processes().items() if words in " ".join(command)]
 
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """Up when both of its nodes are; gone afterwards with all they started."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets want short paths
+    """Runs a cluster of two nodes; kills the nodes and all of their processes afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets need short paths
     for name in ("runs", "ray"):
         (folder / name).mkdir()
     environment = {
         **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-        "TMPDIR": str(folder), "RAY_health_check_period_ms": "1000",  # of nodes, five of which may fail
+        "TMPDIR": str(folder), "RAY_health_check_period_ms": "1000",  # five checks may fail
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -147,7 +147,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 
 def nothing_left(cluster: RayCluster, run: str) -> bool:
-    """Neither processes nor actors' directories; what is reserved, `tests.ray_faults` looks at."""
+    """Waits until no process and no actor directory is left; `tests.ray_faults` checks reservations."""
     deadline = time.monotonic() + 30
 
     def left() -> list[object]:
@@ -160,7 +160,7 @@ def nothing_left(cluster: RayCluster, run: str) -> bool:
 
 
 def may_hide() -> bool:
-    """Whether this process may have mounts and a network of its own."""
+    """Whether this process may create mount and network namespaces."""
     trial = "ip link add tidegate0 type bridge && ip link add tidegate1 type veth peer name tidegate2"
     try:
         done = subprocess.run(["unshare", "-m", "-n", "sh", "-c", trial], capture_output=True, check=False)
@@ -171,7 +171,7 @@ def may_hide() -> bool:
 
 @dataclass(frozen=True)
 class Network:
-    """A bridge, to which nodes are linked; it is at address 1."""
+    """A bridge that connects the nodes; its own address is number 1."""
 
     name: str
     subnet: str
@@ -180,7 +180,7 @@ class Network:
         return f"{self.subnet}.{number}"
 
     def link(self, number: int, pid: int) -> None:
-        """Link the network that a process has of its own."""
+        """Connects the network namespace of a process."""
         near, far = f"{self.name}-{number}", f"{self.name}n{number}"
         _ip("link", "add", near, "master", self.name, "type", "veth", "peer", "name", far, "netns", str(pid))
         _ip("link", "set", near, "up")

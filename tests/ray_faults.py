@@ -1,4 +1,4 @@
-"""What goes wrong on a cluster, met on a real one: `python -m tests.ray_faults HOST:PORT`."""
+"""Fault tests on a real Ray cluster: `python -m tests.ray_faults HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def lost(seats: ActorSlots) -> None:
         await waiting
     after = before
     async with asyncio.timeout(30):
-        while after == before:  # being started again it may be unavailable, and says so
+        while after == before:  # while it restarts, the error may be that it is unavailable
             with contextlib.suppress(LostError):
                 after = await answer(actor.pid.remote(), "gateway")
     with pytest.raises(LostError, match="did not answer within 0"):
@@ -74,7 +74,7 @@ async def lost(seats: ActorSlots) -> None:
 
 
 def nothing_reserved() -> None:
-    """By runs before this one; what is no more Ray forgets a moment later."""
+    """Checks that earlier runs left no reservation; Ray removes ended ones after a short delay."""
     deadline = time.monotonic() + 20
 
     def left() -> list[object]:

@@ -1,4 +1,4 @@
-"""A tokenizer of real size: Mistral's tekken, 130,000 tokens, as `mistral-common` ships it."""
+"""A tokenizer of realistic size: Mistral's tekken with 130,000 tokens, from `mistral-common`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 @cache
 def tekken() -> str:
-    """The tokenizer as `tokenizers`' JSON, without special tokens; made once a process (about 2 s)."""
+    """The tokenizer as `tokenizers`' JSON, without special tokens; built once per process (about 2 s)."""
     spec = importlib.util.find_spec("mistral_common")
     assert spec is not None, "pip install mistral-common"
     assert spec.submodule_search_locations
@@ -44,7 +44,7 @@ def tekken() -> str:
 
 
 def _halves(token: bytes, rank: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens of lower rank that merge into `token` last."""
+    """The two tokens of lower rank whose merge yields `token`."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         ranks: list[Any] = [rank.get(a + b, len(rank)) for a, b in itertools.pairwise(parts)]

@@ -1,5 +1,5 @@
-"""A decoder that remembers, for the scheduler: its "cache" holds the tokens themselves, so a row that
-is moved, dropped or computed again wrongly gives another next token."""
+"""A fake decoder for the scheduler. Its cache holds the tokens themselves, so a row that is wrongly moved,
+dropped or recomputed yields a different next token."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Copied(list[tuple[int, int]]):
 class Remembering:
     """Rows of (token, weights it was computed with).
 
-    Faults: `refuses` fails prefills that hold a token, `nan_for` gives NaN to prompts that begin with
-    one, `dies` fails every step.
+    Faults: `refuses` fails prefills that contain a token, `nan_for` returns NaN for prompts that begin with a
+    token, `dies` fails every step.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def between_steps(scheduler: Scheduler, action: Callable[[], Any]) -> None:
 
 
 def expected_output(one: Generation) -> list[int]:
-    """What an undisturbed request would have sampled, its spans telling the weights."""
+    """The tokens of an undisturbed request; its version spans give the weights."""
     tokens = list(one.prompt_ids)
     for version, start, end in one.spans:
         for _ in range(start, end):

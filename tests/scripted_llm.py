@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that says what it was told to: for agents, where no gateway is needed."""
+"""An OpenAI-compatible endpoint with scripted replies, for tests of agents without a gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tool_call(name: str, arguments: str | dict[str, Any], id: str = "call_1") ->
 
 @contextlib.asynccontextmanager
 async def scripted_llm(reply: Callable[[dict[str, Any]], Reply]) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Serves `reply(request body)`; gives the base URL and the list of the requests so far."""
+    """Serves `reply(request body)`; yields the base URL and the list of requests so far."""
     requests: list[Any] = []
 
     async def complete(request: web.Request) -> web.Response:

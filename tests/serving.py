@@ -1,4 +1,4 @@
-"""An ASGI app on uvicorn, in the test's own event loop, that comes and goes without a pause."""
+"""An ASGI app on uvicorn in the test's event loop, with fast start and shutdown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GRACE_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn looks ten times a second whether it is to end, and then waits a tenth of a second more,
-    whether or not there is somebody to wait for: as long as many a test takes."""
+    """A server without polling: uvicorn checks for shutdown ten times per second and then waits another tenth
+    of a second, even without open connections, which is as long as many tests take."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
-    """Its URL. The app has answered what was asked, or was cancelled a second later, when this ends."""
+    """Serves the app; yields its URL. At the end, open requests have GRACE_S to finish."""
     sock = socket.create_server(("127.0.0.1", port))
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False))
     task = asyncio.create_task(server.serve(sockets=[sock]))

@@ -1,4 +1,4 @@
-"""Tiny random models, made at test time: nothing is fetched."""
+"""Tiny random models, made at test time without downloads."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def make_tiny_model(
     eos: int | None = None,
     spread: float = 0.15,
 ) -> Any:
-    """Save a random model (`qwen3`, tied, or `llama`, untied) in Hugging Face format; returns it.
+    """Saves a random model (`qwen3`, tied, or `llama`, untied) in Hugging Face format; returns it.
 
-    `spread` is the weights' standard deviation: large enough that the next token's distribution is
+    `spread` is the standard deviation of the weights, large enough that the distribution of the next token is
     far from uniform and depends on every earlier token.
     """
     torch.manual_seed(seed)

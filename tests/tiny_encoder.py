@@ -1,4 +1,4 @@
-"""Tiny random sentence-transformers models, made at test time: nothing is fetched."""
+"""Tiny random sentence-transformers models, made at test time without downloads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_tiny_encoder(
     prompts: dict[str, str] | None = None,
     similarity: str | None = None,
 ) -> Any:
-    """Save a model of BERT's shape that reads characters, mean-pooled; returns it."""
+    """Saves a character-level model of BERT's shape with mean pooling; returns it."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 

@@ -89,7 +89,7 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-# What follows a reply depends on how many messages came before it: a bare stand-in would be wrong.
+# The text after a reply depends on the number of messages before it.
 COUNTING = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + ' ' + loop.index|string + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -99,7 +99,7 @@ COUNTING = """\
 {%- endif %}
 """
 
-# A reply is not written as it is: no follow-up can be rendered after it.
+# The template changes the text of a reply, so that no continuation can be rendered after it.
 SHOUTING = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content|upper|replace('-', '_') + '<|im_end|>\\n' }}
@@ -107,7 +107,7 @@ SHOUTING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# Writes the name of whoever speaks, drops text beside calls, and reads an effort.
+# Writes the name of the message's author, drops text beside calls, and reads the reasoning effort.
 NAMED = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + (message.name or message.role) + '\\n' }}
@@ -167,7 +167,7 @@ def make_tokenizer(template: str = "qwen2") -> Any:
 
 
 def make_model_dir(directory: Path, template: str = "qwen2") -> Path:
-    """A model directory as far as a gateway reads it: tokenizer, template, context length."""
+    """Makes the part of a model directory that a gateway reads: tokenizer, template, context length."""
     make_tokenizer(template).save_pretrained(str(directory))
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     return directory

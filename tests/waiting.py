@@ -1,4 +1,4 @@
-"""Waiting for what tells nobody that it has come."""
+"""Waiting for conditions without events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 async def eventually(wanted: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Until something is true of a state that tells nobody when it changes."""
+    """Polls until `wanted` returns a true value."""
     async with asyncio.timeout(timeout_s):
         while not wanted():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
 
 
 def announced(file: Path, process: subprocess.Popen[Any], timeout_s: float = 60.0) -> str:
-    """The URL that a server in a process of its own writes once it serves."""
+    """The URL that a server process writes once it serves."""
     deadline = time.monotonic() + timeout_s
     while not file.exists():
         assert process.poll() is None, f"{process.args} ended with status {process.returncode}"

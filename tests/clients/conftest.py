@@ -1,4 +1,4 @@
-"""What the clients stand before."""
+"""Servers for the client tests."""
 
 from __future__ import annotations
 

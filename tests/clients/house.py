@@ -1,4 +1,4 @@
-"""A gateway before the real embedded engine, and clients that run as processes before it."""
+"""A gateway with the real embedded engine, and clients that run as processes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TASK = Task(
     [{"role": "user", "content": QUESTION}],
     answer="10 * 5 + 6 * 15 = 140\n#### 140",
 )
-"""A problem that the bundled model solves with one call of its calculator."""
+"""A problem that the bundled model solves with one calculator call."""
 
 
 @contextlib.contextmanager
 def process(announce: Path, *arguments: str) -> Iterator[str]:
-    """A verb of `tidegate` that serves; its URL. It is gone afterwards."""
+    """Runs a `tidegate` server inside the block; yields its URL."""
     words = [
         sys.executable,
         "-m",
@@ -63,7 +63,7 @@ def process(announce: Path, *arguments: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def house(folder: Path) -> Iterator[str]:
-    """The gateway's URL; behind it is the embedded engine with the bundled model."""
+    """Runs a gateway with the embedded engine and the bundled model; yields its URL."""
     model = str(BASE_MODEL)
     with (
         process(folder / "engine.json", "engine", "--model", model) as engine,
@@ -76,7 +76,7 @@ def house(folder: Path) -> Iterator[str]:
 
 @dataclass
 class WideEngine(FakeEngine):
-    """Scripted, with room for the prompts of command-line agents."""
+    """A scripted engine with a context long enough for command-line agents."""
 
     max_context: int = 400_000
 
@@ -85,7 +85,7 @@ class WideEngine(FakeEngine):
 async def scripted(
     folder: Path, replies: Sequence[str], engine_type: type[FakeEngine] = WideEngine
 ) -> AsyncIterator[Stage]:
-    """A gateway before an engine whose replies are written here, in the model's own form of tool calls."""
+    """Runs a gateway with an engine whose replies are scripted in the model's tool-call format."""
     model = make_model_dir(folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 400_000}))
@@ -101,7 +101,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def python(environment: str) -> str:
-    """The interpreter of one of the environments that `make test-clients` makes."""
+    """The interpreter of an environment made by `make test-clients`."""
     found = ENVIRONMENTS / environment / "bin" / "python"
     assert found.exists(), f"there is no {found}: run `make test-clients`, which makes it"
     return str(found)
@@ -109,24 +109,24 @@ def python(environment: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One run of a client: what it printed, and what the gateway recorded of it."""
+    """One run of a client: its output and its recorded trajectory."""
 
     output: str
     trajectory: Trajectory
 
     @property
     def saw(self) -> Any:
-        """The JSON that our own programs print last."""
+        """The JSON object that the test programs print last."""
         return json.loads(self.output.strip().splitlines()[-1])
 
     def assert_one_line(self, turns: int) -> None:
-        """So many turns, each of them delivered, whole, and a continuation of the one before."""
+        """Checks for `turns` turns, each delivered, complete, and a continuation of the previous one."""
         self.assert_parents([None, *range(turns - 1)])
 
     def assert_parents(self, parents: Sequence[int | None]) -> None:
-        """The turns that each turn continues; all are delivered and whole, and prompts repeat recorded ids.
+        """Checks the parent of each turn. All turns are delivered and complete; prompts repeat recorded ids.
 
-        A turn says why it does not continue the newest one.
+        A turn that does not continue the newest turn must have a reason.
         """
         found = self.trajectory.turns
         assert [turn.parent for turn in found] == parents, [turn.branch for turn in found]
@@ -150,7 +150,7 @@ async def run_client(
     split: Split = "train",
     sampling: Sampling = NEARLY_GREEDY,
 ) -> Episode:
-    """Run a command as the agent of one session, as a training run does."""
+    """Runs a command as the agent of one session, as a training run does."""
     access = await client.open_session(
         task=task, env=task.env, split=split, seed=3, deadline_s=DEADLINE_S, sampling=sampling
     )

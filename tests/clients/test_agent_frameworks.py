@@ -1,6 +1,6 @@
-"""Agent frameworks before the gateway: thoughts, text beside a call, parallel calls, then another question.
+"""Agent frameworks on the gateway: thoughts, text beside a call, parallel calls, then another question.
 
-The replies are scripted: the bundled model writes neither thoughts nor parallel calls.
+The replies are scripted, because the bundled model writes neither thoughts nor parallel calls.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SUM = Task("sum", "", [{"role": "user", "content": QUESTION}])
 SAMPLING = Sampling(1.0, max_tokens=1000)
 EXPRESSIONS = ["10 * 5", "6 * 15", "50 + 90"]
 TOOLS = ["calculator", "Sums-calculator"]
-"""Names of the tool; Semantic Kernel puts its plugin's name before it."""
+"""Names of the tool; Semantic Kernel prefixes its plugin's name."""
 LINE = [None, 0, 1, 2]
 REWRITTEN = [None, None, 1, 2]
-"""The first reply comes back changed: without the text beside its call, or with its thoughts for the text."""
+"""The client edits the first reply: it drops the text beside the call, or replaces it by the thoughts."""
 
 CASES = [
     (OPENAI3, "agent_framework_agent.py", "chat", LINE, LINE),
@@ -56,7 +56,7 @@ CASES = [
     (OPENAI2, "strands_agent.py", "responses", LINE, LINE),
     (OPENAI2, "strands_agent.py", "messages", LINE, LINE),
 ]
-"""Environment, program, dialect, and the parents of the turns with whole and with streamed replies."""
+"""Environment, program, dialect, and the parents of the turns for whole and for streamed replies."""
 
 
 def replies(tool: str) -> list[str]:
@@ -71,7 +71,7 @@ def replies(tool: str) -> list[str]:
 
 @dataclass
 class TurnEngine(WideEngine):
-    """Replies by the number of replies in the prompt, so that sessions may run side by side."""
+    """Chooses the reply by the number of replies in the prompt, so that sessions may run in parallel."""
 
     def output_for(self, prompt: Sequence[int], limit: int) -> list[int]:
         text = self.decode(prompt)
@@ -100,7 +100,7 @@ async def test_an_agent_framework_calls_tools_over_two_questions(
     whole: list[int | None],
     streamed: list[int | None],
 ) -> None:
-    """Both ways run side by side, each in a session of its own."""
+    """Whole and streamed replies run in parallel, each in its own session."""
     command = [python(environment), str(PROGRAMS / program), dialect]
     runs = [
         run_client(stage.client, [*command, way], task=SUM, sampling=SAMPLING) for way in ("whole", "stream")

@@ -1,4 +1,4 @@
-"""Python agents before the gateway: thoughts, text beside a call, parallel calls, the answer."""
+"""Python agents on the gateway: thoughts, text beside a call, parallel calls, the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.asyncio(loop_scope="module")]
 OPENAI2, OPENAI3 = "agents-openai2", "agents-openai3"
 LINE = [None, 0, 1]
 REWRITTEN = [None, None, 1]
-"""The first reply comes back without the text beside its call."""
+"""The client drops the text beside the call of the first reply."""
 
 CASES = [
     (OPENAI2, "camel_agent.py", "chat", LINE, REWRITTEN),
@@ -33,7 +33,7 @@ CASES = [
     (OPENAI3, "qwen_agent_assistant.py", "chat", LINE, LINE),
     (OPENAI3, "qwen_agent_assistant.py", "text", LINE, LINE),
 ]
-"""Environment, program, dialect, and the parents of the turns with whole and with streamed replies."""
+"""Environment, program, dialect, and the parents of the turns for whole and for streamed replies."""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ async def test_an_agent_calls_tools(
     whole: list[int | None],
     streamed: list[int | None],
 ) -> None:
-    """Both ways run side by side, each in a session of its own."""
+    """Whole and streamed replies run in parallel, each in its own session."""
     command = [python(environment), str(PROGRAMS / program), dialect]
     runs = [
         run_client(stage.client, [*command, way], task=SUM, sampling=SAMPLING) for way in ("whole", "stream")
@@ -62,7 +62,7 @@ async def test_an_agent_calls_tools(
 
 
 async def test_crewai_ends_with_a_text_that_is_streamed_beside_a_call(stage: Stage) -> None:
-    """In streamed Responses the text is its final answer: it drops the call. Whole, it drops the text."""
+    """With streamed Responses, the client takes the text as the answer and drops the call; else the text."""
     command = [python(OPENAI2), str(PROGRAMS / "crewai_agent.py"), "responses"]
     whole = await run_client(stage.client, [*command, "whole"], task=SUM, sampling=SAMPLING)
     assert whole.saw["answers"] == ["#### 140"]
@@ -74,7 +74,7 @@ async def test_crewai_ends_with_a_text_that_is_streamed_beside_a_call(stage: Sta
 
 
 async def test_camel_repeats_the_response_that_it_continues(tmp_path: Path) -> None:
-    """It sends `previous_response_id` and the same items again: the prompt has the call twice."""
+    """The client sends `previous_response_id` and repeats the items: the prompt has the call twice."""
     command = [python(OPENAI2), str(PROGRAMS / "camel_agent.py"), "responses", "whole"]
     first, _, answer, _ = replies("calculator")
     async with scripted(tmp_path, [first, answer]) as stage:

@@ -1,4 +1,4 @@
-"""The AI SDK (npm) before the gateway: its OpenAI, OpenAI-compatible and Anthropic providers."""
+"""The AI SDK (npm) on the gateway, with its OpenAI, OpenAI-compatible and Anthropic providers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_ai_sdk(client: GatewayClient, dialect: str) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @DIALECTS
 async def test_ai_sdk_with_thoughts_text_and_parallel_calls(stage: Stage, dialect: str) -> None:
-    """In Responses it refers to thoughts and texts by their ids, and writes out the calls beside them."""
+    """With Responses, the client refers to thoughts and texts by id and sends the calls in full."""
 
     async def run(way: str) -> Episode:
         return await run_client(stage.client, [*COMMAND, dialect, way], task=SUM, env=ENV, sampling=SAMPLING)

@@ -1,4 +1,4 @@
-"""Coding agents before the gateway and an engine whose replies are scripted."""
+"""Coding agents on the gateway with scripted replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["work"]
 pytestmark = pytest.mark.clients
 BIN = NODE / ".bin"
 LITELLM = ENVIRONMENTS / "agents-litellm" / "bin" / "python"
-LITELLM_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it fetches a table of prices
+LITELLM_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it downloads a price table
 ANSWER = "The word is tide."
 
 OPENCODE = """\
@@ -41,7 +41,7 @@ async def opencode(stage: Stage, work: Path, provider: str, options: str) -> Epi
 
 @pytest.mark.parametrize("provider", ["openai-compatible", "openai", "anthropic"])
 async def test_opencode_uses_its_tools(tmp_path: Path, work: Path, provider: str) -> None:
-    """Its providers are the AI SDK's: Chat Completions, Responses and Messages, all streamed."""
+    """opencode uses the AI SDK's providers: Chat Completions, Responses and Messages, all streamed."""
     async with scripted(tmp_path, opencode_replies(work)) as stage:
         episode = await opencode(stage, work, provider, "--title task")
     assert ANSWER in episode.output
@@ -51,7 +51,7 @@ async def test_opencode_uses_its_tools(tmp_path: Path, work: Path, provider: str
 
 
 async def test_opencode_asks_for_a_title(tmp_path: Path, work: Path) -> None:
-    """Unless it is given one: a call of its own, with another prompt, beside the first of the agent."""
+    """Without a title option, opencode requests one in a separate call beside the agent's first call."""
     async with scripted(tmp_path, [ANSWER, ANSWER]) as stage:
         episode = await opencode(stage, work, "openai-compatible", "")
         requests = [stage.gateway.renderer.decode(one["input_ids"]) for one in stage.engine.requests]
@@ -95,7 +95,7 @@ def edit(before: str, after: str) -> str:
 async def test_aider_corrects_an_edit_that_failed(
     tmp_path: Path, work: Path, provider: str, way: str
 ) -> None:
-    """It adds its rules to the newest user message, and takes them out of the one before: a new root."""
+    """aider moves its rules to the newest user message, so every turn is a new root."""
     replies = [edit("the word is sea", "the word is moon"), edit("the word is tide", "the word is moon")]
     async with scripted(tmp_path, replies) as stage:
         episode = await run(stage, work, aider(provider, f"--{way} --no-auto-commits"), LITELLM_ENV)
@@ -105,7 +105,7 @@ async def test_aider_corrects_an_edit_that_failed(
 
 
 async def test_aider_asks_for_messages_of_its_commits(tmp_path: Path, work: Path) -> None:
-    """One for what was there before it began, one for its own edit: calls with prompts of their own."""
+    """aider requests two messages in separate calls: one for earlier changes, one for its own edit."""
     replies = [edit("the word is tide", "the word is moon"), "docs: Note a word", "docs: Change the word"]
     async with scripted(tmp_path, replies) as stage:
         episode = await run(stage, work, aider("openai", ""), LITELLM_ENV)

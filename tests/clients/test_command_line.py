@@ -1,7 +1,7 @@
-"""Command-line agents from npm, before the gateway and an engine whose replies are scripted.
+"""Command-line agents from npm, on the gateway with scripted replies.
 
-They need a model that follows them, which no tiny one does: the script plays it. What they send, what
-they make of the replies and what the gateway records of it is real.
+The replies are scripted because no tiny model can use these agents' tools. Their requests, their handling of
+the replies and the gateway's record are real.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ wire_api = "responses"
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """The folder that the agent works in; its home is beside it."""
+    """The agent's working directory; its home is beside it."""
     made = tmp_path / "work"
     made.mkdir()
     (tmp_path / "home").mkdir()
@@ -43,7 +43,7 @@ def work(tmp_path: Path) -> Path:
 
 
 async def run(stage: Stage, work: Path, script: str, env: Mapping[str, str] | None = None) -> Episode:
-    """A shell script as the agent, in that folder."""
+    """A shell script that runs as the agent in that directory."""
     return await run_client(
         stage.client,
         ["bash", "-euc", f"cd {work}\n{script}"],
@@ -85,7 +85,7 @@ async def test_claude_code_uses_its_tools(tmp_path: Path, work: Path) -> None:
 
 
 async def test_a_sub_agent_of_claude_code_is_a_branch(tmp_path: Path, work: Path) -> None:
-    """It has prompts and tools of its own; what called it goes on where it was."""
+    """The sub-agent has its own prompts and tools; the calling agent then continues its sequence."""
     replies = [
         call("Agent", description="reads", prompt="Read it.", subagent_type="general-purpose",
              run_in_background=False),
@@ -105,7 +105,7 @@ async def test_a_sub_agent_of_claude_code_is_a_branch(tmp_path: Path, work: Path
 async def test_codex_uses_its_tools(tmp_path: Path, work: Path) -> None:
     replies = [
         "I look.\n" + call("exec_command", cmd="cat notes.txt"),
-        # Of a namespace: it is refused by Codex itself, for there is no such agent.
+        # A tool in a namespace; Codex itself refuses the call, because no such agent exists.
         call("multi_agent_v1.close_agent", target="01a1fed3-0c55-7171-ab48-487028c72b1a"),
         call("exec_command", cmd="printf tide > word.txt"),
         "The word is tide.",

@@ -1,4 +1,4 @@
-"""Agent frameworks before the gateway and the embedded engine."""
+"""Agent frameworks on the gateway with the embedded engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ async def test_langgraph(client: GatewayClient, dialect: str, way: str) -> None:
 
 
 async def test_smolagents(tmp_path: Path) -> None:
-    """Its prompts are too long for the bundled model, so that the replies are scripted."""
+    """The replies are scripted, because the prompts are too long for the bundled model."""
     replies = [
-        # It demands calls, so that the prompt ends with the beginning of one.
+        # smolagents requires tool calls, so the prompt ends with the beginning of a call.
         call("calculator", expression="10 * 5 + 6 * 15").removeprefix(BEGUN),
         call("final_answer", answer="#### 140").removeprefix(BEGUN),
     ]
@@ -43,7 +43,7 @@ async def test_smolagents(tmp_path: Path) -> None:
     assert episode.saw["calls"] == [["calculator", {"expression": "10 * 5 + 6 * 15"}]]
     first, second = episode.trajectory.turns
     assert (first.parse, second.parse) == ("ok", "ok")
-    # It writes the call into the next prompt in words of its own: another history, and recorded as such.
+    # smolagents rewrites the call as text in the next prompt, which is recorded as an edited history.
     assert second.parent is None
     assert second.branch == "edited: message 2 (assistant) is not the recorded reply"
 

@@ -1,4 +1,4 @@
-"""Schemathesis makes requests from the gateway's OpenAPI: no answer is a 5xx or other than documented."""
+"""Schemathesis requests generated from the gateway's OpenAPI: no 5xx and no undocumented response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 600.0
 
 
 async def document(stage: Stage, where: Path) -> Path:
-    """The OpenAPI as it is served, except that nothing waits long."""
+    """The served OpenAPI, with short waits."""
     async with aiohttp.ClientSession() as http, http.get(f"{stage.url}/openapi.json") as response:
         served: Any = await response.json()
     for schema in (

@@ -1,4 +1,4 @@
-"""The SDKs, each in the version of its environment, before the gateway and the embedded engine."""
+"""The SDKs, in the versions of their environments, on the gateway with the embedded engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPENAI = pytest.mark.parametrize("environment", ["openai2", "openai3"])
 
 
 def solved(episode: Episode) -> None:
-    """The model called the calculator and answered; the gateway has it all in one line of turns."""
+    """Checks that the model called the calculator and answered, in one sequence of turns."""
     assert episode.saw["answer"] == "#### 140"
     assert episode.saw["calls"] == [["calculator", {"expression": "10 * 5 + 6 * 15"}]]
     episode.assert_one_line(2)
@@ -37,7 +37,7 @@ async def test_openai_with_a_tool(client: GatewayClient, environment: str, way: 
 async def test_openai_with_a_reply_of_a_pydantic_type(
     client: GatewayClient, environment: str, way: str
 ) -> None:
-    """In evaluation: training sessions refuse a grammar by name."""
+    """Uses an evaluation session, where a grammar constrains the reply."""
     episode = await run_client(
         client,
         [python(environment), str(PROGRAMS / "openai_sdk.py"), way],

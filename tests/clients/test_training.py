@@ -1,4 +1,4 @@
-"""The agents of examples/frameworks, trained by settings alone, for two steps."""
+"""The agents of examples/frameworks, trained for two steps with settings only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = Path("examples", "frameworks")
 
 @pytest.mark.parametrize("agent", ["openai_agents", "langgraph_agent"])
 def test_an_agent_of_a_framework_is_trained(tmp_path: Path, agent: str) -> None:
-    # As if the framework had been installed beside Tidegate.
+    # as if the framework were installed beside Tidegate
     [beside] = (ENVIRONMENTS / "frameworks" / "lib").glob("python*/site-packages")
     run = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Clients that ask for a reply of a type: DSPy writes prompts of its own, instructor demands a tool call."""
+"""Clients with typed replies: DSPy writes its own prompts, instructor requires a tool call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SAMPLING = Sampling(1.0, max_tokens=1000)
 
 
 def fields(**values: str) -> str:
-    """A reply as DSPy's ChatAdapter reads it."""
+    """A reply in the format of DSPy's ChatAdapter."""
     written = [f"[[ ## {name} ## ]]\n{value}" for name, value in values.items()]
     return "\n\n".join([*written, "[[ ## completed ## ]]"])
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 async def test_every_step_of_dspy_is_a_prompt_of_its_own(tmp_path: Path, dialect: str) -> None:
-    """Its ReAct writes what was done so far into one message of the user."""
+    """DSPy's ReAct writes all earlier steps into one user message."""
     replies = [
         fields(
             next_thought="I add.",
@@ -44,7 +44,7 @@ async def test_every_step_of_dspy_is_a_prompt_of_its_own(tmp_path: Path, dialect
 
 
 async def test_dspy_asks_for_json_after_a_reply_that_it_cannot_parse(tmp_path: Path) -> None:
-    """In training too: the reply is sampled as free text."""
+    """Also in training sessions, where the reply is sampled as free text."""
     step = {"next_thought": "I add.", "next_tool_name": "finish", "next_tool_args": {}}
     replies = ["I do not know.", json.dumps(step), fields(reasoning="I added.", answer="#### 140")]
     command = [python(ENVIRONMENT), str(PROGRAMS / "dspy_agent.py"), "chat"]
@@ -55,7 +55,7 @@ async def test_dspy_asks_for_json_after_a_reply_that_it_cannot_parse(tmp_path: P
 
 
 def rest(total: int) -> str:
-    """What follows the beginning of a call that the prompt ends with."""
+    """The rest of a tool call whose beginning ends the prompt."""
     return f' {{"total": {total}}}}}\n</tool_call>'
 
 
@@ -63,7 +63,7 @@ def rest(total: int) -> str:
     ("dialect", "parents"), [("chat", [None, 0]), ("responses", [None, None]), ("messages", [None, 0])]
 )
 async def test_instructor_asks_again(tmp_path: Path, dialect: str, parents: list[int | None]) -> None:
-    """On Responses it quotes what was wrong, and leaves out the call that was."""
+    """With Responses, instructor quotes the error and omits the invalid call."""
     program = str(PROGRAMS / "instructor_reply.py")
     async with scripted(tmp_path, [rest(50), rest(140)]) as stage:
         episode = await run_client(stage.client, [python(ENVIRONMENT), program, dialect, "whole"], task=SUM)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own debugging protocol."""
+"""A headless Chromium, controlled over its debugging protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def find() -> str | None:
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[int]:
-    """Starts one with an empty profile; gives the port of its debugging protocol."""
+    """Starts Chromium with an empty profile; yields the port of its debugging protocol."""
     path = find()
     assert path is not None
     command = [path, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
@@ -53,8 +53,8 @@ def browser(profile: Path) -> Iterator[int]:
 
 
 class Page:
-    """One tab. `errors` are exceptions, console errors and violations of the page's policy; `asked` are the
-    addresses that it requested."""
+    """One tab. `errors` are exceptions, console errors and policy violations; `asked` are the
+    requested URLs."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -92,7 +92,7 @@ class Page:
     async def open(self, url: str) -> None:
         here = await self.look("location.href")
         if here.partition("#")[0] == url.partition("#")[0] and here != url:
-            # The same document: what it showed before stays until it has heard of the new address.
+            # Same document: the old content stays until the page has handled the new address.
             heard = "new Promise(heard => addEventListener('hashchange', () => heard(), {once: true}))"
             await self.look(f"[{heard}, location.href = {json.dumps(url)}][0]")
         else:
@@ -102,7 +102,7 @@ class Page:
         )
 
     async def look(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluates an expression in the page."""
         found = await self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -110,7 +110,7 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Wait for an expression to hold."""
+        """Waits until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not await self.look(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"never held: {expression}; errors: {self.errors}"
@@ -140,7 +140,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def page(port: int) -> AsyncIterator[Page]:
-    """A new tab of the browser at `port`."""
+    """Opens a new tab in the browser at `port`."""
     base = f"http://127.0.0.1:{port}/json"
     request = urllib.request.Request(f"{base}/new?about:blank", method="PUT")
     target = json.load(await asyncio.to_thread(urllib.request.urlopen, request, timeout=PATIENCE_S))

@@ -1,4 +1,4 @@
-"""Running `tidegate train` for real, as a process, with the bundled base model and few steps."""
+"""Runs of `tidegate train` as a process, with the bundled base model and few steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "
 
 
 class TrainProcess:
-    """A training process of its own; `lines` grows in `log` until it ends."""
+    """A training process, with its output in `log`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TrainProcess:
         return self.log.read_text()
 
     def until_step(self, step: int, timeout: float = 300) -> None:
-        """Wait until metrics.jsonl has the step's line; fails if the process ends before."""
+        """Waits until metrics.jsonl has the step's line; fails if the process exits before."""
         deadline = time.monotonic() + timeout
         while not any(line["step"] >= step for line in metrics(self.run_dir)):
             assert self.process.poll() is None, self.output()[-3000:]
@@ -61,14 +61,14 @@ class TrainProcess:
             time.sleep(0.05)  # polling a file that another process writes
 
     def until_said(self, words: str, timeout: float = 180, times: int = 1) -> None:
-        """Wait until the output has the words, so many times."""
+        """Waits until the output contains `words` at least `times` times."""
         deadline = time.monotonic() + timeout
         while self.output().count(words) < times:
             assert time.monotonic() < deadline, f"never said {words!r}: {self.output()[-3000:]}"
             time.sleep(0.02)  # polling a file that another process writes
 
     def until(self, holds: Callable[[], bool], timeout: float = 180) -> None:
-        """Wait until something holds while the process runs."""
+        """Waits until `holds` is true; fails if the process exits before."""
         deadline = time.monotonic() + timeout
         while not holds():
             assert self.process.poll() is None, self.output()[-3000:]
@@ -76,7 +76,7 @@ class TrainProcess:
             time.sleep(0.1)  # polling another process
 
     def owned(self, name: str) -> int:
-        """The pid of the owned `engine`, `engine-1` or `gateway`."""
+        """The pid of the run's `engine`, `engine-1` or `gateway`."""
         found: int = json.loads((self.run_dir / "logs" / f"{name}.address").read_text())["pid"]
         return found
 
@@ -96,7 +96,7 @@ def training(
     environment: Mapping[str, str] = ENVIRONMENT,
     before: Callable[[], None] | None = None,
 ) -> Iterator[TrainProcess]:
-    """A training process that is gone afterwards, whatever happens; `before` is called in it first."""
+    """Runs a training process, killed at the end of the block; calls `before` in the process first."""
     run = TrainProcess(run_dir, arguments, config=config, environment=environment, before=before)
     try:
         yield run
@@ -117,14 +117,14 @@ def ledger(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def held(run_dir: Path) -> Audit:
-    """The run's audit, which must hold."""
+    """The run's audit, which must pass."""
     audit = audit_run(run_dir)
     assert audit.holds, audit.findings
     return audit
 
 
 def gone(pid: int, timeout: float = 60) -> bool:
-    """Whether a process ends within the time."""
+    """Whether a process exits within the time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""A short chaos: trainer and gateway die where they write, one process dies at random, nothing is lost."""
+"""A short kill test: trainer and gateway at a write, one process at random; no episode is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: seen, reached by keys alone, safe from what models write, and live."""
+"""The dashboard in a real browser: rendering, keyboard access, escaping of model output, live updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIP = "document.getElementById('tooltip')"
 
 @contextlib.contextmanager
 def viewed(run_dir: Path, scratch: Path) -> Iterator[str]:
-    """Serves a run; gives the address."""
+    """Serves a run; yields the URL."""
     address = scratch / f"{run_dir.name}.address"
     command = [sys.executable, "-m", "tidegate", "view", str(run_dir), "--port", "0", "--owned",
                "--announce", str(address)]  # fmt: skip
@@ -158,7 +158,7 @@ async def test_what_models_write_is_text(port: int, url: str) -> None:
             assert await page.look("window.pwned === undefined"), place
             assert await page.look("document.querySelectorAll('main script, main img').length") == 0
         assert seen >= 5
-        page.errors = [one for one in page.errors if "404" not in one]  # the group that is no group
+        page.errors = [one for one in page.errors if "404" not in one]  # of a group that does not exist
         clean(page, url)
 
 

@@ -1,4 +1,4 @@
-"""The search demo as `make demo-search` runs it: a real retrieval server, a real run, nothing left behind."""
+"""The search demo as in `make demo-search`: a real retrieval server and run, and no leftover processes."""
 
 from __future__ import annotations
 

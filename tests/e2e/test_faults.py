@@ -1,4 +1,4 @@
-"""Faults in mid-run: processes killed with `kill -9`, agents that fail now and then, a synchronous run."""
+"""Faults during runs: processes killed with `kill -9`, agents that sometimes fail, a synchronous run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_of_two_engines_is_killed_and_the_run_goes_on_with_both(tmp_path: Pa
 
 
 def sampled_by(run: TrainProcess, engine: str) -> int:
-    """Tokens that an engine sampled since it was started."""
+    """Tokens that an engine has sampled since its start."""
     url = json.loads((run.run_dir / "logs" / f"{engine}.address").read_text())["url"]
     with urllib.request.urlopen(f"{url}/model_info", timeout=10) as reply:
         return int(json.load(reply)["tokens_sampled"])
@@ -91,7 +91,7 @@ def test_a_gateway_that_keeps_dying_stops_the_run_with_a_checkpoint(tmp_path: Pa
 
 
 def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> None:
-    """Engine and gateway are stopped at that moment, and do not read that their input has closed."""
+    """Engine and gateway are stopped (SIGSTOP) during the kill and cannot notice that their input closes."""
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=2") as run:
         run.until_step(5)

@@ -1,4 +1,4 @@
-"""A full disk in mid-run, on a real small file system: a clear error, nothing lost, and the run goes on."""
+"""A disk that fills up during a run, on a small real file system: clear error, no loss, resume."""
 
 from __future__ import annotations
 

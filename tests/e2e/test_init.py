@@ -1,4 +1,4 @@
-"""From `tidegate init` to a run whose reward rises: what a new user types, and nothing else."""
+"""The first commands of a new user, from `tidegate init` to a run with rising reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def typed(*words: str, cwd: Path, timeout_s: float) -> str:
-    """The output of a command; fails the test where it does not end well."""
+    """The output of a command; fails the test if its exit code is not 0."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=cwd,

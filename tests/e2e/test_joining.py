@@ -1,4 +1,4 @@
-"""Engines that join and leave a run while it publishes: nothing is lost, and both are learned from."""
+"""Engines that join and leave a run during publishes: no episode is lost, tokens of all are trained on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def asked(url: str, method: str = "GET", body: Any = None) -> Any:
 
 @contextlib.contextmanager
 def joining(run: TrainProcess, directory: Path) -> Iterator[str]:
-    """An engine of somebody else's, with a label that says nothing of its weights; its URL."""
+    """Starts an external engine with an unrelated version label; yields its URL."""
     announce = directory / "joined.address"
     command = [
         sys.executable, "-m", "tidegate", "engine", "--model", str(BASE), "--weight-version", "777",

@@ -1,4 +1,4 @@
-"""Short outages in small runs: nothing is given up, lost or trained on twice."""
+"""Short outages in small runs: no task is quarantined, no episode lost or trained on twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose trainer is two processes, or whose weights are sent: they train, and none outlives another."""
+"""Runs with two trainer ranks or with weight broadcast: they train, and all processes end together."""
 
 from __future__ import annotations
 

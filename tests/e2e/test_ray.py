@@ -1,4 +1,4 @@
-"""Runs on a real Ray of two nodes: they train, lose actors, stop in order, and leave nothing behind."""
+"""Runs on a real Ray cluster of two nodes: training, lost actors, orderly stop, cleanup."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> Non
 
 
 def test_a_killed_command_takes_its_run_along(cluster: RayCluster) -> None:
-    """The weights, of two ranks and merged, have come over a process group until then."""
+    """The run has two ranks and LoRA, and broadcasts merged weights over a process group."""
     run_dir = cluster.runs / "killed"
     arguments = [
         "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--trainer.lora_rank=4",
@@ -89,7 +89,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
         run.until_step(lost_at + 3)
         run.interrupt()
         run.until_said("finishing the step and writing a checkpoint")
-        os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it answers nothing, and finishes no step
+        os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it cannot finish its step
         run.interrupt()
         assert run.wait(20) == 130, run.output()
     assert nothing_left(cluster, "node")
@@ -100,7 +100,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
 
 
 def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
-    home = cluster.runs / "home"  # without a token file of the user's
+    home = cluster.runs / "home"  # no token file in the home directory
     home.mkdir()
     environment = cluster.environment | {
         "HOME": str(home),
@@ -114,7 +114,7 @@ def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
         training(cluster.runs / "wrong", "--cluster", cluster.address, environment=wrong) as wrong_token,
         training(cluster.runs / "client", "--cluster", cluster.client, environment=wrong) as client,
     ):
-        # A process of its own: Ray reads its token once, when it is imported.
+        # A separate process, because Ray reads its token once, on import.
         done = subprocess.run(
             [sys.executable, "-m", "tests.ray_faults", cluster.address],
             capture_output=True, text=True, timeout=120, env=cluster.environment, cwd=REPO, check=False,

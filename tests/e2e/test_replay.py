@@ -1,4 +1,4 @@
-"""A recorded run's steps taken again: bit for bit, or a difference that is found."""
+"""Replays of a recorded run: identical bit for bit, or with a detected difference."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_whose_minibatches_stream_is_taken_again_bit_for_bit(
 
 
 def nudge(path: Path) -> None:
-    """Change one recorded logprob of a trained episode."""
+    """Changes one recorded logprob of a trained episode."""
     lines = list(read_lines(path))
     trained = next(line for line in lines if line["state"] == "stepped" and line["advantage"])
     trained["turns"][0]["logprobs"][0] -= 0.5

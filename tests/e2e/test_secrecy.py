@@ -1,4 +1,4 @@
-"""What an agent can reach from its own process: its session, and nothing of the trainer's."""
+"""An agent process can access its own session, and no secrets of the trainer."""
 
 from __future__ import annotations
 

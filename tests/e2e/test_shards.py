@@ -1,4 +1,4 @@
-"""A run whose gateway is two shards, of which one is killed."""
+"""A run with two gateway shards, one of which is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def shards_of(front: int) -> dict[int, int]:
-    """The pid of each shard, by its index."""
+    """The pid of each shard, by index."""
     found = {}
     for pid in Path(f"/proc/{front}/task/{front}/children").read_text().split():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")

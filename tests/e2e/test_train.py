@@ -1,4 +1,4 @@
-"""The main job as a person runs it: `tidegate train`, real engine, gateway, openai client, agents."""
+"""`tidegate train` as a user runs it, with a real engine, gateway, openai client and agents."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_that_are_served_outlive_the_checkpoint_they_came_from(tmp_path: Path) -> None:
-    """A resumed run that publishes seldom serves a checkpoint's weights for longer than that one is kept."""
+    """A resumed run that rarely publishes serves a checkpoint's weights after the checkpoint was pruned."""
     run_dir = tmp_path / "seldom"
     seldom = [
         "--trainer.publish_interval=never", "--trainer.max_staleness=none", "--trainer.checkpoint_every=1",
@@ -138,7 +138,7 @@ def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
 
 
 def tidegate(*arguments: str, torch: bool = True) -> tuple[int, str]:
-    """The verb's exit code and what it said; without torch it could not be imported."""
+    """Exit code and stderr of a verb; with `torch=False`, torch cannot be imported."""
     code = "import sys\n" + ("" if torch else "sys.modules['torch'] = None\n")
     code += "from tidegate.cli import main\nsys.exit(main())"
     done = subprocess.run(
