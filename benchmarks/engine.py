@@ -158,12 +158,12 @@ def engine_decode(model: Model, asks: Sequence[Ask]) -> float:
     limits = TokenLimits(model.vocab_size, CONTEXT, frozenset(), False)
     for seed, ask in enumerate(asks):
         scheduler.submit(parse_generate(ask.body(seed), limits))
-    scheduler.turn()
+    scheduler.run_once()
     while scheduler.num_waiting:
-        scheduler.turn()
+        scheduler.run_once()
     sampled, began = scheduler.counters.tokens_sampled, time.perf_counter()
     while scheduler.num_running:
-        scheduler.turn()
+        scheduler.run_once()
     seconds = time.perf_counter() - began
     due = sum(ask.tokens for ask in asks)
     assert scheduler.counters.tokens_sampled == due

@@ -160,12 +160,12 @@ class Decoding:
 
     def until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            self.scheduler.turn()
+            self.scheduler.run_once()
 
     def steps(self, number: int) -> None:
         """Samples this many tokens for every row."""
         for _ in range(number):
-            self.scheduler.turn()
+            self.scheduler.run_once()
 
     def finish(self) -> float:
         """Tokens per second from now until the requests end."""

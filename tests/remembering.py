@@ -75,7 +75,7 @@ class Remembering:
     def restore(self, row: int, snapshot: Copied, length: int) -> None:
         self.rows[row] = snapshot[:length]
 
-    def clean(self, row: int) -> None:
+    def zero_row(self, row: int) -> None:
         self.rows[row] = []
         self.cleaned.append(row)
 
@@ -101,13 +101,13 @@ def drain(scheduler: Scheduler, *generations: Generation) -> None:
     for _ in range(1000):
         if all(one.ended for one in generations):
             return
-        scheduler.turn()
+        scheduler.run_once()
     raise AssertionError("they did not end")
 
 
 def between_steps(scheduler: Scheduler, action: Callable[[], Any]) -> None:
     result = scheduler.call(action)
-    scheduler.turn()
+    scheduler.run_once()
     result.result(0)
 
 

@@ -82,6 +82,6 @@ def run_verify(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.index.manifest import Manifest
 
     manifest = Manifest.read(arguments.index)
-    manifest.check_files(arguments.index, whole=True)
+    manifest.check_files(arguments.index, full=True)
     print(f"{arguments.index} is whole: {len(manifest.files)} files, {manifest.documents:,} documents")
     return 0

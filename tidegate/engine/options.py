@@ -1,4 +1,4 @@
-"""What `tidegate engine` is told; importable without torch."""
+"""Options of `tidegate engine`; importable without torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """One embedded engine.
+    """Options of one embedded engine.
 
-    `weight_version` labels the weights it starts with. `prefix_cache_mb` bounds what is kept of earlier
-    sequences, so that a follow-up turn computes only what is new; 0 keeps nothing.
+    `weight_version` labels the weights at start. `prefix_cache_mb` is the size of the prefix
+    cache; 0 disables it.
     """
 
     model: Path

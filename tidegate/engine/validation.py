@@ -1,4 +1,4 @@
-"""Values of a JSON body, checked; what is wrong is named in the words of the caller."""
+"""Validates values of a JSON body; errors name the field."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tidegate.errors import TidegateError
 
 
 class RequestError(TidegateError):
-    """A request that is refused (400); the message names the field."""
+    """Raised for an invalid request (status 400); the message names the field."""
 
 
 PARAMS = "sampling_params."
-"""What stands before the names of sampling parameters."""
+"""Prefix of sampling parameters in error messages."""
 
 
 def number(rest: dict[str, Any], name: str, default: float) -> float:
@@ -22,7 +22,7 @@ def number(rest: dict[str, Any], name: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise refusal(name, value, "it is a number")
+        raise refusal(name, value, "it must be a number")
     return float(value)
 
 
@@ -31,7 +31,7 @@ def integer(rest: dict[str, Any], name: str, default: int) -> int:
     if value is None:
         return default
     if type(value) is not int or abs(value) >= 2**62:
-        raise refusal(name, value, "it is an integer")
+        raise refusal(name, value, "it must be an integer")
     return value
 
 
@@ -40,7 +40,7 @@ def boolean(rest: dict[str, Any], name: str, default: bool, prefix: str) -> bool
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise RequestError(f"{prefix}{name} = {value!r}: it is true or false")
+        raise RequestError(f"{prefix}{name} = {value!r}: it must be true or false")
     return value
 
 
@@ -53,7 +53,7 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
 def refuse_rest(rest: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
     for name, value in rest.items():
         if name not in neutral:
-            raise RequestError(f"{prefix}{name} is not a parameter that this engine knows")
+            raise RequestError(f"{prefix}{name} is not a parameter of this engine")
         if value not in neutral[name]:
             raise RequestError(f"{prefix}{name} = {value!r} is not supported by this engine; leave it out")
 

@@ -1,7 +1,7 @@
-"""From a corpus to an index: documents, vectors, index, manifest, each stage going on where it was killed.
+"""Builds an index from a corpus in resumable stages: documents, vectors, index, manifest.
 
-DIR/manifest.json names the generation, a directory DIR/g-… with all other files; it is replaced last, so
-that a reader finds the old index or the new one, whole.
+DIR/manifest.json names the generation, a directory DIR/g-… with all other files. It is replaced last, so that
+a reader finds either the complete old index or the complete new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tidegate.rag.encoders.prefixes import EncoderPrefixes
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index import bm25, encoder_check, vector_index
 from tidegate.rag.index.bm25 import build_bm25, require_bm25s
-from tidegate.rag.index.encoder_check import write_probe
+from tidegate.rag.index.encoder_check import write_check_vectors
 from tidegate.rag.index.index_types import IndexKind, check_kind, choose
 from tidegate.rag.index.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
 from tidegate.rag.index.recall import K, measure
@@ -44,10 +44,10 @@ _GENERATION = re.compile(r"g-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to build: the corpus' files or directories, where to, and what of it.
+    """Options of a build.
 
-    `encoder` None: no vectors. `kind` None: the one that fits the corpus. `prefixes` None: the encoder's own.
-    `shard`: documents that a killed build may have to read or encode again.
+    `encoder` None: no vectors. `kind` None: chosen by the size of the corpus. `prefixes` None: the encoder's
+    own. `shard` is the number of documents that are read or encoded again after an interruption, at most.
     """
 
     sources: Sequence[Path]
@@ -63,52 +63,54 @@ class Plan:
     shard: int = SHARD
 
     def generation(self, files: Sequence[Path]) -> str:
-        """The same for the same index of the same files, the encoder's where it is a directory among them, by
-        their names, sizes and times: what another encoder did at its place is never gone on with."""
-        read = [*files, *_files_of(self.encoder)]
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in read]
+        """Returns the generation's name: a hash of settings and of names, sizes and times of all files.
+
+        The files of an encoder's directory are included: a build never resumes that of another encoder.
+        """
+        inputs = [*files, *_files_of(self.encoder)]
+        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in inputs]
         prefixes = None if self.prefixes is None else [self.prefixes.query, self.prefixes.passage]
         settings = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard]
         return f"g-{hashlib.blake2b(orjson.dumps([stats, settings]), digest_size=6).hexdigest()}"
 
 
 def _files_of(encoder: str | None) -> list[Path]:
-    """Those of a model's directory; none of an encoder that has no directory, or comes from the hub."""
+    """Returns the files of an encoder's local directory; empty if it has none."""
     if encoder is None or encoder == HashEncoder.name:
         return []
-    return sorted(one for one in Path(encoder).rglob("*") if one.is_file())
+    return sorted(path for path in Path(encoder).rglob("*") if path.is_file())
 
 
-def build(plan: Plan, news: BuildProgress) -> Manifest:
-    """Build the index; what an earlier, killed build of the same plan has done is kept.
+def build(plan: Plan, progress: BuildProgress) -> Manifest:
+    """Builds the index; resumes an interrupted build of the same plan.
 
-    Raises ConfigError, CorpusError and StorageError; the index that was there before stays.
+    Raises ConfigError, CorpusError and StorageError; an existing index then stays.
     """
     if plan.threads < 1:
-        raise ConfigError(f"--threads {plan.threads}: at least one is needed")
+        raise ConfigError(f"--threads {plan.threads}: it must be at least 1")
     if plan.encoder is None and not plan.bm25:
-        raise ConfigError("an index needs an encoder, BM25 or both: give --encoder, --bm25")
+        raise ConfigError("an index needs an encoder, BM25 or both: give --encoder, --bm25 or both")
     files = source_files(plan.sources)
     generation = plan.generation(files)
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"--out {plan.out} cannot be made a directory: {error.strerror}") from None
-    with _alone(plan.out):
-        manifest = _standing(plan, generation, news)
+        raise StorageError(f"--out {plan.out}: cannot create the directory: {error.strerror}") from None
+    with _build_lock(plan.out):
+        manifest = _existing(plan, generation, progress)
         if manifest is None:
-            manifest = _Build(plan, generation, news).run(files)
+            manifest = _Build(plan, generation, progress).run(files)
             manifest.write(plan.out)
-        _tidy(plan.out, generation)
+        _remove_leftovers(plan.out, generation)
     return manifest
 
 
 class _Build:
-    """One build of one generation."""
+    """Build of one generation."""
 
-    def __init__(self, plan: Plan, generation: str, news: BuildProgress) -> None:
+    def __init__(self, plan: Plan, generation: str, progress: BuildProgress) -> None:
         self.plan = plan
-        self.news = news
+        self.progress = progress
         self.generation = generation
         self.directory = plan.out / generation
 
@@ -117,17 +119,17 @@ class _Build:
         encoder = self._encoder()
         if plan.bm25:
             require_bm25s()
-        found = extent(files)
-        self._announce(found, encoder)
+        size = extent(files)
+        self._announce(size, encoder)
         self.directory.mkdir(exist_ok=True)
-        read = ingest(files, self.directory, plan.shard, found.documents, self.news.stage("read"))
+        documents = ingest(files, self.directory, plan.shard, size.documents, self.progress.stage("read"))
         if plan.bm25:
-            build_bm25(read, self.directory, self.news.stage("BM25"))
-        entry = None if encoder is None else self._index(read, encoder)
+            build_bm25(documents, self.directory, self.progress.stage("BM25"))
+        entry = None if encoder is None else self._index(documents, encoder)
         reach("rag.index")
         return Manifest(
             generation=self.generation,
-            documents=len(read),
+            documents=len(documents),
             corpus=FileEntry.of(self.directory, corpus.DATA).blake2b,
             encoder=None if encoder is None else _entry(encoder),
             index=entry,
@@ -145,41 +147,47 @@ class _Build:
             plan.encoder, threads=plan.threads, device=plan.device, dtype=plan.dtype, prefixes=plan.prefixes
         )
 
-    def _announce(self, found: Extent, encoder: Encoder | None) -> None:
-        """What it will take, before any of it is done."""
+    def _announce(self, size: Extent, encoder: Encoder | None) -> None:
+        """Prints the estimated resources and checks the disk, before the build starts."""
         kind, dimension = None, 0
         if encoder is not None:
             dimension = encoder.dimension
-            kind = self._kind(found.documents, dimension, say=False)
+            kind = self._kind(size.documents, dimension, verbose=False)
             if encoder.prefixes != EncoderPrefixes():
-                before = encoder.prefixes
-                self.news.say(f"prefixes: {before.query!r} for queries, {before.passage!r} for passages")
-        needed = estimate(found, kind, dimension, self.plan.bm25)
-        self.news.say(needed.sentence())
+                prefixes = encoder.prefixes
+                self.progress.print(
+                    f"prefixes: {prefixes.query!r} for queries, {prefixes.passage!r} for passages"
+                )
+        needed = estimate(size, kind, dimension, self.plan.bm25)
+        self.progress.print(needed.summary())
         check_disk(self.plan.out, needed)
         warning = memory_warning(needed)
         if warning is not None:
-            self.news.say(f"warning: {warning}")
+            self.progress.print(f"warning: {warning}")
 
-    def _kind(self, count: int, dimension: int, *, say: bool) -> IndexKind:
+    def _kind(self, count: int, dimension: int, *, verbose: bool) -> IndexKind:
         if self.plan.kind is not None:
             return self.plan.kind
         choice = choose(count, dimension)
-        if say:
-            self.news.say(f"index {choice.kind}: {choice.reason}")
+        if verbose:
+            self.progress.print(f"index {choice.kind}: {choice.reason}")
         return choice.kind
 
-    def _index(self, read: Corpus, encoder: Encoder) -> IndexEntry:
+    def _index(self, documents: Corpus, encoder: Encoder) -> IndexEntry:
         plan = self.plan
-        kind = self._kind(len(read), encoder.dimension, say=True)
-        check_kind(kind, len(read))
-        vectors = Vectors(self.directory / _VECTORS, len(read), encoder.dimension, plan.shard)
-        vectors.encode(read, encoder, self.news.stage("encoded"))
+        kind = self._kind(len(documents), encoder.dimension, verbose=True)
+        check_kind(kind, len(documents))
+        vectors = Vectors(self.directory / _VECTORS, len(documents), encoder.dimension, plan.shard)
+        vectors.encode(documents, encoder, self.progress.stage("encoded"))
         if not (self.directory / vector_index.FILE).is_file():
-            build_index(kind, vectors, self.directory, plan.threads, self.news)
-        write_probe(encoder, self.directory)
-        nprobe, recall = measure(kind, read, vectors, encoder, self.directory, plan.threads, self.news)
-        self.news.say(f"recall@{K} against Flat: {recall:.3f}" + (f" (nprobe {nprobe})" if nprobe else ""))
+            build_index(kind, vectors, self.directory, plan.threads, self.progress)
+        write_check_vectors(encoder, self.directory)
+        nprobe, recall = measure(
+            kind, documents, vectors, encoder, self.directory, plan.threads, self.progress
+        )
+        self.progress.print(
+            f"recall@{K} against Flat: {recall:.3f}" + (f" (nprobe {nprobe})" if nprobe else "")
+        )
         return IndexEntry(kind=kind, nprobe=nprobe, recall={K: recall})
 
     def _files(self) -> Iterator[str]:
@@ -200,10 +208,10 @@ def _entry(encoder: Encoder) -> EncoderEntry:
     )
 
 
-def _standing(plan: Plan, generation: str, news: BuildProgress) -> Manifest | None:
-    """The manifest of this very index where it is built already, and whole.
+def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest | None:
+    """Returns the manifest if this index is already built and intact.
 
-    Raises ConfigError where there is another one that must not be replaced.
+    Raises ConfigError if there is another index and `replace` is not set.
     """
     if not (plan.out / NAME).exists():
         return None
@@ -214,45 +222,47 @@ def _standing(plan: Plan, generation: str, news: BuildProgress) -> Manifest | No
             return None
         raise
     if manifest.generation == generation:
-        return _whole(manifest, plan.out, news)
+        return _verify(manifest, plan.out, progress)
     if plan.replace:
         return None
     raise ConfigError(
-        f"{plan.out} holds another index already ({manifest.documents:,} documents,"
-        f" {', '.join(manifest.modes)}): choose another --out, or put this one in its place with --replace"
+        f"{plan.out} already holds another index ({manifest.documents:,} documents,"
+        f" {', '.join(manifest.modes)}): choose another --out, or replace the index with --replace"
     )
 
 
-def _whole(manifest: Manifest, directory: Path, news: BuildProgress) -> Manifest | None:
-    """This manifest, if its files are as they were written; otherwise they are removed, to be built again."""
+def _verify(manifest: Manifest, directory: Path, progress: BuildProgress) -> Manifest | None:
+    """Returns the manifest if its files are intact; otherwise removes them and returns None."""
     try:
-        manifest.check_files(directory, whole=True)
+        manifest.check_files(directory, full=True)
     except CorpusError as error:
-        news.say(f"{error}; that is done now")
+        progress.print(f"{error}; it is now built again")
         (directory / NAME).unlink()
         if (directory / manifest.generation).is_dir():
             shutil.rmtree(directory / manifest.generation)
         return None
-    news.say(f"{directory} is built already: the same files, the same settings")
+    progress.print(f"{directory} is already built from the same files with the same settings")
     return manifest
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Raises ConfigError where another build is at work in the directory."""
+def _build_lock(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock. Raises ConfigError if another build holds it."""
     with (directory / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another build is at work in {directory}: wait for it, or end it") from None
+            raise ConfigError(
+                f"another build is running in {directory}: wait until it ends, or stop it"
+            ) from None
         yield
 
 
-def _tidy(directory: Path, generation: str) -> None:
-    """Remove the vectors that the index was made of, and what other builds left. Who reads keeps reading."""
+def _remove_leftovers(directory: Path, generation: str) -> None:
+    """Removes intermediate vectors and other generations; processes that have them open can still read."""
     others = (
-        one for one in directory.iterdir() if _GENERATION.fullmatch(one.name) and one.name != generation
+        path for path in directory.iterdir() if _GENERATION.fullmatch(path.name) and path.name != generation
     )
-    for finished in (directory / generation / _VECTORS, *others):
-        if finished.is_dir():
-            shutil.rmtree(finished)
+    for leftover in (directory / generation / _VECTORS, *others):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)

@@ -1,12 +1,12 @@
-"""Clients of retrieval servers, for agents and environments.
+"""Client of retrieval servers, for agents and environments.
 
     client = SearchClient(["http://127.0.0.1:8100", "http://127.0.0.1:8101"])
-    found = await client.search("who is the mayor of Larkfield", k=3)     # list[Found], best first
-    document = await client.document(found[0].id)                         # None where there is none
+    results = await client.search("who is the mayor of Larkfield", k=3)   # list[SearchResult], best first
+    document = await client.document(results[0].id)                       # None if there is no such document
 
-A search has one deadline. Until then it is tried again wherever a server may answer: connections that fail
-or stall, 429 and 5xx are nobody's answer. What then remains is `RetrievalUnavailable`, an infrastructure
-failure; a request that a server refuses as wrong is `RetrievalRefused`, and is not tried again.
+A call has one deadline. Connection failures, timeouts, 429 and 5xx are retried until then, on any server.
+Then the call raises `RetrievalUnavailable`, an infrastructure failure. If a server refuses the request as
+invalid, the call raises `RetrievalRefused` without a retry.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tidegate.rag.corpus.corpus import Document
 from tidegate.rag.endpoints import RagEndpoint, RagEndpoints
 
 RAG_KEY = "TIDEGATE_RAG_KEY"
-"""The environment variable in which a retrieval server is given its key."""
+"""Environment variable with the key of a retrieval server."""
 NO_DOCUMENT = "no_such_document"
-"""The code of the 404 that says that a corpus has no such document."""
+"""Error code of a 404 for a document that the corpus does not have."""
 NOT_TEXT = "not_text"
-"""The code of a refusal: half of a surrogate pair, which a model may write in JSON, is no text."""
+"""Error code for a string with half of a surrogate pair, which a model may write in JSON."""
 ID_TOO_LONG = "id_too_long"
 SEARCH_S = 30.0
-_LONGEST_ID = 16_384
-"""Bytes of an id in an address; servers take 64 kB of it."""
+_MAX_ID_BYTES = 16_384
+"""Maximum bytes of an id in a URL; servers accept URLs of 64 kB."""
 _CONNECT_S = 5.0
-_LEAST_TRY_S = 1.0
+_MIN_ATTEMPT_S = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A document that a search found; a higher `score` is better, within one search."""
+    """A document found by a search. Scores are comparable within one search only; higher is better."""
 
     id: str
     title: str
@@ -54,9 +54,17 @@ class SearchResult:
 
 
 class SearchClient:
-    """Asks the least busy of several equal servers; `timeout_s` is the deadline of a whole call.
+    """Client of one or several retrieval servers with the same index; calls the least busy one.
 
-    It belongs to the event loop in which it is first used; `aclose` (or `async with`) frees its connections.
+    It belongs to the event loop in which it is first used. `aclose` (or `async with`) closes its connections.
+
+    Args:
+        urls: Base URLs of the servers.
+        api_key: Key of the servers, or None.
+        timeout_s: Deadline of a call in seconds, retries included.
+
+    Raises:
+        ConfigError: There is no URL, or one is not an HTTP URL.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class SearchClient:
         await self.aclose()
 
     async def aclose(self) -> None:
+        """Closes the connections."""
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -91,59 +100,69 @@ class SearchClient:
     async def search(
         self, query: str | list[str] | tuple[str, ...], k: int | None = None, mode: str | None = None
     ) -> list[SearchResult] | list[list[SearchResult]]:
-        """The best `k` documents (None: the server's default), best first; fewer where there are fewer.
+        """Searches for documents.
 
-        For several queries a list for each, in their order. `mode` is `dense`, `bm25` or `hybrid`, as the
-        server has it (None: its default). An empty query finds nothing.
-        Raises RetrievalUnavailable, RetrievalRefused.
+        Args:
+            query: One query, or a list of queries. An empty query has no results.
+            k: Maximum number of documents per query; None for the server's default.
+            mode: `dense`, `bm25` or `hybrid`, if the index has it; None for the server's default.
+
+        Returns:
+            The documents, best first; for a list of queries one such list per query, in order.
+
+        Raises:
+            RetrievalUnavailable: No server answered before the deadline.
+            RetrievalRefused: A server refused the request as invalid.
         """
         queries = [query] if isinstance(query, str) else list(query)
-        for one in queries:
-            _check_text(one)
-        asked = {"queries": queries, "k": k, "mode": mode}
-        body = orjson.dumps({name: value for name, value in asked.items() if value is not None})
-        results = await self._call("POST", "/v1/search", body, lambda answer: _found(answer, len(queries)))
+        for text in queries:
+            _check_text(text)
+        fields = {"queries": queries, "k": k, "mode": mode}
+        body = orjson.dumps({name: value for name, value in fields.items() if value is not None})
+        results = await self._call("POST", "/v1/search", body, lambda reply: _results(reply, len(queries)))
         return results[0] if isinstance(query, str) else results
 
     async def document(self, id: str) -> Document | None:
-        """The document with this id; None where the corpus has none.
+        """Returns the document with this id, or None if the corpus has none.
 
-        Raises RetrievalUnavailable, RetrievalRefused.
+        Raises:
+            RetrievalUnavailable: No server answered before the deadline.
+            RetrievalRefused: A server refused the request as invalid.
         """
         try:
-            return await self._call("GET", f"/v1/documents/{_in_address(id)}", None, _document)
+            return await self._call("GET", f"/v1/documents/{_quote_id(id)}", None, _document)
         except RetrievalRefused as refused:
             if refused.code == NO_DOCUMENT:
                 return None
             raise
 
     async def _call(self, method: str, path: str, body: bytes | None, read: Callable[[Any], T]) -> T:
-        """Try until somebody answers or the deadline passes."""
+        """Retries until a server answers or the deadline passes."""
         deadline = time.monotonic() + self._timeout_s
-        tries, last = 0, "nobody was asked"
+        attempts, last_error = 0, ""
         while True:
             now = time.monotonic()
-            server, rest_s = self._servers.next(now)
-            if now + rest_s >= deadline and tries:
+            server, cooldown_s = self._servers.next(now)
+            if now + cooldown_s >= deadline and attempts:
                 raise RetrievalUnavailable(
-                    f"no retrieval server answered within {self._timeout_s:g} s ({tries} tries), "
-                    f"the last one: {last}"
+                    f"no retrieval server answered within {self._timeout_s:g} s ({attempts} attempts); "
+                    f"last error: {last_error}"
                 )
-            if 0 < rest_s < deadline - now:
-                await asyncio.sleep(rest_s)
+            if 0 < cooldown_s < deadline - now:
+                await asyncio.sleep(cooldown_s)
                 continue
-            if rest_s > 0:  # all rest for longer than this call may take: one is asked all the same
+            if cooldown_s > 0:  # every cooldown ends after the deadline: make one attempt anyway
                 await asyncio.sleep((deadline - now) / 2)
-            # A server that is silent must leave time for another try, there or elsewhere.
+            # An attempt that times out must leave time for another one.
             left = deadline - time.monotonic()
-            limit = max(left / 2, min(left, _LEAST_TRY_S))
-            tries += 1
+            limit = max(left / 2, min(left, _MIN_ATTEMPT_S))
+            attempts += 1
             try:
-                return await self._try(server, method, path, body, read, limit)
+                return await self._attempt(server, method, path, body, read, limit)
             except RetrievalUnavailable as error:
-                last = str(error)
+                last_error = str(error)
 
-    async def _try(
+    async def _attempt(
         self,
         server: RagEndpoint,
         method: str,
@@ -152,23 +171,23 @@ class SearchClient:
         read: Callable[[Any], T],
         limit_s: float,
     ) -> T:
-        """One call to one server, which is told apart afterwards by how it went."""
+        """Makes one call to one server and records whether it succeeded."""
         began = time.monotonic()
         server.busy += 1
         try:
             async with asyncio.timeout(limit_s):
-                result = read(await self._once(server.url, method, path, body))
+                result = read(await self._request(server.url, method, path, body))
         except TimeoutError:
-            why = f"{server.url} was silent for {limit_s:.1f} s"
+            why = f"{server.url} did not answer within {limit_s:.1f} s"
         except (aiohttp.ClientError, OSError) as error:
             why = f"{server.url} cannot be reached: {error or type(error).__name__}"
         except RetrievalRefused:
             server.succeeded()
             raise
         except RetrievalUnavailable as error:
-            why = f"{server.url} says: {error}"
+            why = f"{server.url} failed: {error}"
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"{server.url} answered nonsense: {error!r}"
+            why = f"{server.url} returned an invalid answer: {error!r}"
         else:
             server.succeeded()
             return result
@@ -177,76 +196,79 @@ class SearchClient:
         server.failed(began, time.monotonic())
         raise RetrievalUnavailable(why)
 
-    async def _once(self, url: str, method: str, path: str, body: bytes | None) -> Any:
+    async def _request(self, url: str, method: str, path: str, body: bytes | None) -> Any:
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         headers = {"Content-Type": "application/json"}
-        # The path is quoted already; to be quoted again would make a path of an id like "..".
-        address = URL(url + path, encoded=True)
-        async with self._http.request(method, address, data=body, headers=headers) as response:
-            answer = await response.read()
+        # The path is already quoted; requoting would turn an id like ".." into a path segment.
+        async with self._http.request(
+            method, URL(url + path, encoded=True), data=body, headers=headers
+        ) as response:
+            content = await response.read()
             if response.status >= 400:
-                raise _refusal(response.status, answer)
-            return orjson.loads(answer)
+                raise _error(response.status, content)
+            return orjson.loads(content)
 
 
 def _check_text(text: str) -> None:
-    """Raises RetrievalRefused for what no server can be sent."""
+    """Raises RetrievalRefused for text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise RetrievalRefused(
-            f"{text[:80]!r} is no text: it holds half of a surrogate pair", code=NOT_TEXT
+            f"{text[:80]!r} is not valid text: it contains half of a surrogate pair", code=NOT_TEXT
         ) from None
 
 
-def _in_address(id: str) -> str:
-    """An id as one part of a path, dots too: "." and ".." mean something else there."""
+def _quote_id(id: str) -> str:
+    """Quotes an id as one path segment, dots included, because "." and ".." have a meaning in paths."""
     _check_text(id)
     quoted = quote(id, safe="").replace(".", "%2E")
-    if len(quoted) > _LONGEST_ID:
+    if len(quoted) > _MAX_ID_BYTES:
         raise RetrievalRefused(
-            f"an id of {len(quoted)} bytes, of at most {_LONGEST_ID}", status=414, code=ID_TOO_LONG
+            f"the id has {len(quoted)} bytes when quoted, and the limit is {_MAX_ID_BYTES}",
+            status=414,
+            code=ID_TOO_LONG,
         )
     return quoted
 
 
-def _found(answer: Any, queries: int) -> list[list[SearchResult]]:
-    """Raises ValueError, KeyError, TypeError for what is no answer: nonsense is not an empty result."""
-    results = [[_row(row) for row in _list(rows)] for rows in _list(answer["results"])]
+def _results(reply: Any, queries: int) -> list[list[SearchResult]]:
+    """Parses search results. Raises ValueError, KeyError or TypeError for an invalid answer."""
+    results = [[_result(row) for row in _list(rows)] for rows in _list(reply["results"])]
     if len(results) != queries:
         raise ValueError(f"{len(results)} results for {queries} queries")
     return results
 
 
-def _row(row: Any) -> SearchResult:
+def _result(row: Any) -> SearchResult:
     document, score = _document(row), float(row["score"])
     if not math.isfinite(score):
         raise ValueError(f"the document {document.id!r} has the score {score}")
     return SearchResult(document.id, document.title, document.text, score)
 
 
-def _document(answer: Any) -> Document:
-    fields = [answer["id"], answer["title"], answer["text"]]
-    if not all(isinstance(one, str) for one in fields):
-        raise TypeError(f"a document's id, title and text are texts, not {fields!r:.80}")
+def _document(reply: Any) -> Document:
+    fields = [reply["id"], reply["title"], reply["text"]]
+    if not all(isinstance(field, str) for field in fields):
+        raise TypeError(f"a document's id, title and text must be strings, not {fields!r:.80}")
     return Document(*fields)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"a list was expected, not {value!r:.80}")
+        raise TypeError(f"expected a list, not {value!r:.80}")
     return value
 
 
-def _refusal(status: int, answer: bytes) -> RetrievalError:
+def _error(status: int, content: bytes) -> RetrievalError:
     try:
-        error = orjson.loads(answer)["error"]
+        error = orjson.loads(content)["error"]
         message, code = str(error["message"]), str(error["code"])
     except (ValueError, KeyError, TypeError):
-        message, code = f"{status}: {answer[:200].decode(errors='replace')}", "unknown"
+        message, code = f"{status}: {content[:200].decode(errors='replace')}", "unknown"
     if status in (408, 429) or status >= 500:
         return RetrievalUnavailable(message, status=status, code=code)
     return RetrievalRefused(message, status=status, code=code)

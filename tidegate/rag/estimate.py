@@ -1,7 +1,7 @@
-"""What a build will take, worked out from a look at the source before anything is written.
+"""Estimates the disk space and memory of a build from a sample of the source.
 
-BM25's part was measured on 2,000 and on 6,000 passages of a hundred English words from the documentation of
-programs; the rest follows from the formats.
+The numbers for BM25 were measured on 2,000 and on 6,000 passages of a hundred English words of software
+documentation; the others follow from the file formats.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tidegate.rag.index.index_types import FLOAT32, IndexKind, index_bytes, trai
 from tidegate.rag.progress import size
 
 _PER_DOCUMENT = 8 + 16
-"""Bytes beside the documents: offset, id's hash and row."""
-_BYTES_A_POSTING = 13.0
-"""Of text, for each word that BM25 keeps, once a document."""
+"""Bytes per document besides its text: offset, hash of the id, and row."""
+_TEXT_PER_POSTING = 13.0
+"""Bytes of text per distinct word of a document that BM25 indexes."""
 _BM25_DISK, _BM25_SCRATCH, _BM25_RAM = 10, 6, 60
-"""Bytes a posting: in the index, in the file of words, in memory at the peak; 9.9, 5.4 and 58 measured."""
+"""Bytes per posting in the index, in the file of words, and in memory at the peak; measured: 9.9, 5.4, 58."""
 _PROCESS = 1_000_000_000
-"""Python, the libraries and a small encoder: about."""
+"""Approximate bytes of Python, the libraries and a small encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEstimate:
-    """Bytes. `disk` is what stays, `disk_peak` what building takes on top of nothing."""
+    """Estimated documents, and bytes of the finished index, of the disk peak and of the memory peak."""
 
     documents: int
     disk: int
     disk_peak: int
     ram_peak: int
 
-    def sentence(self) -> str:
+    def summary(self) -> str:
         return (
             f"about {self.documents:,} documents: {size(self.disk)} of disk ({size(self.disk_peak)} while"
             f" building) and up to {size(self.ram_peak)} of memory"
         )
 
 
-def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) -> IndexEstimate:
-    """What building an index of this kind takes (None: no vectors), with BM25 or without."""
-    count = found.documents
-    disk = found.bytes + count * _PER_DOCUMENT
+def estimate(extent: Extent, kind: IndexKind | None, dimension: int, bm25: bool) -> IndexEstimate:
+    """Estimates the resources for an index of this kind (None: no vectors), with or without BM25."""
+    count = extent.documents
+    disk = extent.bytes + count * _PER_DOCUMENT
     scratch = 0
     ram = count * _PER_DOCUMENT
     if kind is not None:
@@ -54,7 +54,7 @@ def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) 
         scratch += count * dimension * FLOAT32
         ram = max(ram, index + training_rows(kind, count) * dimension * FLOAT32)
     if bm25:
-        postings = int(found.bytes / _BYTES_A_POSTING)
+        postings = int(extent.bytes / _TEXT_PER_POSTING)
         disk += postings * _BM25_DISK
         scratch += postings * _BM25_SCRATCH
         ram = max(ram, postings * _BM25_RAM)
@@ -62,21 +62,21 @@ def estimate(found: Extent, kind: IndexKind | None, dimension: int, bm25: bool) 
 
 
 def check_disk(directory: Path, needed: IndexEstimate) -> None:
-    """Raises StorageError where the disk has less space left than the build takes."""
+    """Raises StorageError if the disk has less free space than the build needs."""
     free = shutil.disk_usage(directory).free
     if free < needed.disk_peak:
         raise StorageError(
-            f"{directory} has {size(free)} left, and the build takes {size(needed.disk_peak)}: make room, or"
-            " choose another --out or a smaller --index"
+            f"{directory} has {size(free)} left, and the build needs {size(needed.disk_peak)}: free space,"
+            " or choose another --out or a smaller --index"
         )
 
 
 def memory_warning(needed: IndexEstimate) -> str | None:
-    """What to say where the machine has less memory than the build takes."""
+    """Returns a warning if the machine has less memory than the build may need, else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed.ram_peak < memory:
         return None
     return (
-        f"this machine has {size(memory)} of memory, and the build may take {size(needed.ram_peak)}: less"
-        " with a smaller --index (sq8, ivf-sq8, ivf-pq), or without --bm25"
+        f"this machine has {size(memory)} of memory, and the build may need {size(needed.ram_peak)}; a"
+        " smaller --index (sq8, ivf-sq8, ivf-pq) needs less, and so does a build without --bm25"
     )

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and what they hold said in 32 hex digits."""
+"""Atomic file replacement, and digests of files as 32 hex digits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARTS, _PART = 256, 1 << 16
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make the file beside its place, and put it there when it is on the disk."""
+    """Calls `write` with a temporary path, flushes the file to disk and renames it to `path`."""
     part = path.with_name(path.name + ".part")
     write(part)
     sync(part)
@@ -21,32 +21,32 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a directory's entries, on the disk."""
-    opened = os.open(path, os.O_RDONLY)
+    """Flushes a file or a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b of the whole file: about a second a gigabyte."""
-    hashed = hashlib.blake2b(digest_size=16)
+    """Returns the BLAKE2b digest of the whole file; takes about a second per gigabyte."""
+    hasher = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
-def glance(path: Path) -> str:
-    """BLAKE2b of 256 pieces, 16 MB in all, spread evenly from a file's first bytes to its last.
+def quick_digest(path: Path) -> str:
+    """Returns the BLAKE2b digest of 256 pieces, 16 MB in all, spread evenly over the file.
 
-    It notices a file that was cut, swapped or overwritten, not a flipped bit between the pieces.
+    Detects a file that was truncated, exchanged or overwritten, but not a flipped bit between the pieces.
     """
-    hashed = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     last = max(0, path.stat().st_size - _PART)
     with path.open("rb") as file:
         for start in sorted({last * number // (_PARTS - 1) for number in range(_PARTS)}):
             file.seek(start)
-            hashed.update(file.read(_PART))
-    return hashed.hexdigest()
+            hasher.update(file.read(_PART))
+    return hasher.hexdigest()

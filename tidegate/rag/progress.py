@@ -1,4 +1,4 @@
-"""What a build tells whoever waits for it, on standard error: sentences, and how far a stage is."""
+"""Prints the progress of a build on standard error."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class OnProgress(Protocol):
 
 
 class BuildProgress:
-    """On a terminal a stage's line is written over; elsewhere there is a line every ten seconds."""
+    """Redraws a stage's line on a terminal; elsewhere prints a line every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._tty = self._stream.isatty()
         self._open = False
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(f"\n{text}" if self._open else text, file=self._stream, flush=True)
         self._open = False
 
     def stage(self, what: str) -> OnProgress:
-        """Call with how many documents are done, and of how many (about)."""
+        """Returns a callback that takes the number of finished documents and the (approximate) total."""
         return _Stage(self, what)
 
     def draw(self, text: str, *, last: bool) -> None:
@@ -43,20 +43,22 @@ class BuildProgress:
 
 
 class _Stage:
-    def __init__(self, news: BuildProgress, what: str) -> None:
-        self._news = news
+    def __init__(self, progress: BuildProgress, what: str) -> None:
+        self._progress = progress
         self._what = what
         self._first: tuple[int, float] | None = None
         self._drawn = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        # What an earlier build had done comes first and says nothing about the speed of this one.
+        # The first value is the work of an earlier build, which is excluded from the speed.
         self._first = self._first or (done, now)
         last = done >= total
-        if last or now - self._drawn >= self._news.pause_s:
+        if last or now - self._drawn >= self._progress.pause_s:
             self._drawn = now
-            self._news.draw(f"{self._what}: {done:,} of {total:,}{self._speed(done, total, now)}", last=last)
+            self._progress.draw(
+                f"{self._what}: {done:,} of {total:,}{self._speed(done, total, now)}", last=last
+            )
 
     def _speed(self, done: int, total: int, now: float) -> str:
         assert self._first is not None
@@ -76,7 +78,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people; decimal, as disks are sold."""
+    """Formats bytes with decimal units."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

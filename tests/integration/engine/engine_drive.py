@@ -41,7 +41,7 @@ class Driver:
         for _ in range(turns):
             if reached():
                 return
-            self.scheduler.turn()
+            self.scheduler.run_once()
         raise AssertionError(f"not reached within {turns} turns")
 
     def finish(self, generations: Sequence[Generation]) -> None:

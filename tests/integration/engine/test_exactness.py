@@ -61,7 +61,7 @@ def test_mixed_lengths_that_join_and_leave_match_the_plain_model(loaded: tuple[M
             )
         )
         for _ in range(int(rng.integers(0, 6))):
-            driver.scheduler.turn()
+            driver.scheduler.run_once()
     driver.finish(generations)
     for generation, temperature in zip(generations, temperatures, strict=True):
         assert generation.error is None

@@ -285,7 +285,7 @@ async def test_a_slow_search_is_a_typed_answer_and_not_the_next_ones() -> None:
 
 
 async def test_a_search_that_never_ends_is_no_good_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HANGS_S", 0.05)
+    monkeypatch.setattr(module, "_STALL_S", 0.05)
     index = FakeIndex()
     batches = BatchOptions(deadline_s=0.1)
     async with serving(index, batches=batches) as (url, retrieval), aiohttp.ClientSession() as http:
@@ -294,9 +294,9 @@ async def test_a_search_that_never_ends_is_no_good_health(monkeypatch: pytest.Mo
             assert response.status == 503
         async with http.get(f"{url}/health") as response:
             assert response.status == 503
-            assert "a search has not ended" in (await response.json())["reason"]
+            assert "a search has been running for" in (await response.json())["reason"]
         index.gate.set()
-        await eventually(lambda: retrieval.trouble is None)
+        await eventually(lambda: retrieval.health_error is None)
 
 
 async def test_a_search_that_raises_is_a_typed_answer_of_its_own() -> None:

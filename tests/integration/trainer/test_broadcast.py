@@ -277,7 +277,7 @@ async def test_what_is_refused_is_named(stage: Stage, path: str, body: Any, word
 async def test_one_update_at_a_time(stage: Stage) -> None:
     assert (await stage.client.post("/begin_weight_update"))[0] == 200
     status, reply = await stage.client.post("/begin_weight_update")
-    assert (status, "is open already" in str(reply)) == (400, True)
+    assert (status, "is already open" in str(reply)) == (400, True)
     assert not await stage.send(4)
     assert await stage.send(5)
     assert stage.is_live()

@@ -149,7 +149,11 @@ async def test_a_query_that_was_made_before_is_told_and_not_made_again() -> None
         ("search", {"query": ["7"]}, 'error: the arguments must be {"query": "..."}'),
         ("search", {"query": "  "}, 'error: the arguments must be {"query": "..."}'),
         ("search", {"query": "x" * 100_000}, "error: the search refuses this query"),
-        ("search", '{"query": "\\ud800"}', r"error: the search refuses this query: '\ud800' is no text"),
+        (
+            "search",
+            '{"query": "\\ud800"}',
+            r"error: the search refuses this query: '\ud800' is not valid text",
+        ),
         ("open", '{"id": "\\ud800"}', "error: there is no document"),
         ("open", {"id": ".."}, "error: there is no document '..'"),
         ("open", {"id": "x" * 100_000}, "error: there is no document"),

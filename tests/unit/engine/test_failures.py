@@ -30,7 +30,7 @@ def test_a_chunk_that_cannot_be_computed_fails_its_request_alone(
     talking = generation([1, 2], 30)
     bad, late = generation([*range(100)], 5), generation([5] * 20, 5)
     submit(scheduler, talking)
-    scheduler.turn()
+    scheduler.run_once()
     submit(scheduler, bad, late)
     drain(scheduler, talking, bad, late)
     assert bad.error is not None
@@ -60,7 +60,7 @@ def test_a_model_that_fails_on_everything_ends_the_scheduler(decoder: Rememberin
         max_slots=8,
         version="0",
         deliver=lambda _: None,
-        on_death=lambda: deaths.append("died"),
+        on_failure=lambda: deaths.append("died"),
     )
     requests = [generation([1, 1], 4) for _ in range(8)]
     submit(scheduler, *requests)
@@ -93,7 +93,7 @@ def test_when_a_step_fails_all_get_an_error_and_nothing_is_accepted_any_more(
         max_slots=2,
         version="0",
         deliver=delivered.extend,
-        on_death=lambda: deaths.append(all(one.error for one in requests)),
+        on_failure=lambda: deaths.append(all(one.error for one in requests)),
     )
     requests = [generation([i, 2], 5) for i in range(4)]
     decoder.dies = True

@@ -43,14 +43,14 @@ def test_a_long_prompt_never_stands_between_two_tokens_with_more_than_a_chunk(
     scheduler = Scheduler(decoder, max_slots=6, version="0", deliver=lambda _: None)
     talking = generation([1, 2, 3], 60)
     submit(scheduler, talking)
-    scheduler.turn()
-    scheduler.turn()
+    scheduler.run_once()
+    scheduler.run_once()
     others = [generation([9] * 500, 5), *(generation([i] * 30, 5) for i in range(3))]
     submit(scheduler, *others)
     gaps, computed = [], 0
     while not talking.ended:
         before, sampled = len(decoder.prefills), len(talking.output_ids)
-        scheduler.turn()
+        scheduler.run_once()
         computed += sum(max(one) * len(one) for one in decoder.prefills[before:])
         if len(talking.output_ids) > sampled:
             gaps.append(computed)
@@ -69,11 +69,11 @@ def test_a_prompt_that_is_half_computed_may_be_disturbed(
     scheduler = Scheduler(decoder, max_slots=3, version="0", prefix_bytes=10_000, deliver=lambda _: None)
     talking = [generation([1, 2], 12), generation([3, 4], 30)]
     submit(scheduler, *talking)
-    scheduler.turn()
+    scheduler.run_once()
     long = generation([*range(100)], 5, rid="long")
     submit(scheduler, long)
     while sum(map(sum, decoder.prefills)) < 40:
-        scheduler.turn()
+        scheduler.run_once()
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     match disturbance:
         case "abort":
@@ -106,7 +106,7 @@ def test_the_first_in_the_queue_is_never_passed_over(decoder: Remembering) -> No
     submit(scheduler, generation([2, 2], 40), long)
     for i in range(12):
         submit(scheduler, generation([i, 3], 40))
-        scheduler.turn()
+        scheduler.run_once()
     assert long.ended
 
 

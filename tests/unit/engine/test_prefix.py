@@ -19,7 +19,7 @@ class Snap:
 
 
 def hashes(tokens: list[int]) -> list[int]:
-    return BlockHashes().upto(tokens)
+    return BlockHashes().for_tokens(tokens)
 
 
 def add(store: PrefixStore, tokens: list[int], snap: Snap) -> None:
@@ -66,7 +66,7 @@ def test_a_continuation_supersedes_what_it_continues() -> None:
     store = PrefixStore(1000)
     add(store, FIRST, Snap("a"))
     add(store, [*FIRST, *range(30)], Snap("b"))
-    assert (len(store), store.held_bytes) == (1, 10)
+    assert (len(store), store.used_bytes) == (1, 10)
     assert find(store, FIRST) == (32, "b")
 
 
@@ -77,12 +77,12 @@ def test_the_least_recently_used_goes_first() -> None:
         add(store, others[name], Snap(name))
     assert find(store, others["a"]) == (32, "a")  # used again
     add(store, others["d"], Snap("d"))
-    assert store.held_bytes == 30
+    assert store.used_bytes == 30
     assert [find(store, others[name])[1] for name in "abcd"] == ["a", None, "c", "d"]
     add(store, [7, *FIRST], Snap("too large", 31))
     assert len(store) == 3
     store.clear()
-    assert (len(store), store.held_bytes, find(store, others["a"])) == (0, 0, (0, None))
+    assert (len(store), store.used_bytes, find(store, others["a"])) == (0, 0, (0, None))
 
 
 def test_a_collision_of_hashes_is_a_miss() -> None:
@@ -94,9 +94,9 @@ def test_a_collision_of_hashes_is_a_miss() -> None:
 
 def test_a_chain_grows_with_its_sequence() -> None:
     chain = BlockHashes()
-    assert chain.upto(FIRST[:20]) == hashes(FIRST)[:1]
-    assert chain.upto(FIRST) == hashes(FIRST)
-    assert chain.upto(FIRST[:20]) == hashes(FIRST)[:1]
+    assert chain.for_tokens(FIRST[:20]) == hashes(FIRST)[:1]
+    assert chain.for_tokens(FIRST) == hashes(FIRST)
+    assert chain.for_tokens(FIRST[:20]) == hashes(FIRST)[:1]
 
 
 @pytest.mark.parametrize("size", [0, 9])

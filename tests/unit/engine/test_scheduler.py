@@ -60,11 +60,11 @@ def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
             one = generation(prompt, b, rid=f"job-{len(everything)}")
             everything.append(one)
             submit(scheduler, one)
-            scheduler.turn()
+            scheduler.run_once()
         elif kind == "turn":
             for _ in range(a if scheduler.num_running or scheduler.num_waiting else 0):
                 if scheduler.num_running or scheduler.num_waiting:
-                    scheduler.turn()
+                    scheduler.run_once()
         elif kind == "abort":
             between_steps(scheduler, lambda a=a: scheduler.abort(f"job-{a}"))
         elif kind == "retract":
@@ -108,8 +108,8 @@ def test_abort_is_by_prefix(scheduler: Scheduler) -> None:
         generation([1, 2], 50, rid=rid) for rid in ("job-1", "job-12", "other", "job-1x", "job-2", "o")
     ]
     submit(scheduler, *requests)
-    scheduler.turn()
-    scheduler.turn()
+    scheduler.run_once()
+    scheduler.run_once()
     assert scheduler.abort("job-1") == 3  # one of them still waits for a row
     assert [one.rid for one in requests if one.ended] == ["job-1", "job-12", "job-1x"]
     assert requests[0].finish_reason == {"type": "abort", "message": "aborted"}
@@ -122,7 +122,7 @@ def test_pause_abort_ends_all_with_what_they_have(scheduler: Scheduler) -> None:
     requests = [generation([1, 2], 50) for _ in range(6)]
     submit(scheduler, *requests)
     for _ in range(4):
-        scheduler.turn()
+        scheduler.run_once()
     scheduler.pause("abort")
     assert all(one.ended for one in requests)
     assert [len(one.output_ids) for one in requests] == [3] * 4 + [0] * 2
@@ -133,7 +133,7 @@ def test_new_requests_wait_until_resumed(scheduler: Scheduler) -> None:
     scheduler.pause("retract")
     one = generation([1, 2], 2)
     submit(scheduler, one)
-    scheduler.turn()
+    scheduler.run_once()
     assert (scheduler.num_waiting, one.output_ids) == (1, [])
     scheduler.resume()
     drain(scheduler, one)
@@ -146,7 +146,7 @@ def test_retracted_requests_come_back_before_those_that_waited(
     late = [generation([9] * 5, 20, rid="late")]
     submit(scheduler, *early, *late)
     for _ in range(3):
-        scheduler.turn()
+        scheduler.run_once()
     scheduler.pause("retract")
     assert [one.rid for one in scheduler._in_flight.waiting] == [
         "early-0",
@@ -156,7 +156,7 @@ def test_retracted_requests_come_back_before_those_that_waited(
         "late",
     ]
     scheduler.resume()
-    scheduler.turn()
+    scheduler.run_once()
     assert decoder.prefills == [[4] * 4, [6] * 4]
 
 
@@ -175,7 +175,7 @@ def test_a_rid_in_use_is_refused_and_the_first_goes_on(scheduler: Scheduler) -> 
 def test_flush_is_refused_while_rows_are_held(scheduler: Scheduler, decoder: Remembering) -> None:
     one = generation([1, 2], 5)
     submit(scheduler, one)
-    scheduler.turn()
+    scheduler.run_once()
     assert scheduler.flush() is False
     scheduler.pause("retract")
     assert scheduler.flush() is True
@@ -186,7 +186,7 @@ def test_relabelling_keeps_what_was_sampled(scheduler: Scheduler) -> None:
     one = generation([1, 2], 4)
     submit(scheduler, one)
     for _ in range(3):
-        scheduler.turn()
+        scheduler.run_once()
     scheduler.relabel("8")
     drain(scheduler, one)
     assert one.spans == [("0", 0, 2), ("8", 2, 4)]

@@ -37,7 +37,7 @@ async def batcher(index: FakeIndex, **options: float) -> AsyncIterator[QueryBatc
 
 async def ask(made: QueryBatcher, *queries: str, k: int = 1, mode: str = "dense") -> list[str]:
     """The best document of each query."""
-    found = await made.ask([Query(query, k, mode) for query in queries])
+    found = await made.answer([Query(query, k, mode) for query in queries])
     return [rows[0].id for rows in found]
 
 
@@ -111,9 +111,9 @@ async def test_questions_that_differ_in_k_or_mode_are_not_equal() -> None:
     index = FakeIndex()
     async with batcher(index, window_s=0.2) as made:
         one, two, other = await asyncio.gather(
-            made.ask([Query("7", 1, "dense")]),
-            made.ask([Query("7", 2, "dense")]),
-            made.ask([Query("7", 3, "bm25")]),
+            made.answer([Query("7", 1, "dense")]),
+            made.answer([Query("7", 2, "dense")]),
+            made.answer([Query("7", 3, "bm25")]),
         )
     assert [len(rows) for [rows] in (one, two, other)] == [1, 2, 3]
     assert sorted(index.batches) == [("7",), ("7", "7")]

@@ -121,9 +121,9 @@ def test_bad_rows_are_listed_with_their_lines_and_nothing_is_built(tmp_path: Pat
     with pytest.raises(CorpusError) as refused:
         read(tmp_path, source)
     said = str(refused.value).splitlines()
-    assert said[0] == "9 rows are no document:"
+    assert said[0] == "9 rows are invalid:"
     assert [line.partition("line ")[2].partition(":")[0] for line in said[1:]] == [*list("23456789"), "10"]
-    assert said[2] == f"{source}, line 3: it has no 'id' (it has 'text')"
+    assert said[2] == f"{source}, line 3: the row has no 'id' (it has 'text')"
     assert not (tmp_path / "made" / corpus_module.IDS).exists()
 
 
@@ -138,7 +138,7 @@ def test_after_the_bad_row_is_put_right_all_documents_are_there(tmp_path: Path) 
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"(?s)40 rows are no document:.*and 30 more$"):
+    with pytest.raises(CorpusError, match=r"(?s)40 rows are invalid:.*and 30 more$"):
         read(tmp_path, write_jsonl(tmp_path / "bad.jsonl", [{}] * 40))
 
 
@@ -157,10 +157,10 @@ def test_ids_that_occur_twice_are_refused_with_both_places(tmp_path: Path) -> No
 
 def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
-    with pytest.raises(CorpusError, match="there is no document in it"):
+    with pytest.raises(CorpusError, match="the source has no documents"):
         read(tmp_path, tmp_path / "empty.jsonl")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(ConfigError, match=r"broken\.parquet: not a parquet file"):
+    with pytest.raises(ConfigError, match=r"broken\.parquet: not a readable parquet file"):
         read(tmp_path, tmp_path / "broken.parquet")
     whole = gzip.compress(write_jsonl(tmp_path / "c.jsonl", passages(500)).read_bytes())
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
@@ -171,7 +171,7 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} cannot be read to its end"):
             extent([tmp_path / name])
     (tmp_path / "nothing").mkdir()
-    for path, why in (("absent.jsonl", "no such file"), ("x.csv", "no such file"), ("nothing", "holds no")):
+    for path, why in (("absent.jsonl", "no such file"), ("x.csv", "no such file"), ("nothing", "has no")):
         with pytest.raises(ConfigError, match=why):
             source_files([tmp_path / path])
 

@@ -22,10 +22,10 @@ from tidegate.rag.index.gpu import on_gpus
 from tidegate.rag.index.index_types import (
     KINDS,
     IndexKind,
-    cells,
     choose,
     code_bytes,
     index_bytes,
+    nlist,
     subquantizers,
 )
 from tidegate.rag.index.manifest import NAME, Manifest
@@ -70,7 +70,7 @@ def test_a_code_of_a_byte_for_about_eight_numbers(dimension: int, bytes: int) ->
 
 @pytest.mark.parametrize("count", [1, 39, 40, 1000, 100_000, 21_015_324])
 def test_every_cell_has_vectors_to_be_trained_with(count: int) -> None:
-    assert 1 <= cells(count) <= max(1, count / 39)
+    assert 1 <= nlist(count) <= max(1, count / 39)
 
 
 class _Clustered(Vectors):
@@ -98,7 +98,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
 ) -> None:
     vectors = _Clustered()
     build_index(kind, vectors, tmp_path, 1, BuildProgress(io.StringIO()))
-    index = VectorIndex.open(tmp_path, kind, cells(6000) // 2 if kind.startswith("ivf") else None, 1)
+    index = VectorIndex.open(tmp_path, kind, nlist(6000) // 2 if kind.startswith("ivf") else None, 1)
     queries = vectors.all[::60] + 0.05
     scores, rows = index.search(queries, 10)
     exact = np.argsort(-(queries @ vectors.all.T), axis=1)[:, :10]
@@ -202,7 +202,7 @@ def test_damage_to_any_file_is_noticed_by_name(whole: Path, tmp_path: Path) -> N
 def test_of_large_files_parts_are_compared(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidegate.rag.index.manifest.WHOLE_UP_TO", 10)
+    monkeypatch.setattr("tidegate.rag.index.manifest.FULL_DIGEST_UP_TO", 10)
     directory, manifest = copied(whole, tmp_path)
     manifest.check_files(directory)
     path = directory / manifest.generation / "vectors.faiss"
@@ -319,7 +319,7 @@ def test_the_estimate_counts_vectors_and_words() -> None:
     flat, pq = estimate(found, "flat", 768, False), estimate(found, "ivf-pq", 768, False)
     assert flat.disk_peak - flat.disk == WIKI[0] * WIKI[1] * 4
     assert flat.ram_peak > 64e9 > 8e9 > pq.ram_peak
-    assert "21,015,324 documents" in flat.sentence()
+    assert "21,015,324 documents" in flat.summary()
     words = estimate(found, None, 0, True)
     assert words.disk > found.bytes
     assert memory_warning(estimate(Extent(10**12, 10**15), "flat", 768, False)) is not None
@@ -331,7 +331,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     needed = estimate(Extent(100, 10_000), "flat", 2048, False)
-    with pytest.raises(StorageError, match=r"has 1.0 kB left, and the build takes 1.7 MB.*smaller --index"):
+    with pytest.raises(StorageError, match=r"has 1.0 kB left, and the build needs 1.7 MB.*smaller --index"):
         check_disk(tmp_path, needed)
 
 

@@ -1,7 +1,7 @@
-"""The slot key-value cache: one row per request, taken by an unmodified model as `past_key_values`.
+"""Slot key-value cache: one row per request, passed to an unmodified model as `past_key_values`.
 
-Each layer holds keys and values [rows, kv_heads, length, head_dim], grown as needed. A sequence lies
-at the left of its row, so position p of a sequence is index p of the row.
+Each layer holds keys and values [rows, kv_heads, length, head_dim], which grow as needed. A sequence starts
+at the left end of its row, so position p of a sequence is index p of the row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH_STEP = 64
-"""A row's length grows by multiples of this, so that memory is seldom allocated anew."""
+"""Tokens by whose multiples a row's length grows, so that memory is seldom reallocated."""
 VIEW_STEP = 16
-"""A decode step sees lengths rounded up to this: attention kernels want masks that are aligned."""
+"""Tokens to whose multiples a decode step's length is rounded up: attention kernels need aligned masks."""
 
 
 @dataclass(slots=True)
 class CachePlace:
-    """Where the forward pass that runs now writes: rows `first..end`.
+    """Target of the current forward pass: rows `first..end`.
 
-    `positions` [rows, tokens] says where in the rows; the queries then see the first `length` keys of
-    these rows. None: from position 0 on, with nothing before, and the queries see the new keys alone.
+    `positions` [rows, tokens] are the positions within the rows; the queries then attend to the first
+    `length` keys of these rows. None: the pass writes from position 0 and the queries attend to the new keys
+    only.
     """
 
     first: int = 0
@@ -37,7 +38,7 @@ class CachePlace:
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot:
-    """A row's keys and values, copied: (keys, values) of each layer, [kv_heads, length, head_dim]."""
+    """Copy of a row's keys and values: (keys, values) of each layer, [kv_heads, length, head_dim]."""
 
     layers: list[tuple[Tensor, Tensor]]
 
@@ -47,7 +48,7 @@ class RowSnapshot:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values."""
+    """Keys and values of one layer."""
 
     is_sliding = False
 
@@ -64,7 +65,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write in place; returns what the queries attend to."""
+        """Writes in place; returns the keys and values that the queries attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.place
@@ -74,7 +75,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.keys[place.first : place.end, :, : place.length] = key_states
             self.values[place.first : place.end, :, : place.length] = value_states
             return key_states, value_states
-        if place.tokens == 1:  # the same, cheaper
+        if place.tokens == 1:  # cheaper than the general case below
             self.keys[place.rows, :, place.positions] = key_states[:, :, 0]
             self.values[place.rows, :, place.positions] = value_states[:, :, 0]
         else:
@@ -84,13 +85,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[rows, :, : place.length], self.values[rows, :, : place.length]
 
     def _grow(self, rows: int, length: int) -> None:
-        held_rows, held_length = self.keys.shape[0], self.keys.shape[2]
-        if rows > held_rows:
-            rows = min(max(rows, 2 * held_rows), self.max_rows)
-        rows = max(rows, held_rows)
-        length = max(rounded(length, GROWTH_STEP), held_length)
-        self.keys = _larger(self.keys, rows, length)
-        self.values = _larger(self.values, rows, length)
+        old_rows, old_length = self.keys.shape[0], self.keys.shape[2]
+        if rows > old_rows:
+            rows = min(max(rows, 2 * old_rows), self.max_rows)
+        rows = max(rows, old_rows)
+        length = max(round_up(length, GROWTH_STEP), old_length)
+        self.keys = _grown(self.keys, rows, length)
+        self.values = _grown(self.values, rows, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
@@ -107,7 +108,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[row, :, :length] = keys[:, :length]
         self.values[row, :, :length] = values[:, :length]
 
-    def clean(self, row: int) -> None:
+    def zero_row(self, row: int) -> None:
         self.keys[row] = 0
         self.values[row] = 0
 
@@ -126,15 +127,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-def _larger(held: Tensor, rows: int, length: int) -> Tensor:
-    # Zeros, not what memory held: a masked key still enters the product, and 0 · NaN is NaN.
-    larger = held.new_zeros((rows, held.shape[1], length, held.shape[3]))
-    larger[: held.shape[0], :, : held.shape[2]] = held
-    return larger
+def _grown(old: Tensor, rows: int, length: int) -> Tensor:
+    # Zeros, not uninitialised memory: a masked key still enters the product, and 0 · NaN is NaN.
+    new = old.new_zeros((rows, old.shape[1], length, old.shape[3]))
+    new[: old.shape[0], :, : old.shape[2]] = old
+    return new
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """All layers. `begin` or `extend` says where the next forward pass writes."""
+    """Keys and values of all layers. `begin` and `extend` set the target of the next forward pass."""
 
     def __init__(self, layers: int, max_rows: int, device: torch.device) -> None:
         self.place = CachePlace()
@@ -142,14 +143,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._row_numbers = torch.arange(max_rows, device=device)
 
     def begin(self, first: int, count: int, length: int) -> None:
-        """The next pass writes `length` tokens from position 0 on, in rows first..first+count."""
+        """Makes the next pass write `length` tokens from position 0 in rows first..first+count."""
         place = self.place
         place.first, place.end = first, first + count
         place.length = place.tokens = length
         place.rows = place.positions = None
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
-        """The next pass writes at `positions` [rows, tokens] of rows first.., and sees `length` keys."""
+        """Makes the next pass write at `positions` [rows, tokens] of rows first.., seeing `length` keys."""
         place = self.place
         count, place.tokens = positions.shape
         place.first, place.end, place.length = first, first + count, length
@@ -163,25 +164,25 @@ class SlotCache(Cache):  # type: ignore[misc]
         return RowSnapshot([layer.snapshot(row, length) for layer in self.layers])
 
     def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
-        """Put the first `length` keys and values of a snapshot into a row."""
+        """Copies the first `length` keys and values of a snapshot into a row."""
         for layer, (keys, values) in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(row, keys, values, length)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` keys and values of one row over those of another."""
+        """Copies the first `length` keys and values of the source row to the target row."""
         for layer in self.layers:
             layer.move(source, target, length)
 
-    def clean(self, row: int) -> None:
-        """Zero a row that may hold values that are not finite; the next sequence there would see them."""
+    def zero_row(self, row: int) -> None:
+        """Zeroes a row that may hold values that are not finite, which would affect its next sequence."""
         for layer in self.layers:
-            layer.clean(row)
+            layer.zero_row(row)
 
     def drop(self) -> None:
-        """Forget everything and free the memory."""
+        """Frees the memory of all rows."""
         for layer in self.layers:
             layer.drop()
 
 
-def rounded(length: int, step: int) -> int:
+def round_up(length: int, step: int) -> int:
     return -(-length // step) * step

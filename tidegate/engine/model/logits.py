@@ -1,8 +1,8 @@
-"""What changes the logits of single rows before the temperature divides them: penalties, then grammars.
+"""Logits processors of single rows, applied before the temperature: penalties, then grammars, as in SGLang.
 
-As in SGLang. For an id that is among the reply's own tokens (the prompt's do not count) c > 0 times:
-logit − frequency_penalty · c − presence_penalty; then, where that is negative, times the repetition
-penalty, else divided by it. Ids that a grammar does not allow get −∞.
+For an id that occurs c > 0 times in the reply (the prompt does not count), the logit becomes
+logit − frequency_penalty · c − presence_penalty, multiplied by the repetition penalty if negative and divided
+by it otherwise. Ids that the grammar excludes get −∞.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tidegate.engine.scheduling.slots import Slots
 
 
 def adjust(logits_bv: Tensor, slots: Slots) -> None:
-    """In place; also says in `slots.choices` how many ids each of these rows may choose from, and in
-    `slots.masses` how probable these were together."""
+    """Changes logits in place; sets `slots.choices` to the number of ids that each row's grammar allows and
+    `slots.masses` to their total probability."""
     for row in np.flatnonzero(slots.adjusted[: slots.count]):
         owner = slots.owners[row]
         if owner.params.penalised:
@@ -26,7 +26,7 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
         if owner.grammar is not None:
             allowed = owner.grammar.allowed(logits_bv.shape[1])
             slots.choices[row] = choices = int(allowed.sum())
-            if choices:  # else it has failed, and says so when it is to accept a token
+            if choices:  # otherwise the grammar has failed; its `accept` reports the fault
                 excluded = upload(~allowed, logits_bv.device)
                 probs = torch.softmax(logits_bv[row] / (owner.params.temperature or 1.0), -1)
                 slots.masses[row] = float(probs[~excluded].sum())
@@ -34,10 +34,10 @@ def adjust(logits_bv: Tensor, slots: Slots) -> None:
 
 
 def penalise(logits_v: Tensor, output_ids: list[int], params: SamplingParams) -> None:
-    """In place, for one row."""
+    """Applies the penalties to one row in place."""
     ids, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
-    at = upload(ids, logits_v.device)
+    index = upload(ids, logits_v.device)
     times = upload(counts, logits_v.device).to(logits_v.dtype)
-    values = logits_v[at] - params.frequency_penalty * times - params.presence_penalty
+    values = logits_v[index] - params.frequency_penalty * times - params.presence_penalty
     scale = params.repetition_penalty
-    logits_v[at] = torch.where(values < 0, values * scale, values / scale)
+    logits_v[index] = torch.where(values < 0, values * scale, values / scale)

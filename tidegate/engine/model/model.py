@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model, unmodified, over the slot cache.
+"""An unmodified Hugging Face causal language model over the slot cache.
 
-A request's last known token is never prefilled: it is the input of its next decode step. So every
-token is sampled in one place, and a retracted request comes back the way a new one comes in.
+The newest token of a request is never prefilled: it is the input of the next decode step. Therefore every
+token is sampled in one place, and a retracted request is prefilled like a new one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from transformers.utils import logging as hf_logging
 
 from tidegate.devices import find_device
 from tidegate.engine.model.device import upload
-from tidegate.engine.model.kv_cache import VIEW_STEP, RowSnapshot, SlotCache, rounded
+from tidegate.engine.model.kv_cache import VIEW_STEP, RowSnapshot, SlotCache, round_up
 from tidegate.engine.model.sampling import sample
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.weights.loading import (
+    RECEIVED,
     CheckedWeights,
     check_weights,
     converts_weights,
@@ -55,19 +56,19 @@ class Model:
         self.converts_weights = converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
-        # Where a model can do without the logits of other positions.
-        takes = inspect.signature(hf_model.forward).parameters
-        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._key_numbers = torch.arange(rounded(max_context, VIEW_STEP), device=self.device)
+        # Models with this parameter can skip the logits of other positions.
+        parameters = inspect.signature(hf_model.forward).parameters
+        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._key_numbers = torch.arange(round_up(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
-        """Cache the keys and values of sequences in rows first.., each of at least one token.
+        """Caches the keys and values of sequences in rows first..; each has at least one token.
 
-        `held` counts the tokens before them that their rows hold already. They are padded on the
-        right: a causal model's earlier positions never see the padding, and later steps overwrite it.
+        `held` are the numbers of tokens that the rows already hold. Sequences are padded on the right: the
+        earlier positions of a causal model never attend to padding, and later steps overwrite it.
         """
         length = max(map(len, sequences))
         ids = np.zeros((len(sequences), length), np.int64)
@@ -75,11 +76,11 @@ class Model:
             ids[row, : len(sequence)] = sequence
         if any(held):
             starts = torch.tensor(held, device=self.device)
-            # Padding may reach beyond the context; its place there is written again before it is read.
+            # Padding beyond the context goes to its last position, which is overwritten before it is read.
             positions = (starts[:, None] + self._key_numbers[:length]).clamp_(max=self.max_context - 1)
-            seen = rounded(min(max(held) + length, self.max_context), VIEW_STEP)
+            seen = round_up(min(max(held) + length, self.max_context), VIEW_STEP)
             self.cache.extend(first, positions, seen)
-            self._attend(upload(ids, self.device), positions, seen)
+            self._forward(upload(ids, self.device), positions, seen)
             return
         self.cache.begin(first, len(sequences), length)
         self.hf_model(
@@ -92,21 +93,21 @@ class Model:
 
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """One token for every row: (ids, logprobs), both [rows]."""
+        """Samples one token for every row; returns (ids, logprobs), both [rows]."""
         return sample(self.logits(slots), slots)
 
     @torch.inference_mode()
     def logits(self, slots: Slots) -> Tensor:
-        """The next token's logits for every row, [rows, vocab]; caches the rows' input tokens."""
+        """Caches the rows' input tokens; returns the logits of the next tokens, [rows, vocab]."""
         n = slots.count
         positions = upload(slots.lengths[:n, None], self.device)
-        length = rounded(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
+        length = round_up(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
         self.cache.extend(0, positions, length)
-        return self._attend(upload(slots.tokens[:n, None], self.device), positions, length)
+        return self._forward(upload(slots.tokens[:n, None], self.device), positions, length)
 
-    def _attend(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Run tokens [rows, tokens] at `positions` of the rows that the cache was told, each seeing its row's
-        past among the first `length` keys.
+    def _forward(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Runs tokens [rows, tokens] at `positions` of the rows set in the cache; each token attends to the
+        earlier positions of its row among the first `length` keys.
 
         Returns the logits of the last column, [rows, vocab].
         """
@@ -135,32 +136,32 @@ class Model:
         self.cache.move(source, target, length)
 
     @torch.inference_mode()
-    def clean(self, row: int) -> None:
-        self.cache.clean(row)
+    def zero_row(self, row: int) -> None:
+        self.cache.zero_row(row)
 
     @torch.inference_mode()
     def drop_cache(self) -> None:
         self.cache.drop()
 
     def read_weights(self, directory: Path) -> CheckedWeights:
-        """Read and check weights without touching the live ones; raises WeightsError."""
+        """Reads and checks weights without changing the live ones. Raises WeightsError."""
         return read_weights(self.hf_model, directory)
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> CheckedWeights:
-        """Check weights that are in memory; raises WeightsError."""
-        return check_weights(self.hf_model, (("what was sent", *one) for one in tensors.items()))
+        """Checks weights that are in memory. Raises WeightsError."""
+        return check_weights(self.hf_model, ((RECEIVED, *item) for item in tensors.items()))
 
     def copy_weights(self, weights: CheckedWeights) -> None:
         copy_weights(weights)
 
 
 def load_model(options: EngineOptions) -> Model:
-    """Load a model directory, whose weights are held against their checksum where one was kept.
+    """Loads a model directory and verifies its weights against their checksum file, if there is one.
 
-    Raises StartError in one sentence.
+    Raises StartError with one sentence.
     """
     if not options.model.is_dir():
-        raise StartError(f"{options.model}: there is no such model directory")
+        raise StartError(f"the model directory {options.model} does not exist")
     if not (options.model / "config.json").is_file():
         raise StartError(f"{options.model} has no config.json: it is not a Hugging Face model directory")
     torch.set_num_threads(options.threads)
@@ -172,17 +173,17 @@ def load_model(options: EngineOptions) -> Model:
         raise StartError(damage)
     hf_model.requires_grad_(False).eval().to(device)
     model = Model(hf_model, options.max_slots, options.max_context)
-    probe(model, options.model)
+    check_cached_logits(model, options.model)
     return model
 
 
 def _pretrained(options: EngineOptions) -> Any:
-    """The model with all its weights, in CPU memory; raises StartError."""
+    """Loads the model and all its weights into CPU memory. Raises StartError."""
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         _attention_layers(config, options.max_context)
         _check_positions(config, options.max_context)
-        hf_model, found = AutoModelForCausalLM.from_pretrained(
+        hf_model, loading_info = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
             dtype=getattr(torch, options.dtype),
@@ -191,42 +192,42 @@ def _pretrained(options: EngineOptions) -> Any:
         )
     except StartError as error:
         raise StartError(f"{options.model}: {error}") from None
-    except Exception as error:  # whatever transformers raises, the person needs one sentence
+    except Exception as error:  # transformers raises many types
         raise StartError(f"{options.model}: the model cannot be loaded: {error}") from error
     for fault in ("missing_keys", "mismatched_keys"):
-        if found.get(fault):
-            names = sorted(str(name) for name in found[fault])
+        if loading_info.get(fault):
+            names = sorted(str(name) for name in loading_info[fault])
             raise StartError(f"{options.model}: {fault.replace('_', ' ')} in its weights: {names[:5]}")
     return hf_model
 
 
 def _eos_ids(hf_model: Any) -> frozenset[int]:
-    found: set[int] = set()
+    ids: set[int] = set()
     for config in (hf_model.config, getattr(hf_model, "generation_config", None)):
         eos = getattr(config, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return frozenset(found)
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(ids)
 
 
 def _attention_layers(config: Any, max_context: int) -> list[Any]:
-    """The layers of a standard attention cache; raises StartError where the model has another kind."""
+    """Returns the layers of the standard attention cache. Raises StartError if the model has other layers."""
     layers: list[Any] = DynamicCache(config=config).layers
     for index, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
             continue
         if type(layer) is DynamicSlidingWindowLayer:
             if layer.sliding_window >= max_context:
-                continue  # a window that no request outgrows is full attention
+                continue  # no request outgrows the window, so it is full attention
             raise StartError(
-                f"layer {index} has a sliding window of {layer.sliding_window} tokens, which the embedded "
-                f"engine does not serve beyond; set engine.max_context to at most that, or use SGLang"
+                f"layer {index} has a sliding window of {layer.sliding_window} tokens, engine.max_context is "
+                f"{max_context}; set engine.max_context to at most {layer.sliding_window}, or use SGLang"
             )
         raise StartError(
-            f"layer {index} keeps a {type(layer).__name__}, not a standard attention cache; "
+            f"layer {index} has a {type(layer).__name__}, not a standard attention cache; "
             "the embedded engine cannot serve this model, use SGLang"
         )
     if not layers:
-        raise StartError("its config names no attention layers; the embedded engine cannot serve this model")
+        raise StartError("the config has no attention layers; the embedded engine cannot serve this model")
     return layers
 
 
@@ -239,35 +240,35 @@ def _check_positions(config: Any, max_context: int) -> None:
         )
 
 
-def probe(model: Model, path: Path) -> None:
-    """Compare the slot cache with the plain model once, on short sequences of different lengths.
+def check_cached_logits(model: Model, path: Path) -> None:
+    """Compares logits over the slot cache with the plain model's, on short sequences of different lengths.
 
-    A model that ignores `position_ids` or a prepared mask would sample fluent nonsense; this says so
-    at the start. Raises StartError.
+    Detects at start a model that ignores `position_ids` or a prepared mask and would sample from wrong
+    distributions. Raises StartError.
     """
     tolerance = PROBE_TOLERANCE[model.dtype]
     try:
-        worst = _probe_error(model)
+        difference = _max_logit_difference(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise StartError(f"{path}: the model does not run over the slot cache: {error}") from error
     finally:
         model.drop_cache()
-    if not worst <= tolerance:
+    if not difference <= tolerance:  # also true for NaN
         raise StartError(
-            f"{path}: over the slot cache its logits differ by {worst:.3g} from the plain model's; "
+            f"{path}: the logits over the slot cache differ by {difference:.3g} from the plain model's; "
             "the embedded engine cannot serve this model, use SGLang"
         )
 
 
 @torch.inference_mode()
-def _probe_error(model: Model) -> float:
-    """The largest difference of any logit, over two decode steps of a few rows."""
+def _max_logit_difference(model: Model) -> float:
+    """Returns the largest difference of any logit over two decode steps of a few rows."""
     slots = Slots(model.max_slots)
     for length in PROBE_LENGTHS[: model.max_slots]:
         ids = [(length + 7919 * i) % model.vocab_size for i in range(length)]
         generation = Generation(rid="", prompt_ids=ids, params=SamplingParams(), limit=2)
-        slots.join(generation)
-    for row, generation in enumerate(slots.owners[1:], 1):  # all in two pieces but the first
+        slots.add(generation)
+    for row, generation in enumerate(slots.owners[1:], 1):  # prefill all but the first in two passes
         model.prefill(row, [generation.past[:row]], [0])
     held = range(slots.count)
     model.prefill(0, [generation.past[n:] for n, generation in zip(held, slots.owners, strict=True)], held)
@@ -282,4 +283,4 @@ def _probe_error(model: Model) -> float:
         slots.advance(following)
         for generation, token in zip(slots.owners, following.tolist(), strict=True):
             generation.output_ids.append(token)
-    return float(torch.stack(differences).max())  # NaN where any is
+    return float(torch.stack(differences).max())  # NaN if any is NaN

@@ -1,5 +1,5 @@
-"""Drawing tokens: one uniform number per (seed, position), so that neither the batch nor a retraction
-changes what a request samples."""
+"""Token sampling with one uniform number per (seed, position), so that neither the batch nor a retraction
+changes the tokens of a request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tidegate.engine.model.logits import adjust
 from tidegate.engine.scheduling.slots import Slots
 
 GREEDY_BELOW = 1e-6
-"""A temperature under this means the likeliest token, as in SGLang."""
+"""Temperature below which the likeliest token is taken, as in SGLang."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Counter-based uniforms in [0, 1) for output positions; all of shape [n].
+    """Returns counter-based uniforms in [0, 1) for output positions; all arrays have shape [n].
 
-    splitmix64 (Steele, Lea, Flood 2014) applied to the seed and again to seed and position; 52 bits,
-    so that u·total < total for every float64 total.
+    Applies splitmix64 (Steele, Lea, Flood 2014) to the seed and again to seed and position. The uniforms have
+    52 bits, so that u·total < total for every float64 total.
     """
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds) + positions * np.uint64(0x9E3779B97F4A7C15))
@@ -35,12 +35,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """One token for each row, and its log-probability.
+    """Samples one token for each row; returns (ids, logprobs), both [rows].
 
-    In SGLang's order: penalties and grammar change the logits, the temperature divides them, then top-k,
-    top-p (of what top-k left) and min-p (against the likeliest id) narrow what is drawn from. The
-    log-probability is log-softmax(logits ÷ temperature) of the token: after penalties and grammar, before
-    top-k, top-p and min-p, as SGLang gives it (temperature 0: of the logits undivided).
+    The order is SGLang's: penalties and grammar change the logits, the temperature divides them, then top-k,
+    top-p (of the ids left by top-k) and min-p (relative to the likeliest id) exclude ids. The log-probability
+    is log-softmax(logits ÷ temperature) after penalties and grammar and before top-k, top-p and min-p, as in
+    SGLang. With temperature 0 the logits are not divided.
     """
     greedy, scales = temperatures(slots)
     scale = upload(scales, logits_bv.device)
@@ -53,27 +53,27 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     narrowed = np.flatnonzero(_narrowed(slots))
     if len(narrowed):
         rows, top_ps, top_ks, min_ps = (
-            upload(one, logits_bv.device)
-            for one in (narrowed, slots.top_ps[narrowed], slots.top_ks[narrowed], slots.min_ps[narrowed])
+            upload(array, logits_bv.device)
+            for array in (narrowed, slots.top_ps[narrowed], slots.top_ks[narrowed], slots.min_ps[narrowed])
         )
         ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
     if greedy.any():
         ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
     chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
-    # One copy from the device for both, the only wait of a step; float64 is exact for ids.
+    # One copy for both, since it is the only wait for the device in a step; float64 is exact for ids.
     both = torch.stack([ids.double(), chosen.double()]).cpu().numpy()
     return both[0].astype(np.int64), both[1].copy()
 
 
 def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """Whether each row is greedy, and what divides its logits; [rows]."""
-    asked = slots.temperatures[: slots.count]
-    greedy = asked < GREEDY_BELOW
-    return greedy, np.where(greedy, np.float32(1), asked)
+    """Returns (whether the row is greedy, the divisor of its logits), both [rows]."""
+    requested = slots.temperatures[: slots.count]
+    greedy = requested < GREEDY_BELOW
+    return greedy, np.where(greedy, np.float32(1), requested)
 
 
 def draws(slots: Slots) -> npt.NDArray[np.float64]:
-    """Each row's uniform number for its next token, [rows]."""
+    """Returns each row's uniform number for its next token, [rows]."""
     return uniforms(slots.seeds[: slots.count], slots.drawn[: slots.count])
 
 
@@ -87,18 +87,18 @@ def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
 
 
 def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds the draw; ids of probability 0 never are."""
+    """Returns the first id whose cumulative probability exceeds the draw, never an id of probability 0."""
     cumulative = logprobs_bv.double().exp_().cumsum(-1)
     targets = draws[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return found.clamp_(max=logprobs_bv.shape[-1] - 1)  # rows that are not finite; their request fails
+    ids = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return ids.clamp_(max=logprobs_bv.shape[-1] - 1)  # for rows that are not finite; their request fails
 
 
 def _draw_from_top(
     logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor
 ) -> Tensor:
-    """Draw among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`, of these the
-    ones at least `min_p` times as likely as the likeliest."""
+    """Draws among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`, of these the
+    ids at least `min_p` times as likely as the likeliest."""
     ordered, ids = logprobs_bv.sort(dim=-1, descending=True, stable=True)
     probs = ordered.double().exp_()
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -107,5 +107,5 @@ def _draw_from_top(
     before = probs.cumsum(-1) - probs
     outside = before > top_ps.double()[:, None] * probs.sum(-1, keepdim=True)
     outside |= probs < min_ps.double()[:, None] * probs[:, :1]
-    kept = probs.masked_fill(outside, 0.0).log()
-    return ids.gather(-1, _inverse_cdf(kept, draws)[:, None])[:, 0]
+    allowed = probs.masked_fill(outside, 0.0).log()
+    return ids.gather(-1, _inverse_cdf(allowed, draws)[:, None])[:, 0]

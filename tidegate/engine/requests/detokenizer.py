@@ -1,4 +1,4 @@
-"""Tokens to text: stop strings, and the text of a reply. The tokens are what counts; text is a view."""
+"""Detokenizer: finds stop strings and decodes the text of replies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 
 
 class TokenDecoder:
-    """The tokenizer of the model directory; without one, replies have no text."""
+    """Decodes with the tokenizer of the model directory; without one, replies have no text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
 
     @classmethod
     def load(cls, directory: Path) -> TokenDecoder:
-        """Raises StartError where there is a tokenizer that cannot be read."""
+        """Loads the tokenizer, if there is one. Raises StartError if it cannot be read."""
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return cls(None)
         from transformers import AutoTokenizer
 
         try:
             return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
-        except Exception as error:  # whatever transformers raises, the person needs one sentence
+        except Exception as error:  # transformers raises many types
             raise StartError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
 
     @property
@@ -34,15 +34,15 @@ class TokenDecoder:
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return frozenset() if eos is None else frozenset([eos])
 
-    def finds_stop(self, generation: Generation) -> str | None:
-        """The stop string that the newest token completed, or None."""
-        # Every token is at least one byte, so a string of b bytes lies within the last b tokens.
+    def matched_stop(self, generation: Generation) -> str | None:
+        """Returns the stop string that the newest token completed, or None."""
+        # A token has at least one byte, so a string of b bytes lies within the last b tokens.
         tail = max(len(stop.encode()) for stop in generation.params.stop) + 1
         text = self._decode(generation, generation.output_ids[-tail:])
         return next((stop for stop in generation.params.stop if stop in text), None)
 
     def reply(self, generation: Generation) -> str:
-        """The text of an ended request, without what stopped it."""
+        """Returns the text of an ended request, without the token or string that stopped it."""
         ids = generation.output_ids
         matched = (generation.finish_reason or {}).get("matched")
         if isinstance(matched, int):
@@ -59,15 +59,15 @@ class TokenDecoder:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
-    def follow(self, generation: Generation) -> IncrementalDecoder:
+    def incremental(self, generation: Generation) -> IncrementalDecoder:
         return IncrementalDecoder(self, generation)
 
 
 class IncrementalDecoder:
-    """The text of a reply while it grows, decoding only its newest tokens each time.
+    """Decodes the text of a growing reply; each call decodes only the newest tokens.
 
-    The offsets are those of vLLM's incremental detokenizer: text is added once it no longer ends in
-    half a character.
+    The offsets are those of vLLM's incremental detokenizer: text is added once it no longer ends with an
+    incomplete character.
     """
 
     def __init__(self, text: TokenDecoder, generation: Generation) -> None:
@@ -77,8 +77,8 @@ class IncrementalDecoder:
         self._prefix = 0
         self._read = 0
 
-    def upto(self, count: int) -> str:
-        """The text of the first `count` output tokens."""
+    def decode_first(self, count: int) -> str:
+        """Returns the text of the first `count` output tokens."""
         ids = self._generation.output_ids
         before = self._text._decode(self._generation, ids[self._prefix : self._read])
         after = self._text._decode(self._generation, ids[self._prefix : count])

@@ -1,4 +1,4 @@
-"""How a reply is sampled: SGLang's `sampling_params`, checked."""
+"""Sampling parameters: parses and validates SGLang's `sampling_params`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "no_stop_trim": (None, False),
     "spaces_between_special_tokens": (None, True),
 }
-"""Sampling parameters of SGLang that this engine has not, with the values that change nothing."""
+"""Unsupported sampling parameters of SGLang, with their neutral values."""
 
 GRAMMARS = ("json_schema", "regex", "ebnf")
-"""What a reply may be bound to; at most one of them."""
+"""Kinds of grammar; a request has at most one."""
 MAX_SAMPLES = 128
-"""Replies to one prompt that a request may ask for."""
+"""Maximum number of replies to one prompt."""
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as the caller wrote it: one of GRAMMARS, and its text."""
+    """A grammar before compilation: its kind (one of GRAMMARS) and its text."""
 
     kind: str
     text: str
 
 
 class TokenLimits(NamedTuple):
-    """What the loaded model allows."""
+    """Limits of the loaded model."""
 
     vocab_size: int
     max_context: int
@@ -44,11 +44,11 @@ class TokenLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """SGLang's names, with its neutral values as defaults.
+    """Sampling parameters under SGLang's names, with neutral defaults.
 
-    `temperature` 0 is greedy; `top_p` 1, `top_k` ≤ 0, `min_p` 0, penalties 0 (frequency, presence) and 1
-    (repetition) are off. `tidegate.engine.model.sampling` says in which order they act and what of them the
-    logprobs show. `n` is how many replies are sampled.
+    `temperature` 0 is greedy. `top_p` 1, `top_k` ≤ 0, `min_p` 0 and penalties of 0 (frequency, presence) and
+    1 (repetition) have no effect. `tidegate.engine.model.sampling` describes their order and which of them
+    affect logprobs. `n` is the number of replies.
     """
 
     temperature: float = 1.0
@@ -72,7 +72,7 @@ class SamplingParams:
 
 
 def read_params(given: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
-    """Raises RequestError that names the parameter."""
+    """Parses sampling parameters. Raises RequestError, which names the parameter."""
     rest = dict(given)
     ignore_eos = boolean(rest, "ignore_eos", False, PARAMS)
     stop_ids = _stop_ids(rest.pop("stop_token_ids", None))
@@ -99,7 +99,7 @@ def read_params(given: Mapping[str, Any], limits: TokenLimits) -> SamplingParams
 def _within(rest: dict[str, Any], name: str, default: float, low: float, high: float | None) -> float:
     value = number(rest, name, default)
     if value < low or (high is not None and value > high):
-        bounds = f"it is at least {low}" if high is None else f"it is between {low} and {high}"
+        bounds = f"it must be at least {low}" if high is None else f"it must be between {low} and {high}"
         raise refusal(name, value, bounds)
     return value
 
@@ -107,23 +107,23 @@ def _within(rest: dict[str, Any], name: str, default: float, low: float, high: f
 def _top_p(rest: dict[str, Any]) -> float:
     value = number(rest, "top_p", 1.0)
     if not 0 < value <= 1:
-        raise refusal("top_p", value, "it is more than 0 and at most 1")
+        raise refusal("top_p", value, "it must be more than 0 and at most 1")
     return value
 
 
 def _repetition_penalty(rest: dict[str, Any]) -> float:
     value = number(rest, "repetition_penalty", 1.0)
     if not 0 < value <= 2:
-        raise refusal("repetition_penalty", value, "it is more than 0 and at most 2")
+        raise refusal("repetition_penalty", value, "it must be more than 0 and at most 2")
     return value
 
 
-def _count(rest: dict[str, Any], name: str, default: int, most: int | None) -> int:
+def _count(rest: dict[str, Any], name: str, default: int, maximum: int | None) -> int:
     value = integer(rest, name, default)
     if value < 1:
-        raise refusal(name, value, "it is at least 1")
-    if most is not None and value > most:
-        raise refusal(name, value, f"it is at most {most}")
+        raise refusal(name, value, "it must be at least 1")
+    if maximum is not None and value > maximum:
+        raise refusal(name, value, f"it must be at most {maximum}")
     return value
 
 
@@ -131,33 +131,33 @@ def _seed(value: Any) -> int:
     if value is None:
         return secrets.randbits(64)
     if type(value) is not int:
-        raise refusal("sampling_seed", value, "it is an integer")
+        raise refusal("sampling_seed", value, "it must be an integer")
     return value % 2**64
 
 
 def _grammar(rest: dict[str, Any]) -> GrammarSource | None:
-    given = {kind: rest.pop(kind, None) for kind in GRAMMARS}
-    asked = {kind: text for kind, text in given.items() if text is not None}
-    for kind, text in asked.items():
+    values = {kind: rest.pop(kind, None) for kind in GRAMMARS}
+    grammars = {kind: text for kind, text in values.items() if text is not None}
+    for kind, text in grammars.items():
         if not isinstance(text, str) or not text:
-            raise refusal(kind, text, "it is a string that is not empty")
-    if len(asked) > 1:
-        first, second, *_ = asked
-        raise refusal(second, asked[second], f"{first} is given too; a reply follows one of them")
-    return GrammarSource(*next(iter(asked.items()))) if asked else None
+            raise refusal(kind, text, "it must be a non-empty string")
+    if len(grammars) > 1:
+        first, second, *_ = grammars
+        raise refusal(second, grammars[second], f"{first} is given too; give only one of them")
+    return GrammarSource(*next(iter(grammars.items()))) if grammars else None
 
 
 def _stop(value: Any, limits: TokenLimits) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value or []
-    if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
-        raise refusal("stop", value, "it is a list of strings that are not empty")
+    if not isinstance(strings, list) or not all(isinstance(stop, str) and stop for stop in strings):
+        raise refusal("stop", value, "it must be a list of non-empty strings")
     if strings and not limits.has_tokenizer:
-        raise refusal("stop", value, "this model directory has no tokenizer to find strings with")
+        raise refusal("stop", value, "stop strings need a tokenizer, and the model directory has none")
     return tuple(strings)
 
 
 def _stop_ids(value: Any) -> frozenset[int]:
     ids = [] if value is None else value
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise refusal("stop_token_ids", value, "it is a list of token ids")
+    if not isinstance(ids, list) or not all(type(stop_id) is int for stop_id in ids):
+        raise refusal("stop_token_ids", value, "it must be a list of token ids")
     return frozenset(ids)

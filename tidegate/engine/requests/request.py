@@ -1,4 +1,4 @@
-"""What `/generate` was asked for, checked; and a request as it lives in the engine."""
+"""Parses and validates `/generate` requests; defines the engine's request object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (None, False),
     "session_params": (None,),
     "custom_logit_processor": (None,),
-    # What SGLang's router adds.
+    # Fields that SGLang's router adds.
     "model": (None,),
     "log_metrics": (None, True, False),
     "no_logs": (None, False, True),
@@ -36,23 +36,23 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "return_bytes": (None, False),
     "return_entropy": (None, False),
 }
-"""Fields of SGLang's request that this engine has not, with the values that change nothing."""
+"""Unsupported fields of SGLang's request, with their neutral values."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One request. The scheduler's thread writes it; the event loop reads it.
+    """One request, written by the scheduler's thread and read by the event loop.
 
-    `spans` are (version label, start, end) over output tokens. `kv_version` is the oldest version in
-    its keys and values, set once they were kept across an update of the weights. `finish_reason` or
-    `error` is set when it ended.
+    `spans` are (version label, start, end) over output tokens. `kv_version` is the oldest version among the
+    keys and values, set if they were kept during a weight update. `finish_reason` or `error` is set when the
+    request ends.
     """
 
     rid: str
     prompt_ids: list[int]
     params: SamplingParams
     limit: int
-    """Output tokens that it may have: `max_new_tokens`, or what the context leaves."""
+    """Maximum number of output tokens: `max_new_tokens`, or fewer if the context is full earlier."""
     stream: bool = False
     return_logprob: bool = False
     output_ids: list[int] = field(default_factory=list)
@@ -60,14 +60,14 @@ class Generation:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     kv_version: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were there when it first got a row."""
+    """Prompt tokens found in the prefix cache when the request first got a row."""
     grammar: Grammar | None = None
-    """Where its reply is bound to one, compiled."""
-    chain: BlockHashes = field(default_factory=BlockHashes)
+    """The compiled grammar of the reply, if it has one."""
+    block_hashes: BlockHashes = field(default_factory=BlockHashes)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
     refused: bool = False
-    """The error is the caller's (400)."""
+    """Whether the request itself caused the error (status 400)."""
     started: float = field(default_factory=time.monotonic)
     wake: asyncio.Event | None = None
 
@@ -77,11 +77,11 @@ class Generation:
 
     @property
     def past(self) -> list[int]:
-        """All of its tokens but the last, which is the input of its next step."""
+        """All tokens but the last, which is the input of the next step."""
         return (self.prompt_ids + self.output_ids)[:-1]
 
     def close_span(self, version: str) -> None:
-        """The output tokens since the last span were sampled under `version`."""
+        """Attributes the output tokens since the last span to `version`."""
         start = self.spans[-1][2] if self.spans else 0
         end = len(self.output_ids)
         if end == start:
@@ -93,7 +93,7 @@ class Generation:
 
 
 def parse_generate(body: Any, limits: TokenLimits) -> Generation:
-    """Check the body of `/generate`; raises RequestError that names what is wrong."""
+    """Parses the body of `/generate`. Raises RequestError, which names the field."""
     fields = dict(mapping(body, "the body"))
     prompt_ids = _prompt(fields.pop("input_ids", None), limits)
     params = read_params(mapping(fields.pop("sampling_params", None) or {}, "sampling_params"), limits)
@@ -101,7 +101,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     if rid is None:
         rid = uuid.uuid4().hex
     elif not isinstance(rid, str) or not rid:
-        raise RequestError(f"rid = {rid!r}: give a string that is not empty, or leave it out")
+        raise RequestError(f"rid = {rid!r}: it must be a non-empty string; give one or leave it out")
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
     refuse_rest(fields, UNSET_FIELDS, "")
@@ -110,35 +110,37 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
 
 
 def _prompt(ids: Any, limits: TokenLimits) -> list[int]:
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise RequestError("input_ids: give the prompt as a list of token ids")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RequestError("input_ids must be a list of token ids")
     if not ids:
-        raise RequestError("input_ids is empty: a prompt has at least one token")
+        raise RequestError("input_ids is empty: a prompt needs at least one token")
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        at = next(i for i, one in enumerate(ids) if not 0 <= one < limits.vocab_size)
+        at = next(i for i, token in enumerate(ids) if not 0 <= token < limits.vocab_size)
         raise RequestError(f"input_ids[{at}] = {ids[at]} is not in the vocabulary of {limits.vocab_size}")
     if len(ids) >= limits.max_context:
         raise RequestError(
-            f"input_ids has {len(ids)} tokens, which leaves no room in max_context = {limits.max_context}"
+            f"input_ids has {len(ids)} tokens, which must be fewer than max_context = {limits.max_context}"
         )
     return ids
 
 
-def samples_of(asked: Generation) -> list[Generation]:
-    """The `params.n` requests of which each samples one reply; as in SGLang, `_0`, `_1` … are added to the
-    request's id where there are several. The reply number i is that of the seed + i, asked for alone."""
-    params = asked.params
+def samples_of(request: Generation) -> list[Generation]:
+    """Returns `params.n` requests that sample one reply each, with `_0`, `_1` … added to the id as in SGLang.
+
+    Reply i equals that of a single request with the seed + i. With n = 1 the request itself is returned.
+    """
+    params = request.params
     if params.n == 1:
-        return [asked]
+        return [request]
     return [
         Generation(
-            rid=f"{asked.rid}_{i}",
-            prompt_ids=asked.prompt_ids,
+            rid=f"{request.rid}_{i}",
+            prompt_ids=request.prompt_ids,
             params=replace(params, seed=(params.seed + i) % 2**64, n=1),
-            limit=asked.limit,
-            stream=asked.stream,
-            return_logprob=asked.return_logprob,
-            grammar=asked.grammar.copy() if asked.grammar is not None else None,
+            limit=request.limit,
+            stream=request.stream,
+            return_logprob=request.return_logprob,
+            grammar=request.grammar.copy() if request.grammar is not None else None,
         )
         for i in range(params.n)
     ]

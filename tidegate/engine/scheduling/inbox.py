@@ -1,4 +1,4 @@
-"""What other threads ask of the scheduler's: requests, and calls between two steps."""
+"""Queue of requests and calls from other threads to the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCall:
-    """Something to be run in the scheduler's thread; its caller hears what it returns or raises."""
+    """A function to run in the scheduler's thread; its result or exception is passed to the caller."""
 
     action: Callable[[], Any]
     result: Future[Any]
@@ -26,16 +26,16 @@ class SchedulerCall:
             return
         try:
             self.result.set_result(self.action())
-        except Exception as error:  # noqa: BLE001 - it is the caller's to hear of
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             self.result.set_exception(error)
 
 
 class Inbox:
-    """Filled by any thread, emptied by one, in order. Raises EngineError once it is closed."""
+    """FIFO queue with many producer threads and one consumer. Raises EngineError once it is closed."""
 
     def __init__(self) -> None:
-        self.death: BaseException | None = None
-        """What closed it."""
+        self.failure: BaseException | None = None
+        """The exception that closed the inbox."""
         self._items: queue.SimpleQueue[Generation | SchedulerCall] = queue.SimpleQueue()
 
     def submit(self, generation: Generation) -> None:
@@ -48,11 +48,11 @@ class Inbox:
 
     def _put(self, item: Generation | SchedulerCall) -> None:
         self._items.put(item)
-        if self.death is not None:  # else what is taken after the closing holds the item
-            raise EngineError(f"the engine's scheduler died: {self.death!r}", retryable=True)
+        if self.failure is not None:  # otherwise the `take` after `close` returns the item
+            raise EngineError(f"the engine's scheduler failed: {self.failure!r}", retryable=True)
 
     def take(self, *, wait: bool) -> Iterator[Generation | SchedulerCall]:
-        """All that came in; with `wait` blocks for the first."""
+        """Yields all queued items; with `wait` blocks until there is one."""
         while True:
             try:
                 yield self._items.get(block=wait)
@@ -60,6 +60,6 @@ class Inbox:
                 return
             wait = False
 
-    def close(self, death: BaseException) -> None:
-        """Nothing is accepted any more; what came in before is still to be taken."""
-        self.death = death
+    def close(self, failure: BaseException) -> None:
+        """Refuses new items; queued ones can still be taken."""
+        self.failure = failure

@@ -1,10 +1,10 @@
-"""The prefix cache: keys and values of finished and prefilled sequences, found again by their tokens.
+"""Prefix cache: keys and values of finished and prefilled sequences, indexed by their tokens.
 
-A follow-up turn begins with the turn before, and the sessions of a group begin alike: what they share
-is computed once. Sequences are matched in whole blocks of tokens, by a chain of hashes (as vLLM does),
-and then token by token, so that a collision costs nothing but a miss.
+A turn's prompt begins with the previous turn, and the sessions of a group begin with the same prompt: their
+shared prefix is computed once. Sequences are matched by hashes of whole blocks of tokens (as in vLLM) and
+then token by token, so that a hash collision is only a miss.
 
-Everything here belongs to one version of the weights; the scheduler clears it when they change.
+All entries belong to one version of the weights; the scheduler clears the cache when the weights change.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from tidegate.engine.requests.block_hashes import BLOCK
 
 
 class Snapshot(Protocol):
-    """Copied keys and values of one sequence."""
+    """Copy of the keys and values of one sequence."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _CachedPrefix:
     tokens: list[int]
     snapshot: Snapshot
     blocks: set[int] = field(default_factory=set)
-    """The chain hashes that the index finds it by."""
+    """The block hashes whose index entry this is."""
 
 
 class PrefixStore:
-    """Least recently used entries, at most `max_bytes` of them; 0 keeps none."""
+    """LRU cache of at most `max_bytes`; 0 disables it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.held_bytes = 0
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._index: dict[int, _Entry] = {}
+        self.used_bytes = 0
+        self._entries: OrderedDict[int, _CachedPrefix] = OrderedDict()
+        self._index: dict[int, _CachedPrefix] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], hashes: Sequence[int]) -> tuple[int, Snapshot | None]:
-        """How many leading tokens are held, a multiple of BLOCK, and the snapshot that holds them."""
+        """Returns the number of cached leading tokens (a multiple of BLOCK) and their snapshot."""
         for blocks in range(len(hashes), 0, -1):
             entry = self._index.get(hashes[blocks - 1])
             length = blocks * BLOCK
@@ -55,34 +55,34 @@ class PrefixStore:
         return 0, None
 
     def holds(self, hashes: Sequence[int]) -> bool:
-        """Whether all whole blocks of a sequence are held already."""
+        """Returns whether all whole blocks of a sequence are cached."""
         return not hashes or hashes[-1] in self._index
 
     def add(self, tokens: Sequence[int], hashes: Sequence[int], snapshot: Snapshot) -> None:
-        """Keep a sequence; an entry that it contains whole is superseded."""
+        """Adds a sequence and removes entries that are prefixes of it."""
         if snapshot.nbytes > self.max_bytes:
             return
-        entry = _Entry(list(tokens[: len(hashes) * BLOCK]), snapshot)
+        entry = _CachedPrefix(list(tokens[: len(hashes) * BLOCK]), snapshot)
         self._entries[id(entry)] = entry
-        self.held_bytes += snapshot.nbytes
-        for one in hashes:
-            former = self._index.get(one)
+        self.used_bytes += snapshot.nbytes
+        for block_hash in hashes:
+            former = self._index.get(block_hash)
             if former is not None:
-                former.blocks.discard(one)
+                former.blocks.discard(block_hash)
                 if not former.blocks:
                     self._remove(former)
-            self._index[one] = entry
-            entry.blocks.add(one)
-        while self.held_bytes > self.max_bytes:
+            self._index[block_hash] = entry
+            entry.blocks.add(block_hash)
+        while self.used_bytes > self.max_bytes:
             self._remove(next(iter(self._entries.values())))
 
     def clear(self) -> None:
         self._entries.clear()
         self._index.clear()
-        self.held_bytes = 0
+        self.used_bytes = 0
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: _CachedPrefix) -> None:
         del self._entries[id(entry)]
-        self.held_bytes -= entry.snapshot.nbytes
-        for one in entry.blocks:
-            del self._index[one]
+        self.used_bytes -= entry.snapshot.nbytes
+        for block_hash in entry.blocks:
+            del self._index[block_hash]

@@ -1,4 +1,4 @@
-"""The requests in flight: all that have not ended, and the queue of those that have no row."""
+"""The requests in flight, and the queue of those that wait for a row."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tidegate.engine.requests.request import Generation
 
 
 class InFlight:
-    """Requests in the order of their arrival, each with an id of its own. Used by one thread."""
+    """Requests that have not ended, by unique id and in the order of arrival. Used by one thread."""
 
     def __init__(self) -> None:
         self.waiting: deque[Generation] = deque()
-        """Who has no row, the next to get one first."""
+        """Requests without a row, in the order in which they get one."""
         self._live: dict[str, Generation] = {}
 
     def __len__(self) -> int:
-        """Those with a row, too."""
+        """Returns the number of requests, with and without a row."""
         return len(self._live)
 
     def __iter__(self) -> Iterator[Generation]:
@@ -30,22 +30,22 @@ class InFlight:
         self._live[generation.rid] = generation
         self.waiting.append(generation)
 
-    def uses(self, rid: str) -> bool:
+    def has_id(self, rid: str) -> bool:
         return rid in self._live
 
     def matching(self, prefix: str) -> list[Generation]:
-        return [one for rid, one in self._live.items() if rid.startswith(prefix)]
+        return [generation for rid, generation in self._live.items() if rid.startswith(prefix)]
 
-    def seat(self, generations: Iterable[Generation]) -> None:
-        """They have a row, or have ended, and wait no more."""
-        seated = set(map(id, generations))
-        self.waiting = deque(one for one in self.waiting if id(one) not in seated)
+    def dequeue(self, generations: Iterable[Generation]) -> None:
+        """Removes requests from the queue because they have a row or have ended."""
+        removed = set(map(id, generations))
+        self.waiting = deque(waiting for waiting in self.waiting if id(waiting) not in removed)
 
-    def unseat(self, generations: Iterable[Generation]) -> None:
-        """They have lost their rows, and wait again, before those that never had one."""
-        unseated = set(map(id, generations))
-        self.waiting.extendleft(one for one in reversed(self._live.values()) if id(one) in unseated)
+    def requeue(self, generations: Iterable[Generation]) -> None:
+        """Puts requests that lost their rows at the front of the queue, in the order of arrival."""
+        returned = set(map(id, generations))
+        self.waiting.extendleft(live for live in reversed(self._live.values()) if id(live) in returned)
 
     def end(self, generation: Generation) -> None:
-        """It has ended; its id is free. What waited is still to be taken from the queue (`seat`)."""
+        """Frees the id of an ended request; `dequeue` removes it from the queue."""
         self._live.pop(generation.rid, None)

@@ -1,4 +1,4 @@
-"""The running batch: which request holds which row, and what of it need not be computed again."""
+"""The running batch: assigns rows to requests and reuses cached prefixes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tidegate.engine.scheduling.prefix_cache import PrefixStore
 from tidegate.engine.scheduling.slots import Slots
 
 PASS_TOKENS = 4096
-"""Padded tokens of one prefill pass while nothing decodes; bounds its memory."""
+"""Maximum padded tokens of a prefill pass while no request decodes; bounds its memory."""
 CHUNK_TOKENS = 512
-"""The same while requests decode: between two of their tokens stands at most one such pass. It may have
-more, up to PASS_TOKENS, where more requests wait for it than it keeps waiting."""
+"""The same while requests decode: at most one such pass runs between two of their tokens. The limit rises, up
+to PASS_TOKENS, if more requests wait for the pass than are being decoded."""
 
 
 class Decoder(Protocol):
-    """What the engine asks of a model; `tidegate.engine.model.model.Model` is the one there is."""
+    """Interface of the model, which `tidegate.engine.model.model.Model` implements."""
 
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
     def move(self, source: int, target: int, length: int) -> None: ...
     def snapshot(self, row: int, length: int) -> Any: ...
     def restore(self, row: int, snapshot: Any, length: int) -> None: ...
-    def clean(self, row: int) -> None: ...
+    def zero_row(self, row: int) -> None: ...
     def drop_cache(self) -> None: ...
     def copy_weights(self, weights: Any) -> None: ...
 
 
 @dataclass(slots=True)
 class _PartialPrefill:
-    """A request that is being prefilled in the row after the running ones: `done` tokens are cached,
-    `reused` of which were found."""
+    """A request that is being prefilled in the row after the running ones: `done` tokens are cached, of which
+    `reused` are from the prefix cache."""
 
     generation: Generation
     reused: int
@@ -44,7 +44,7 @@ class _PartialPrefill:
 
 
 class RunningBatch:
-    """Rows, their key-value cache, and the prefix cache behind it. Used by one thread."""
+    """The rows, their key-value cache and the prefix cache. Used by one thread."""
 
     def __init__(self, model: Decoder, max_slots: int, prefix_bytes: int) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class RunningBatch:
         self.prefixes = PrefixStore(prefix_bytes)
         self.tokens_prefilled = 0
         self.tokens_reused = 0
-        self._begun: _PartialPrefill | None = None
+        self._partial: _PartialPrefill | None = None
 
     @property
     def owners(self) -> list[Generation]:
@@ -67,121 +67,122 @@ class RunningBatch:
         return self.slots.free
 
     def budget(self, joining: int) -> int:
-        """Padded tokens that a prefill pass for so many requests may have."""
+        """Returns the maximum padded tokens of a prefill pass for `joining` requests."""
         if not self.count:
             return PASS_TOKENS
         return min(PASS_TOKENS, max(CHUNK_TOKENS, CHUNK_TOKENS * joining // self.count))
 
     def choose(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Whom to prefill next, in one pass: the first, and those with about as much to compute and
-        nothing in common. A long prompt goes alone, pass after pass until it is done."""
-        if self._begun is not None:
-            return [self._begun.generation]
-        todo = [(*self._uncached(one), one) for one in waiting]
-        first = todo[0][0]
-        alike = (each for each in todo if first <= 1.5 * each[0] + 16 and each[0] <= 1.5 * first + 16)
+        """Selects the requests of the next prefill pass: the first and others of about its cost that share
+        no uncached prefix. A prompt longer than a pass is prefilled alone, in several passes."""
+        if self._partial is not None:
+            return [self._partial.generation]
+        costs = [(*self._uncached(generation), generation) for generation in waiting]
+        first = costs[0][0]
+        similar = (item for item in costs if first <= 1.5 * item[0] + 16 and item[0] <= 1.5 * first + 16)
         batch: list[Generation] = []
         longest = 0
         shared: set[int] = set()
-        for cost, block, generation in alike:
+        for cost, block, generation in similar:
             longest = max(longest, cost)
             if batch and longest * (len(batch) + 1) > self.budget(len(batch) + 1):
                 break
             if block in shared:
-                continue  # it begins like one of this batch, and will find that computed
+                continue  # it can reuse the prefix once this batch has computed it
             if block is not None:
                 shared.add(block)
             batch.append(generation)
         return batch
 
     def fill(self, batch: Sequence[Generation]) -> list[Generation]:
-        """Cache the tokens of these requests, all but their last; returns those that have a row now.
+        """Prefills all tokens of these requests but their last; returns the requests that now have a row.
 
-        One that goes alone may have more to compute than a pass has room for: then it has none yet.
+        A single request that exceeds the limit of a pass is prefilled in part and has no row yet.
         """
         budget = self.budget(len(batch))
         first = self.slots.count
-        begun = [self._begin(row, generation) for row, generation in enumerate(batch, first)]
-        chunks = [one.generation.past[one.done : one.done + budget] for one in begun]
+        partials = [self._start_prefill(row, generation) for row, generation in enumerate(batch, first)]
+        chunks = [partial.generation.past[partial.done : partial.done + budget] for partial in partials]
         if any(chunks):
-            # Where nothing is left to compute, a token is written that the next step overwrites.
-            self.model.prefill(first, [ids or [0] for ids in chunks], [one.done for one in begun])
-        for one, chunk in zip(begun, chunks, strict=True):
-            one.done += len(chunk)
+            # An empty chunk is replaced by one token, which the next step overwrites.
+            self.model.prefill(first, [ids or [0] for ids in chunks], [partial.done for partial in partials])
+        for partial, chunk in zip(partials, chunks, strict=True):
+            partial.done += len(chunk)
         self.tokens_prefilled += sum(map(len, chunks))
-        if begun[0].done < len(begun[0].generation.past):
-            self._begun = begun[0]
+        if partials[0].done < len(partials[0].generation.past):
+            self._partial = partials[0]
             return []
-        self._begun = None
-        for one in begun:
-            row = self.slots.join(one.generation)
-            if not one.generation.output_ids:
-                one.generation.cached_tokens = one.reused
-            self.tokens_reused += one.reused
-            self.remember(row)
+        self._partial = None
+        for partial in partials:
+            row = self.slots.add(partial.generation)
+            if not partial.generation.output_ids:
+                partial.generation.cached_tokens = partial.reused
+            self.tokens_reused += partial.reused
+            self.cache_prefix(row)
         return list(batch)
 
-    def _begin(self, row: int, generation: Generation) -> _PartialPrefill:
-        if self._begun is not None and self._begun.generation is generation:
-            return self._begun
+    def _start_prefill(self, row: int, generation: Generation) -> _PartialPrefill:
+        if self._partial is not None and self._partial.generation is generation:
+            return self._partial
         past = generation.past
-        length, snapshot = self.prefixes.find(past, generation.chain.upto(past))
+        length, snapshot = self.prefixes.find(past, generation.block_hashes.for_tokens(past))
         if snapshot is not None:
             self.model.restore(row, snapshot, length)
         return _PartialPrefill(generation, length, length)
 
-    def abandon(self, generation: Generation) -> None:
-        """It will not be prefilled to its end."""
-        if self._begun is not None and self._begun.generation is generation:
-            self._begun = None
+    def cancel_prefill(self, generation: Generation) -> None:
+        """Drops the partial prefill of this request, if it has one."""
+        if self._partial is not None and self._partial.generation is generation:
+            self._partial = None
 
     def sample(self) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every row: (ids, logprobs), both [rows]."""
+        """Samples one token for every row; returns (ids, logprobs), both [rows]."""
         ids, logprobs = self.model.decode(self.slots)
         self.slots.advance(ids)
         return ids, logprobs
 
-    def remember(self, row: int) -> None:
-        """Keep a row's keys and values for sequences that begin like it."""
+    def cache_prefix(self, row: int) -> None:
+        """Adds a row's keys and values to the prefix cache."""
         generation = self.slots.owners[row]
         if self.prefixes.max_bytes == 0 or generation.kv_version is not None:
             return
         past = generation.past
-        hashes = generation.chain.upto(past)
+        hashes = generation.block_hashes.for_tokens(past)
         if not self.prefixes.holds(hashes):
             self.prefixes.add(past, hashes, self.model.snapshot(row, len(hashes) * BLOCK))
 
-    def poisoned(self, row: int) -> None:
-        """A row holds values that are not finite: no other sequence may come upon them."""
-        self.model.clean(row)
+    def discard_values(self, row: int) -> None:
+        """Removes a row's values, which are not finite, so that no other sequence reads them."""
+        self.model.zero_row(row)
         self.prefixes.clear()
 
-    def leave(self, row: int) -> None:
-        moved = self.slots.leave(row)
+    def remove(self, row: int) -> None:
+        """Frees a row; the last row moves into it."""
+        moved = self.slots.remove(row)
         if moved != row:
             self.model.move(moved, row, int(self.slots.lengths[row]))
-        if self._begun is not None:
-            self.model.move(moved + 1, moved, self._begun.done)
+        if self._partial is not None:
+            self.model.move(moved + 1, moved, self._partial.done)
 
     def clear(self) -> list[Generation]:
-        """Free all rows; returns who held them."""
-        self._begun = None
+        """Frees all rows; returns their requests."""
+        self._partial = None
         return self.slots.clear()
 
-    def outdate(self) -> None:
-        """Nothing new is built upon what is cached: it is of another version."""
-        self._begun = None
+    def invalidate_prefixes(self) -> None:
+        """Drops prefixes and the partial prefill, which belong to another version of the weights."""
+        self._partial = None
         self.prefixes.clear()
 
-    def forget(self) -> None:
-        """Drop everything cached."""
-        self.outdate()
+    def drop_cache(self) -> None:
+        """Drops prefixes, the partial prefill and the key-value cache."""
+        self.invalidate_prefixes()
         self.model.drop_cache()
 
     def _uncached(self, generation: Generation) -> tuple[int, int | None]:
-        """Tokens that its prefill has to compute, and the first block of them that could be shared."""
+        """Returns the number of tokens to prefill and the hash of their first block that can be shared."""
         past = generation.past
-        hashes = generation.chain.upto(past)
+        hashes = generation.block_hashes.for_tokens(past)
         length, _ = self.prefixes.find(past, hashes)
         blocks = length // BLOCK
         share = self.prefixes.max_bytes > 0 and blocks < len(hashes)

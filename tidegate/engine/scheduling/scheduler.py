@@ -1,7 +1,7 @@
-"""Continuous batching: one thread in which requests join, decode together, and leave between steps.
+"""Continuous batching: one thread in which requests join and leave the batch between decode steps.
 
-Everything that changes what the engine does (a new request, an abort, a pause, new weights) comes
-through one inbox and is done between two steps, so no step sees half of a change.
+Every change (a new request, an abort, a pause, new weights) is taken from one inbox and applied between two
+steps, so that no step runs with a partial change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tidegate.errors import EngineError
 log = logging.getLogger("tidegate.engine")
 
 FAILURES_IN_A_ROW = 3
-"""So many requests that fail alone, with none that succeeds between, are no longer their own fault."""
+"""Consecutive failures of single requests after which the model is considered broken."""
 
-PATIENCE = 4
-"""A prefill pass waits for others to join it until rows stood idle for 1/PATIENCE of a full step: passes
-cost more each than idle rows do, and at least one step lies between two of them."""
+MIN_IDLE_SHARE = 0.25
+"""Share of a full step that rows are idle before a prefill pass starts. Until then the pass waits for more
+requests, because a pass costs more than idle rows; at least one step runs between two passes."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 T = TypeVar("T")
@@ -48,10 +48,10 @@ class Counters:
 class Scheduler:
     """Owns the rows, the queue and the version label.
 
-    `submit` and `call` may be used from any thread; the methods under "between steps" run in the
-    scheduler's own thread and are reached through `call`. `deliver` is called in that thread, at most
-    once a step, with the requests that streamed a token or ended. `on_death` is called once if the
-    thread dies; by then every request has its error.
+    `submit` and `call` may be used from any thread. The methods under "between steps" run in the scheduler's
+    thread and are reached through `call`. `deliver` is called in that thread, at most once a step, with the
+    requests that streamed a token or ended. `on_failure` is called once if the thread fails, after every
+    request has received its error.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class Scheduler:
         version: str,
         prefix_bytes: int = 0,
         deliver: Callable[[list[Generation]], None],
-        finds_stop: Callable[[Generation], str | None] = lambda generation: None,
-        on_death: Callable[[], None] = lambda: None,
+        matched_stop: Callable[[Generation], str | None] = lambda generation: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.version = version
         self.paused: PauseMode | None = None
         self.counters = Counters()
         self._deliver = deliver
-        self._finds_stop = finds_stop
-        self._on_death = on_death
+        self._matched_stop = matched_stop
+        self._on_failure = on_failure
         self._rows = RunningBatch(model, max_slots, prefix_bytes)
         self._in_flight = InFlight()
         self._inbox = Inbox()
         self._notices: list[Generation] = []
         self._failures = 0
-        self._idle = 0
+        self._idle_rows = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -86,24 +86,24 @@ class Scheduler:
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End after the current step; requests in flight get an error."""
+        """Stops after the current step; requests in flight get an error."""
         if self._thread.is_alive():
-            with contextlib.suppress(EngineError):  # it has just died
+            with contextlib.suppress(EngineError):  # the thread has just failed
                 self._inbox.call(self._stop)
             self._thread.join(timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Queue a request. Raises EngineError if the scheduler died."""
+        """Queues a request. Raises EngineError if the scheduler has failed."""
         self._inbox.submit(generation)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Run something between two steps. Raises EngineError if the scheduler died."""
+        """Runs a function between two steps. Raises EngineError if the scheduler has failed."""
         return self._inbox.call(action)
 
     @property
-    def death(self) -> BaseException | None:
-        """What the thread died of."""
-        return self._inbox.death
+    def failure(self) -> BaseException | None:
+        """The exception that ended the thread."""
+        return self._inbox.failure
 
     def totals(self) -> dict[str, int]:
         rows = self._rows
@@ -121,30 +121,30 @@ class Scheduler:
     # -- between steps
 
     def abort(self, prefix: str, *, everything: bool = False) -> int:
-        """End the requests whose id starts with `prefix`; returns how many."""
+        """Ends the requests whose id starts with `prefix`; returns their number."""
         return self._abort(list(self._in_flight) if everything else self._in_flight.matching(prefix))
 
     def abort_one(self, generation: Generation) -> None:
-        """End this request, if it has not ended."""
+        """Ends this request, if it has not ended."""
         if generation in self._in_flight:
             self._abort([generation])
 
-    def _abort(self, hit: list[Generation]) -> int:
-        for generation in hit:
+    def _abort(self, generations: list[Generation]) -> int:
+        for generation in generations:
             self._end(generation, {"type": "abort", "message": "aborted"})
-            self._rows.abandon(generation)
-        self._in_flight.seat(hit)
-        gone = set(map(id, hit))
+            self._rows.cancel_prefill(generation)
+        self._in_flight.dequeue(generations)
+        aborted = set(map(id, generations))
         for row in range(self._rows.count - 1, -1, -1):
-            if id(self._rows.owners[row]) in gone:
-                self._rows.leave(row)
-        return len(hit)
+            if id(self._rows.owners[row]) in aborted:
+                self._rows.remove(row)
+        return len(generations)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop sampling until `resume`.
+        """Stops sampling until `resume`.
 
-        `abort` ends every request with what it has; `retract` drops the cache and requeues them, to be
-        computed again from their tokens; `in_place` freezes them with their cache.
+        `abort` ends every request with its tokens so far. `retract` drops the cache and requeues requests,
+        whose keys and values are computed again. `in_place` freezes them with their cache.
         """
         if mode == "abort":
             self.abort("", everything=True)
@@ -156,33 +156,33 @@ class Scheduler:
         self.paused = None
 
     def retract(self) -> None:
-        """Take every request out of its row; they come back first, in the order of their arrival."""
+        """Takes every request out of its row and requeues it at the front, in the order of arrival."""
         owners = self._rows.clear()
         if not owners:
             return
         self.counters.retractions += len(owners)
-        self._in_flight.unseat(owners)
+        self._in_flight.requeue(owners)
 
     def flush(self) -> bool:
-        """Free the cache; False (and nothing done) while requests hold rows."""
+        """Frees the cache; does nothing and returns False while requests have rows."""
         if self._rows.count:
             return False
-        self._rows.forget()
+        self._rows.drop_cache()
         return True
 
     def load(self, weights: Any, version: str | None, *, keep_cache: bool, abort_all: bool) -> int:
-        """Make checked weights live, with the requests kept; returns how many were in flight.
+        """Makes checked weights live; returns the number of requests in flight, which continue.
 
         Their keys and values are dropped and computed again, unless they were paused in place and
-        `keep_cache` is asked for: then they say from now on how old their cache is.
+        `keep_cache` is set: then `kv_version` records the version of their oldest keys and values.
         """
         if abort_all:
             self.abort("", everything=True)
         in_flight = len(self._in_flight)
-        self._rows.outdate()
+        self._rows.invalidate_prefixes()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
-            self._rows.forget()
+            self._rows.drop_cache()
         self._rows.model.copy_weights(weights)
         for generation in self._rows.owners:
             generation.kv_version = generation.kv_version or self.version
@@ -191,8 +191,8 @@ class Scheduler:
         return in_flight
 
     def relabel(self, version: str) -> None:
-        """Name the version of the live weights; what was sampled so far keeps its label."""
-        self._rows.outdate()  # what is reused is of the version that it is reused under
+        """Sets the version label of the live weights; tokens sampled so far keep their label."""
+        self._rows.invalidate_prefixes()  # prefixes are only reused under their own version
         for generation in self._in_flight:
             generation.close_span(self.version)
         self.version = version
@@ -202,24 +202,24 @@ class Scheduler:
 
     # -- the thread
 
-    def turn(self) -> None:
-        """Take what came in, prefill or decode once, hand over; blocks while there is nothing to do."""
-        self._take_inbox()
+    def run_once(self) -> None:
+        """Empties the inbox, prefills or decodes once and delivers; blocks while there is nothing to do."""
+        self._drain_inbox()
         if self.paused is None and not self._stopping:
             self._advance()
-        self._hand_over()
+        self._deliver_notices()
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self.turn()
+                self.run_once()
             self._fail_all(EngineError("the engine was stopped", retryable=True))
-        except BaseException as error:  # recorded in `death`, which ends the process
-            log.critical("the scheduler died", exc_info=True)
+        except BaseException as error:  # recorded in `failure`, which ends the process
+            log.critical("the scheduler failed", exc_info=True)
             self._fail_all(error)
-            self._on_death()
+            self._on_failure()
 
-    def _take_inbox(self) -> None:
+    def _drain_inbox(self) -> None:
         idle = self.paused is not None or not (self.num_waiting or self._rows.count)
         for item in self._inbox.take(wait=idle):
             if isinstance(item, SchedulerCall):
@@ -228,7 +228,7 @@ class Scheduler:
                 self._accept(item)
 
     def _accept(self, generation: Generation) -> None:
-        if self._in_flight.uses(generation.rid):
+        if self._in_flight.has_id(generation.rid):
             self._notices.append(generation)
             generation.refused = True
             generation.error = f"rid {generation.rid!r} is in use"
@@ -238,55 +238,61 @@ class Scheduler:
 
     def _advance(self) -> None:
         rows = self._rows
-        if self.num_waiting and rows.free and (rows.count == 0 or self._idle * PATIENCE >= rows.count):
+        if (
+            self.num_waiting
+            and rows.free
+            and (rows.count == 0 or self._idle_rows >= MIN_IDLE_SHARE * rows.count)
+        ):
             self._admit()
         elif rows.count:
             self._step()
 
     def _admit(self) -> None:
-        """Prefill some of the requests that have waited longest, or a part of one."""
-        self._idle = 0
-        # All of these have a row to come; which of them goes with the first is a matter of cost alone.
+        """Prefills some of the requests that have waited longest, or a part of one."""
+        self._idle_rows = 0
+        # There is a free row for each of these; `choose` selects among them by cost.
         batch = self._rows.choose(itertools.islice(self._in_flight.waiting, self._rows.free))
         try:
-            self._in_flight.seat(self._rows.fill(batch))
-        except Exception as error:  # noqa: BLE001 - raised again below, alone with its request
-            log.warning("a prefill of %d requests failed (%r): trying them one by one", len(batch), error)
-            self._prefill_each(batch)
+            self._in_flight.dequeue(self._rows.fill(batch))
+        except Exception as error:  # noqa: BLE001 - raised again for the single request below
+            log.warning(
+                "a prefill of %d requests failed (%r): trying the requests one by one", len(batch), error
+            )
+            self._prefill_singly(batch)
 
-    def _prefill_each(self, batch: list[Generation]) -> None:
-        """Find the request that the model cannot compute; raises when it can compute none of several."""
+    def _prefill_singly(self, batch: list[Generation]) -> None:
+        """Prefills requests singly and fails those that raise; raises after FAILURES_IN_A_ROW of them."""
         for generation in batch:
             try:
-                self._in_flight.seat(self._rows.fill([generation]))
+                self._in_flight.dequeue(self._rows.fill([generation]))
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
-                log.exception("request %s cannot be computed", generation.rid)
+                log.exception("request %s failed in the model", generation.rid)
                 self._end(generation, None, f"the model failed on this request: {error!r}")
-                self._rows.abandon(generation)
-                self._in_flight.seat([generation])
+                self._rows.cancel_prefill(generation)
+                self._in_flight.dequeue([generation])
                 if self._failures == FAILURES_IN_A_ROW:
                     raise
 
     def _step(self) -> None:
-        """Sample one token for every row."""
-        self._idle += min(self.num_waiting, self._rows.free)
+        """Samples one token for every row."""
+        self._idle_rows += min(self.num_waiting, self._rows.free)
         ids, logprobs = (sampled.tolist() for sampled in self._rows.sample())
-        for row in reversed(range(self._rows.count)):  # the last row moves into one that is left
+        for row in reversed(range(self._rows.count)):  # reversed, because the last row moves into a freed one
             generation = self._rows.owners[row]
             self._take_token(row, generation, ids[row], logprobs[row])
             if generation.ended:
-                self._rows.leave(row)
+                self._rows.remove(row)
             elif generation.stream:
                 self._notices.append(generation)
         self.counters.tokens_sampled += len(ids)
         self.counters.steps += 1
 
     def _take_token(self, row: int, generation: Generation, token: int, logprob: float) -> None:
-        """Give a request its newest token, and end it where that is its last."""
+        """Appends a token to a request, and ends the request if the token is its last."""
         if not math.isfinite(logprob):
-            self._rows.poisoned(row)
+            self._rows.discard_values(row)
             self._end(generation, None, "the model's logits are not finite for this request")
             return
         generation.output_ids.append(token)
@@ -300,14 +306,14 @@ class Scheduler:
         reason = self._finish_reason(generation)
         if reason is not None:
             self._end(generation, reason)
-            self._rows.remember(row)
+            self._rows.cache_prefix(row)
 
     def _finish_reason(self, generation: Generation) -> dict[str, Any] | None:
-        """Why the newest token is the last, as SGLang says it; None where others follow."""
+        """Returns SGLang's finish reason if the newest token is the last, else None."""
         token = generation.output_ids[-1]
         if token in generation.params.stop_ids or (generation.grammar and generation.grammar.done):
             return {"type": "stop", "matched": token}
-        if generation.params.stop and (text := self._finds_stop(generation)) is not None:
+        if generation.params.stop and (text := self._matched_stop(generation)) is not None:
             return {"type": "stop", "matched": text}
         if len(generation.output_ids) >= generation.limit:
             return {"type": "length", "length": len(generation.output_ids)}
@@ -320,7 +326,7 @@ class Scheduler:
         self._in_flight.end(generation)
         self._notices.append(generation)
 
-    def _hand_over(self) -> None:
+    def _deliver_notices(self) -> None:
         if self._notices:
             notices, self._notices = self._notices, []
             self._deliver(notices)
@@ -340,4 +346,4 @@ class Scheduler:
             else:
                 item.error = why
                 self._notices.append(item)
-        self._hand_over()
+        self._deliver_notices()

@@ -1,7 +1,7 @@
-"""The rows of the running batch: row `r` of every array belongs to the request in `owners[r]`.
+"""Rows of the running batch: row `r` of every array belongs to the request `owners[r]`.
 
-Rows 0..n-1 are in use, without a hole: the last row moves into one that is freed, so that a decode
-step takes views of the key-value cache and gathers nothing.
+Rows 0..n-1 are in use. When a row is freed, the last row moves into it, so that a decode step uses views of
+the key-value cache and needs no gather.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from tidegate.engine.requests.request import Generation
 
 
 class Slots:
-    """Arrays of shape [max_slots]; `lengths` counts the tokens whose keys and values are cached,
-    which is also the position of the next input token, `tokens`."""
+    """Arrays of shape [max_slots]. `lengths` are the numbers of cached tokens, which are also the positions
+    of the next input tokens, `tokens`."""
 
     def __init__(self, max_slots: int) -> None:
         self.max_slots = max_slots
@@ -27,19 +27,15 @@ class Slots:
         self.top_ks = np.zeros(max_slots, np.int64)
         self.min_ps = np.zeros(max_slots, np.float32)
         self.adjusted = np.zeros(max_slots, bool)
-        """Whose logits are changed before anything else: by penalties or a grammar."""
+        """Whether penalties or a grammar change the logits."""
         self.choices = np.zeros(max_slots, np.int64)
-        """Of rows with a grammar: how many ids it left to choose from in this step."""
+        """For rows with a grammar: number of ids that it allows in this step."""
         self.masses = np.zeros(max_slots, np.float64)
-        """For rows with a grammar: the probability of those ids before the grammar excluded the others."""
+        """For rows with a grammar: total probability of these ids before the grammar excluded the others."""
         self._arrays: list[np.ndarray] = [
-            self.tokens,
-            self.lengths,
-            self.drawn,
-            self.seeds,
-            self.temperatures,
-        ]
-        self._arrays += [self.top_ps, self.top_ks, self.min_ps, self.adjusted]
+            self.tokens, self.lengths, self.drawn, self.seeds, self.temperatures,
+            self.top_ps, self.top_ks, self.min_ps, self.adjusted,
+        ]  # fmt: skip
 
     @property
     def count(self) -> int:
@@ -49,8 +45,8 @@ class Slots:
     def free(self) -> int:
         return self.max_slots - len(self.owners)
 
-    def join(self, generation: Generation) -> int:
-        """Give a request the next row; its cache must hold all of its tokens but the last."""
+    def add(self, generation: Generation) -> int:
+        """Gives a request the next row, which must hold all its tokens but the last; returns the row."""
         row = len(self.owners)
         params = generation.params
         self.owners.append(generation)
@@ -66,14 +62,14 @@ class Slots:
         return row
 
     def advance(self, ids: np.ndarray) -> None:
-        """Every row sampled one token; ids: [n]."""
+        """Records one sampled token for every row; ids: [n]."""
         n = len(self.owners)
         self.tokens[:n] = ids
         self.lengths[:n] += 1
         self.drawn[:n] += np.uint64(1)
 
-    def leave(self, row: int) -> int:
-        """Free a row. Returns the row that moved into it (`row` itself: none had to)."""
+    def remove(self, row: int) -> int:
+        """Frees a row. Returns the row that moved into it, or `row` if none did."""
         last = len(self.owners) - 1
         if row != last:
             self.owners[row] = self.owners[last]
@@ -83,6 +79,6 @@ class Slots:
         return last
 
     def clear(self) -> list[Generation]:
-        """Free all rows; returns who held them."""
+        """Frees all rows; returns their requests."""
         owners, self.owners = self.owners, []
         return owners

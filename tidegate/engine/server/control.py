@@ -1,4 +1,4 @@
-"""What SGLang's control calls ask for: their bodies, checked. All of these raise RequestError."""
+"""Parses the bodies of SGLang's control calls. All functions raise RequestError."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tidegate.engine.validation import RequestError
 Mode = TypeVar("Mode", bound=str)
 
 HEALTH_DEADLINE_S = 20.0
-"""How long `/health_generate` waits for a token."""
+"""Timeout of `/health_generate` in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """`/update_weights_from_disk`."""
+    """Parsed body of `/update_weights_from_disk`."""
 
     directory: Path
     version: str | None
@@ -26,22 +26,22 @@ class WeightUpdate:
 
 
 def read_abort(body: Mapping[str, Any]) -> str:
-    """How the ids begin that are to end; empty for all of them."""
+    """Returns the prefix of the request ids to abort; empty for all requests."""
     rid = body.get("rid")
     if body.get("abort_all") is True:
         return ""
     if not isinstance(rid, str) or not rid:
-        raise RequestError(f"rid = {rid!r}: give the beginning of a request id, or abort_all: true")
+        raise RequestError(f"rid = {rid!r}: give a prefix of request ids, or abort_all: true")
     return rid
 
 
 def read_mode(body: Mapping[str, Any], modes: Sequence[Mode]) -> Mode:
-    """How to pause, of the `modes` that there are."""
-    asked = body.get("mode", "abort")
+    """Returns the pause mode, one of `modes`."""
+    requested = body.get("mode", "abort")
     for mode in modes:
-        if mode == asked:
+        if mode == requested:
             return mode
-    raise RequestError(f"mode = {asked!r}: it is one of {', '.join(modes)}")
+    raise RequestError(f"mode = {requested!r}: it must be one of {', '.join(modes)}")
 
 
 def read_update(body: Mapping[str, Any]) -> WeightUpdate:
@@ -54,17 +54,17 @@ def read_update(body: Mapping[str, Any]) -> WeightUpdate:
 
 
 def read_relabel(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """`/update_weight_version`: the label, and whether all requests end first."""
+    """Parses `/update_weight_version`: the label, and whether all requests are aborted first."""
     version = read_version(body.get("new_version"), "new_version")
     if version is None:
-        raise RequestError("new_version: give the label of the weights that are loaded")
+        raise RequestError("new_version: give the version label of the loaded weights")
     return version, bool(body.get("abort_all_requests", True))
 
 
 def read_version(value: Any, name: str) -> str | None:
-    """A version's label; None where none is given."""
+    """Returns a version label, or None if none is given."""
     if value is None or (isinstance(value, str) and value):
         return value
     if type(value) is int:
         return str(value)
-    raise RequestError(f"{name} = {value!r}: it is a string that is not empty")
+    raise RequestError(f"{name} = {value!r}: it must be a non-empty string")

@@ -1,4 +1,4 @@
-"""`POST /generate`: replies sampled for one prompt, whole or as a stream of events."""
+"""`POST /generate`: replies to one prompt, complete or as a stream of events."""
 
 from __future__ import annotations
 
@@ -21,116 +21,123 @@ if TYPE_CHECKING:
 
 
 async def generate(engine: Engine, request: Request) -> Response:
-    """One reply, or a list of them where `n` asks for several (as in SGLang)."""
+    """Returns one reply, or a list of replies if `n` is more than 1 (as in SGLang)."""
     try:
         body = await read_body(request)
     except ClientDisconnect:
         return Response(status_code=499)
-    asked = parse_generate(body, engine.limits)
-    if asked.params.grammar is not None:
-        asked.grammar = await asyncio.to_thread(engine.grammars.compile, asked.params.grammar)
-    samples = samples_of(asked)
+    generation = parse_generate(body, engine.limits)
+    if generation.params.grammar is not None:
+        generation.grammar = await asyncio.to_thread(engine.grammars.compile, generation.params.grammar)
+    samples = samples_of(generation)
     wake = asyncio.Event()
-    for one in samples:
-        one.wake = wake
-        engine.scheduler.submit(one)
-    if asked.stream:
+    for sample in samples:
+        sample.wake = wake
+        engine.scheduler.submit(sample)
+    if generation.stream:
         return StreamingResponse(_stream(engine, request, samples, wake), media_type="text/event-stream")
-    async with _watched(engine, request, samples, wake) as gone:
-        while not gone.is_set() and not _over(samples):
+    async with _abort_on_exit(engine, request, samples, wake) as disconnected:
+        while not disconnected.is_set() and not _finished(samples):
             await wake.wait()
             wake.clear()
     failed = _failed(samples)
     if failed is not None:
         assert failed.error is not None
         return error_reply(failed.error, 400 if failed.refused else 500)
-    if gone.is_set() and not _over(samples):
+    if disconnected.is_set() and not _finished(samples):
         return Response(status_code=499)
-    replies = [_final(engine, one) for one in samples]
-    return json_reply(replies if asked.params.n > 1 else replies[0])
+    replies = [_final(engine, sample) for sample in samples]
+    return json_reply(replies if generation.params.n > 1 else replies[0])
 
 
-def _over(samples: Sequence[Generation]) -> bool:
-    return all(one.ended for one in samples) or _failed(samples) is not None
+def _finished(samples: Sequence[Generation]) -> bool:
+    return all(sample.ended for sample in samples) or _failed(samples) is not None
 
 
 def _failed(samples: Sequence[Generation]) -> Generation | None:
-    return next((one for one in samples if one.error is not None), None)
+    return next((sample for sample in samples if sample.error is not None), None)
 
 
 @contextlib.asynccontextmanager
-async def _watched(
+async def _abort_on_exit(
     engine: Engine, request: Request, samples: Sequence[Generation], wake: asyncio.Event
 ) -> AsyncIterator[asyncio.Event]:
-    """While in here, a client that goes away wakes the waiter; what is unfinished on leaving is aborted."""
-    gone = asyncio.Event()
+    """Yields an event that is set, together with `wake`, when the client disconnects.
+
+    Aborts unfinished samples on exit.
+    """
+    disconnected = asyncio.Event()
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        gone.set()
+        disconnected.set()
         wake.set()
 
     watcher = asyncio.create_task(watch())
     try:
-        yield gone
+        yield disconnected
     finally:
         watcher.cancel()
-        with contextlib.suppress(EngineError):  # it died, and has ended everything
-            for one in samples:
-                if not one.ended:
-                    engine.scheduler.call(partial(engine.scheduler.abort_one, one))
+        with contextlib.suppress(EngineError):  # the scheduler failed and has ended all requests
+            for sample in samples:
+                if not sample.ended:
+                    engine.scheduler.call(partial(engine.scheduler.abort_one, sample))
 
 
 async def _stream(
     engine: Engine, request: Request, samples: Sequence[Generation], wake: asyncio.Event
 ) -> AsyncIterator[bytes]:
-    """Cumulative events; where there are several replies, `index` says whose each is (as in SGLang)."""
-    tracks = [_Track(engine, one, index if len(samples) > 1 else None) for index, one in enumerate(samples)]
-    async with _watched(engine, request, samples, wake) as gone:
-        while not all(track.told for track in tracks):
+    """Yields cumulative events; with several replies, `index` is the number of the reply (as in SGLang)."""
+    streams = [
+        _ReplyStream(engine, sample, index if len(samples) > 1 else None)
+        for index, sample in enumerate(samples)
+    ]
+    async with _abort_on_exit(engine, request, samples, wake) as disconnected:
+        while not all(stream.done for stream in streams):
             await wake.wait()
             wake.clear()
-            if gone.is_set():
+            if disconnected.is_set():
                 return
             failed = _failed(samples)
             if failed is not None:
                 yield event({"error": {"message": failed.error}})
                 break
-            for track in tracks:
-                news = track.news()
-                if news is not None:
-                    yield news
+            for stream in streams:
+                due = stream.next_event()
+                if due is not None:
+                    yield due
     yield b"data: [DONE]\n\n"
 
 
-class _Track:
-    """What of one reply has been told."""
+class _ReplyStream:
+    """Events of one reply."""
 
     def __init__(self, engine: Engine, generation: Generation, index: int | None) -> None:
-        self.told = False
+        self.done = False
         self._engine = engine
         self._generation = generation
-        self._following = engine.text.follow(generation)
+        self._detokenizer = engine.detokenizer.incremental(generation)
         self._index = {} if index is None else {"index": index}
         self._sent = 0
 
-    def news(self) -> bytes | None:
-        """The event that is due, or None."""
+    def next_event(self) -> bytes | None:
+        """Returns the event that is due, or None."""
         generation = self._generation
-        if self.told:
+        if self.done:
             return None
         count = len(generation.logprobs)
         if generation.ended:
-            self.told = True
+            self.done = True
             return event({**_final(self._engine, generation), **self._index})
         if count == self._sent:
             return None
         self._sent = count
-        value = reply(generation, count, self._following.upto(count), self._engine.scheduler.version)
+        text = self._detokenizer.decode_first(count)
+        value = reply(generation, count, text, self._engine.scheduler.version)
         return event({**value, **self._index})
 
 
 def _final(engine: Engine, generation: Generation) -> dict[str, Any]:
-    text = engine.text.reply(generation)
+    text = engine.detokenizer.reply(generation)
     return reply(generation, len(generation.output_ids), text, engine.scheduler.version)

@@ -1,4 +1,4 @@
-"""The routes of SGLang's protocol: JSON in and out, events, and what becomes of errors."""
+"""HTTP helpers of SGLang's protocol: routes, JSON bodies, events and error replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def protocol_app(
     routes: Sequence[tuple[str, str, Handler[Served]]],
     lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
 ) -> Starlette:
-    """An ASGI app whose handlers are given what is `served`; `name` says what has no other route."""
+    """Returns an ASGI app that passes `served` to its handlers; `name` is the server's name in 404 errors."""
 
     async def no_such_route(request: Request, _: Exception) -> Response:
         return error_reply(f"{name} has no {request.method} {request.url.path}", 404)
@@ -68,7 +68,7 @@ def refused(message: str) -> Response:
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """Raises RequestError where it is not a JSON object, ClientDisconnect where it does not come."""
+    """Returns the body's JSON object. Raises RequestError if it is none, ClientDisconnect."""
     raw = await request.body()
     try:
         body = orjson.loads(raw) if raw.strip() else {}

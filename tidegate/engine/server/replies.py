@@ -10,13 +10,13 @@ from tidegate.engine.requests.request import Generation
 
 
 def reply(generation: Generation, count: int, text: str, version: str) -> dict[str, Any]:
-    """The first `count` output tokens of a request; `version` is the live weights' label.
+    """Returns the reply with the first `count` output tokens; `version` is the live weights' label.
 
-    `weight_versions` covers the output exactly; it comes once the request has ended, as in SGLang.
-    `kv_version` is there only where keys and values of older weights were kept. With a grammar,
-    `output_token_choices` counts for each token the ids that the grammar left to choose from: 1 where the
-    token was forced, and its logprob, of what was left, is 0. `output_token_masses` is the probability that
-    these ids had together before: where it is 1 the grammar changed nothing.
+    `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
+    `kv_version` is present only if keys and values of older weights were kept. With a grammar,
+    `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
+    forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
+    grammar excluded the others: 1 if the grammar changed nothing.
     """
     meta: dict[str, Any] = {
         "id": generation.rid,

@@ -1,4 +1,4 @@
-"""The embedded engine as a process that speaks SGLang's HTTP protocol."""
+"""Server process of the embedded engine, which speaks SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 
 
 def serve(options: EngineOptions, listen: Listen) -> None:
-    """Serve a model until told to end.
+    """Serves a model until the process is stopped.
 
-    Raises StartError if it cannot start, EngineError if its scheduler died.
+    Raises StartError if it cannot start, EngineError if its scheduler failed.
     """
-    sock = bind(listen)  # a port in use is said before seconds are spent on loading
+    sock = bind(listen)  # first, so that a port in use is reported before the model is loaded
 
     from tidegate.engine.engine import Engine  # imports torch
 
@@ -52,19 +52,19 @@ def serve(options: EngineOptions, listen: Listen) -> None:
     def end() -> None:
         nonlocal failed
         failed = True
-        os.kill(os.getpid(), signal.SIGINT)  # uvicorn delivers the replies that are due, then ends
+        os.kill(os.getpid(), signal.SIGINT)  # uvicorn sends the pending replies, then exits
 
-    run_app(create_app(engine, on_death=end), sock, listen)
+    run_app(create_app(engine, on_failure=end), sock, listen)
     if failed:
-        raise EngineError(f"the engine's scheduler died: {engine.scheduler.death!r}")
+        raise EngineError(f"the engine's scheduler failed: {engine.scheduler.failure!r}")
 
 
-def create_app(engine: Engine, on_death: Callable[[], None] | None = None) -> Starlette:
-    """The ASGI app; starts the engine's scheduler with itself. `on_death`: the scheduler died."""
+def create_app(engine: Engine, on_failure: Callable[[], None] | None = None) -> Starlette:
+    """Returns the ASGI app, which starts the engine; `on_failure` is called if the scheduler fails."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        engine.start(on_death)
+        engine.start(on_failure)
         yield
         await asyncio.to_thread(engine.scheduler.stop)
 
@@ -122,10 +122,10 @@ async def _update_version(engine: Engine, request: Request) -> Response:
 async def _flush(engine: Engine, _: Request) -> Response:
     if await engine.call(engine.scheduler.flush):
         return done("the cache is empty")
-    return refused("requests are running; pause with mode 'retract', or abort them, before a flush")
+    return refused("requests are running; pause with mode 'retract' or abort them, then flush")
 
 
-# -- what state it is in
+# -- state
 
 
 async def _model_info(engine: Engine, _: Request) -> Response:
@@ -148,13 +148,13 @@ async def _model_info(engine: Engine, _: Request) -> Response:
 
 
 async def _server_info(engine: Engine, _: Request) -> Response:
-    """What a trainer asks before it sends weights: one rank, on that kind of device."""
+    """Returns the device type and parallelism, which a trainer needs before it sends weights."""
     return json_reply({"device": engine.model.device.type, "tp_size": 1, "pp_size": 1, "dp_size": 1})
 
 
 async def _health(engine: Engine, _: Request) -> Response:
-    if engine.scheduler.death is not None:
-        return error_reply(f"the scheduler died: {engine.scheduler.death!r}", 503)
+    if engine.scheduler.failure is not None:
+        return error_reply(f"the scheduler failed: {engine.scheduler.failure!r}", 503)
     return json_reply({"status": "ok"})
 
 
@@ -168,7 +168,7 @@ async def _health_generate(engine: Engine, _: Request) -> Response:
             await generation.wake.wait()
     except TimeoutError:
         engine.scheduler.call(lambda: engine.scheduler.abort_one(generation))
-        why = "it is paused" if engine.scheduler.paused else "it is busy"
+        why = "the engine is paused" if engine.scheduler.paused else "the engine is busy"
         return error_reply(f"no token within {HEALTH_DEADLINE_S:g} s: {why}", 503)
     if generation.error is not None:
         return error_reply(generation.error, 503)

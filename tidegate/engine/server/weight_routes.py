@@ -1,10 +1,10 @@
-"""SGLang's calls for weights that come over a process group.
+"""Routes of SGLang's protocol for weights sent over a process group.
 
     init_weights_update_group once, then for every version
-    begin_weight_update → update_weights_from_distributed, a bucket each → end_weight_update
+    begin_weight_update → update_weights_from_distributed for each bucket → end_weight_update
 
-Other than in SGLang nothing is live before the end, and then all at once (the beginning says so: `staged`);
-requests may run meanwhile. The end says what came, by its checksum.
+Unlike in SGLang, the weights become live all at once at the end (`begin` replies `staged`), and requests may
+run meanwhile. The reply to `end` has the checksum of the received tensors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ GROUP = "weight_update_group"
 
 async def _join(engine: Engine, request: Request) -> Response:
     body = await read_body(request)
-    name, port = _text(body, "group_name", GROUP), _whole(body, "master_port")
+    name, port = _text(body, "group_name", GROUP), _integer(body, "master_port")
     join = partial(
-        engine.receiver.join, _text(body, "master_address"), port, _whole(body, "rank_offset"),
-        _whole(body, "world_size"), name, _text(body, "backend", "nccl"),
+        engine.receiver.join, _text(body, "master_address"), port, _integer(body, "rank_offset"),
+        _integer(body, "world_size"), name, _text(body, "backend", "nccl"),
     )  # fmt: skip
     async with engine.loading:
         await asyncio.to_thread(join)
@@ -54,12 +54,12 @@ async def _begin(engine: Engine, _: Request) -> Response:
 
 
 async def _receive(engine: Engine, request: Request) -> Response:
-    """What it says of version and cache holds for the whole update, and is done at its end."""
+    """Receives a bucket; `weight_version` and `flush_cache` apply to the whole update, at its end."""
     body = await read_body(request)
     names, kinds, shapes = (_list(body, field) for field in ("names", "dtypes", "shapes"))
     if not len(names) == len(kinds) == len(shapes):
         raise RequestError(
-            f"{len(names)} names, {len(kinds)} dtypes and {len(shapes)} shapes: a tensor has one each"
+            f"{len(names)} names, {len(kinds)} dtypes and {len(shapes)} shapes: give one of each per tensor"
         )
     version = read_version(body.get("weight_version"), "weight_version")
     async with engine.loading:
@@ -67,7 +67,7 @@ async def _receive(engine: Engine, request: Request) -> Response:
         update = await asyncio.to_thread(engine.receiver.receive, _text(body, "group_name", GROUP), tensors)
         update.version = version or update.version
         update.keep_cache = body.get("flush_cache", True) is False
-    return done(f"{len(names)} tensors came")
+    return done(f"received {len(names)} tensors")
 
 
 async def _end(engine: Engine, _: Request) -> Response:
@@ -90,21 +90,21 @@ async def _end(engine: Engine, _: Request) -> Response:
 def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     value = body.get(name, default)
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{name} = {value!r}: it is a string that is not empty")
+        raise RequestError(f"{name} = {value!r}: it must be a non-empty string")
     return value
 
 
-def _whole(body: Mapping[str, Any], name: str) -> int:
+def _integer(body: Mapping[str, Any], name: str) -> int:
     value = body.get(name)
     if type(value) is not int or value < 0:
-        raise RequestError(f"{name} = {value!r}: it is a number, 0 or more")
+        raise RequestError(f"{name} = {value!r}: it must be an integer of at least 0")
     return value
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
     if not isinstance(value, list):
-        raise RequestError(f"{name} = {value!r}: it is a list")
+        raise RequestError(f"{name} = {value!r}: it must be a list")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends over process groups: kept beside the live ones until all are there."""
+"""Receives weights from a trainer over process groups; keeps them in host memory until all have arrived."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tidegate.engine.weights.loading import FLOATS
 from tidegate.weights.checksum import MODULUS
 from tidegate.weights.process_group import DEVICES, HOST, JOIN_S, WeightsGroup, address_towards, checksum
 
-TYPES = {str(one).removeprefix("torch."): one for one in FLOATS}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 @dataclass(slots=True)
 class IncomingWeights:
-    """What came so far, and how it is to be made live."""
+    """The tensors of an update received so far, and how to load them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
     keep_cache: bool = False
     checksum: int = 0
-    """Of the tensors so far."""
+    """Checksum of the tensors received so far."""
 
-    def take(self, tensors: dict[str, Tensor]) -> None:
+    def add(self, tensors: dict[str, Tensor]) -> None:
         self.tensors |= tensors
         self.checksum = (self.checksum + checksum(tensors.items())) % MODULUS
 
 
 class WeightsReceiver:
-    """The groups that this engine is in, and what came of the update that is open. It blocks.
+    """The process groups of this engine and its open update. Methods block.
 
-    `device` is what the engine computes on; what comes is kept in host memory until it is made live.
+    `device` is the engine's device. Received tensors stay in host memory until they are loaded.
     """
 
     def __init__(self, device: torch.device = HOST) -> None:
@@ -45,10 +45,10 @@ class WeightsReceiver:
         self._update: IncomingWeights | None = None
 
     def join(self, address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
-        """Meet the trainer there; a group of the same name is left. Raises RequestError."""
-        known = [one for one, kind in DEVICES.items() if kind in ("cpu", self._device.type)]
-        if backend not in known:
-            raise RequestError(f"backend = {backend!r}: this engine knows {' and '.join(known)}")
+        """Joins the trainer's group; first leaves a group of the same name. Raises RequestError."""
+        supported = [name for name, kind in DEVICES.items() if kind in ("cpu", self._device.type)]
+        if backend not in supported:
+            raise RequestError(f"backend = {backend!r}: this engine supports {' and '.join(supported)}")
         device = HOST if DEVICES[backend] == "cpu" else self._device
         self.leave(name)
         try:
@@ -56,50 +56,52 @@ class WeightsReceiver:
             own = address_towards(address, port)
             self._groups[name] = WeightsGroup(store, rank, size, name, JOIN_S, own, device)
         except (RuntimeError, OSError) as error:
-            raise RequestError(f"the group {name!r} could not be joined: {error}") from error
+            raise RequestError(f"cannot join the group {name!r}: {error}") from error
 
     def leave(self, name: str) -> bool:
-        """Whether there was such a group."""
+        """Leaves a group; returns False if there is none of this name."""
         group = self._groups.pop(name, None)
         if group is not None:
             group.close()
         return group is not None
 
     def begin(self) -> None:
-        """Open an update. Raises RequestError while one is open."""
+        """Opens an update. Raises RequestError while another one is open."""
         if self._update is not None:
-            raise RequestError("an update is open already; /end_weight_update closes it")
+            raise RequestError("an update is already open; close it with /end_weight_update")
         self._update = IncomingWeights()
 
     def receive(self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> IncomingWeights:
-        """Take tensors, each (name, type, shape), over a group; returns the update that they belong to.
+        """Receives tensors (name, type, shape) over a group; returns the open update.
 
-        Raises RequestError; where the group broke it is left.
+        Raises RequestError. Leaves the group if the broadcast fails.
         """
         update = self._open()
         if name not in self._groups:
-            raise RequestError(f"there is no group {name!r}; /init_weights_update_group makes it")
-        unknown = sorted({kind for _, kind, _ in tensors} - TYPES.keys())
+            raise RequestError(f"there is no group {name!r}; create it with /init_weights_update_group")
+        unknown = sorted({kind for _, kind, _ in tensors} - DTYPES.keys())
         if unknown:
-            raise RequestError(f"dtypes: {', '.join(unknown)}; known: {', '.join(TYPES)}")
+            raise RequestError(f"unknown dtypes {', '.join(unknown)}; supported: {', '.join(DTYPES)}")
         try:
-            empty = {one: torch.empty(tuple(shape), dtype=TYPES[kind]) for one, kind, shape in tensors}
+            received = {
+                tensor: torch.empty(tuple(shape), dtype=DTYPES[kind]) for tensor, kind, shape in tensors
+            }
         except (TypeError, RuntimeError) as error:
             raise RequestError(f"shapes: {error}") from None
         try:
-            self._groups[name].broadcast(list(empty.values()))
+            self._groups[name].broadcast(list(received.values()))
         except RuntimeError as error:
             self.leave(name)
-            raise RequestError(f"the weights did not come: {error}") from error
-        update.take(empty)
+            raise RequestError(f"receiving the weights failed: {error}") from error
+        update.add(received)
         return update
 
     def end(self) -> IncomingWeights:
-        """Close the update. Raises RequestError where none is open."""
+        """Closes and returns the update. Raises RequestError if none is open."""
         update, self._update = self._open(), None
         return update
 
     def _open(self) -> IncomingWeights:
         if self._update is None:
-            raise RequestError("no update is open; /begin_weight_update opens one")
+            raise RequestError("no update is open; open one with /begin_weight_update")
         return self._update

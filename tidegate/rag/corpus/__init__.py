@@ -1,1 +1,1 @@
-"""Documents: read, stored, numbered."""
+"""The documents of an index."""

@@ -1,8 +1,8 @@
-"""The documents of an index, on disk and mapped into memory: opening a corpus reads none of them.
+"""The documents of an index, in memory-mapped files; opening a corpus reads no document.
 
-A corpus is three files: `documents.jsonl`, an object `{id, title, text}` a line; `documents.offsets`, where
-each line starts and the last one ends, int64, [n + 1]; and `documents.ids`, which finds an id's row: 2 · n
-uint64, the ids' hashes in ascending order and then their rows.
+A corpus has three files: `documents.jsonl`, an object `{id, title, text}` per line; `documents.offsets`, the
+start of each line and the end of the last one, int64 [n + 1]; and `documents.ids`, 2 · n uint64: the ids'
+hashes in ascending order, then their rows.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FILES = (DATA, OFFSETS, IDS)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A passage. Its `id` is the corpus' own and stays the same however the index is built."""
+    """A passage. Its `id` is from the corpus and does not depend on the index."""
 
     id: str
     title: str
     text: str
 
     def passage(self) -> str:
-        """What encoders and BM25 read of it."""
+        """Returns the text that encoders and BM25 index."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
 class Corpus:
-    """Documents by row, in the order in which they were read, and by id. May be shared by threads."""
+    """Documents by row (in source order) and by id; thread-safe."""
 
     def __init__(
         self, data: mmap.mmap, offsets: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64],
@@ -53,7 +53,7 @@ class Corpus:
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Map a corpus' files. Raises CorpusError where they do not fit together."""
+        """Maps the files of a corpus. Raises CorpusError if they are inconsistent."""
         for name in FILES:
             if not (directory / name).is_file():
                 raise CorpusError(f"{directory}: {name} is missing; build the index again")
@@ -61,38 +61,38 @@ class Corpus:
         ids = np.memmap(directory / IDS, np.uint64, mode="r")
         count = len(offsets) - 1
         if len(ids) != 2 * count:
-            raise CorpusError(f"{directory}: {IDS} does not fit {OFFSETS}; build the index again")
+            raise CorpusError(f"{directory}: {IDS} does not match {OFFSETS}; build the index again")
         return cls(data, offsets, ids[:count], ids[count:])
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Document:
-        """Raises IndexError for a row outside 0 … n − 1, CorpusError for one that is damaged."""
+        """Returns a document. Raises IndexError for a row outside 0 … n − 1, CorpusError if it is damaged."""
         return read_document(self._data, self._offsets, row)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[row] for row in range(len(self)))
 
     def row(self, id: str) -> int | None:
-        """The row of the document with this id; None where there is none."""
+        """Returns the row of the document with this id, or None."""
         key = id_hash(id)
-        place = int(np.searchsorted(self._hashes, np.uint64(key)))
-        while place < len(self) and int(self._hashes[place]) == key:
-            row = int(self._rows[place])
+        index = int(np.searchsorted(self._hashes, np.uint64(key)))
+        while index < len(self) and int(self._hashes[index]) == key:
+            row = int(self._rows[index])
             if self[row].id == id:
                 return row
-            place += 1
+            index += 1
         return None
 
 
 def open_documents(directory: Path) -> tuple[mmap.mmap, npt.NDArray[np.int64]]:
-    """The mapped documents and their offsets, [n + 1]. Raises CorpusError where they do not fit."""
+    """Returns the mapped documents and their offsets, [n + 1]. Raises CorpusError if they do not match."""
     offsets = np.memmap(directory / OFFSETS, np.int64, mode="r")
     with (directory / DATA).open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if int(offsets[-1]) != len(data):
-        raise CorpusError(f"{directory}: {OFFSETS} does not fit {DATA}; build the index again")
+        raise CorpusError(f"{directory}: {OFFSETS} does not match {DATA}; build the index again")
     return data, offsets
 
 
@@ -107,5 +107,5 @@ def read_document(data: mmap.mmap, offsets: npt.NDArray[np.int64], row: int) -> 
 
 
 def id_hash(id: str) -> int:
-    """64 bits of an id. Two ids may share them: whoever looks one up compares the id itself."""
+    """Returns a 64-bit hash of an id. Lookups must also compare the id, because hashes may collide."""
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""The rows of a corpus as people keep it: JSONL (plain or gzipped) or parquet, one file or many."""
+"""Reads the rows of source files: JSONL (plain or gzipped) or parquet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tidegate.rag.corpus.corpus import Document
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _ID_KEYS = ("id", "_id", "docid")
 _BATCH = 1024
-_LOOK_BYTES = 4 << 20
+_SAMPLE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is no document: where it is and what is wrong with it."""
+    """An invalid row: its location and its fault."""
 
     where: str
     why: str
@@ -35,7 +35,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row as it was found: its place, and its values or what is wrong with them."""
+    """A row of a source file: its location, and its values or its fault."""
 
     where: str
     values: Mapping[str, Any] | str
@@ -51,39 +51,39 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large a corpus is: about, where it was too large to be counted."""
+    """Size of a corpus; approximate if the files are large."""
 
     documents: int
     bytes: int
 
 
 def extent(files: Sequence[Path]) -> Extent:
-    """Judged by the first megabytes of each file."""
-    found = [_parquet_extent(path) if path.suffix == ".parquet" else _jsonl_extent(path) for path in files]
-    return Extent(sum(one.documents for one in found), sum(one.bytes for one in found))
+    """Estimates the size of a corpus from the first megabytes of each file."""
+    sizes = [_parquet_extent(path) if path.suffix == ".parquet" else _jsonl_extent(path) for path in files]
+    return Extent(sum(size.documents for size in sizes), sum(size.bytes for size in sizes))
 
 
 def source_files(paths: Sequence[Path]) -> list[Path]:
-    """The files to read, in order; a directory stands for those in it, by name.
+    """Returns the files to read, in order; a directory is replaced by its files, sorted by name.
 
-    Raises ConfigError where there is nothing to read.
+    Raises ConfigError if there is nothing to read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
-        inside = sorted(one for one in path.iterdir() if _known(one)) if path.is_dir() else [path]
+        inside = sorted(file for file in path.iterdir() if _supported(file)) if path.is_dir() else [path]
         if not inside:
-            raise ConfigError(f"{path} holds no {', '.join(SUFFIXES)} file")
-        found += inside
-    for path in found:
+            raise ConfigError(f"{path} has no {', '.join(SUFFIXES)} file")
+        files += inside
+    for path in files:
         if not path.is_file():
-            raise ConfigError(f"{path}: there is no such file")
-        if not _known(path):
-            raise ConfigError(f"{path}: a corpus is a {', '.join(SUFFIXES)} file, or a directory of them")
-    return found
+            raise ConfigError(f"{path}: no such file")
+        if not _supported(path):
+            raise ConfigError(f"{path}: a corpus must be a {', '.join(SUFFIXES)} file or a directory of them")
+    return files
 
 
 def read_rows(files: Sequence[Path], skip: int = 0) -> Iterator[SourceRow]:
-    """Every row after the first `skip` ones, which are not parsed. Blank lines are no rows."""
+    """Yields the rows after the first `skip` ones, which are not parsed. Blank lines do not count."""
     for path in files:
         rows = _parquet(path, skip) if path.suffix == ".parquet" else _jsonl(path, skip)
         for number, row in rows:
@@ -92,17 +92,17 @@ def read_rows(files: Sequence[Path], skip: int = 0) -> Iterator[SourceRow]:
                 yield SourceRow(f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}", row)
 
 
-def places(files: Sequence[Path], numbers: Sequence[int]) -> dict[int, str]:
-    """Where the rows with these numbers (counted from 0, over all files) are."""
+def locate(files: Sequence[Path], numbers: Sequence[int]) -> dict[int, str]:
+    """Returns the locations of the rows with these numbers (from 0, over all files)."""
     wanted = set(numbers)
     return {number: row.where for number, row in enumerate(read_rows(files)) if number in wanted}
 
 
 def document_of(values: Mapping[str, Any]) -> Document:
-    """A row's document. Raises ValueError that says what the row lacks.
+    """Returns a row's document. Raises ValueError, which names the missing field.
 
-    The id is `id`, `_id` or `docid`, a text or a whole number. The rest is `text` with or without a
-    `title`, or `contents`: the title in double quotes on the first line, the text after it.
+    The id is `id`, `_id` or `docid`, a string or an integer. The content is `text` with an optional `title`,
+    or `contents`, whose first line is the title in double quotes.
     """
     id = _id(values)
     if "contents" in values:
@@ -110,9 +110,9 @@ def document_of(values: Mapping[str, Any]) -> Document:
     elif "text" in values:
         title, text = _text(values, "title") if values.get("title") is not None else "", _text(values, "text")
     else:
-        raise ValueError(f"it has neither 'contents' nor 'text' (it has {_names(values)})")
+        raise ValueError(f"the row has neither 'contents' nor 'text' (it has {_names(values)})")
     if not title.strip() and not text.strip():
-        raise ValueError(f"the document {id!r} is empty: remove the row, or give it a text")
+        raise ValueError(f"the document {id!r} is empty: remove the row, or add a text")
     return Document(id, title, text)
 
 
@@ -121,20 +121,20 @@ def _id(values: Mapping[str, Any]) -> str:
         if key in values:
             id = values[key]
             if isinstance(id, bool) or not isinstance(id, str | int) or id == "":
-                raise ValueError(f"{key!r} is {_short(id)}; a text or a whole number is needed")
+                raise ValueError(f"{key!r} is {_short(id)}; it must be a string or an integer")
             return str(id)
-    raise ValueError(f"it has no 'id' (it has {_names(values)})")
+    raise ValueError(f"the row has no 'id' (it has {_names(values)})")
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
     value = values[key]
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} is {_short(value)}, not a text")
+        raise ValueError(f"{key!r} is {_short(value)}, not a string")
     return value
 
 
 def _split(contents: str) -> tuple[str, str]:
-    """Title and text; without a quoted first line all of it is text."""
+    """Returns title and text; without a quoted first line the title is empty."""
     first, _, rest = contents.partition("\n")
     first = first.strip()
     if len(first) >= 2 and first[0] == first[-1] == '"':
@@ -158,45 +158,45 @@ def _jsonl(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | str
 
 def _jsonl_extent(path: Path) -> Extent:
     with _open(path) as (stored, file):
-        seen = file.read(_LOOK_BYTES)
-        lines = sum(1 for line in seen.splitlines() if line.strip())
-        if len(seen) < _LOOK_BYTES:
-            return Extent(lines, len(seen))
-        # Of a gzipped file this is where its compressed part has been read to.
-        share = path.stat().st_size / stored.tell()
-    return Extent(int(lines * share), int(len(seen) * share))
+        sample = file.read(_SAMPLE_BYTES)
+        lines = sum(1 for line in sample.splitlines() if line.strip())
+        if len(sample) < _SAMPLE_BYTES:
+            return Extent(lines, len(sample))
+        # For a gzipped file, `tell` is the position in the compressed file.
+        factor = path.stat().st_size / stored.tell()
+    return Extent(int(lines * factor), int(len(sample) * factor))
 
 
 def _parquet_extent(path: Path) -> Extent:
     with _open_parquet(path) as file:
-        columns = [file.schema_arrow.get_field_index(name) for name in _wanted(file)]
+        columns = [file.schema_arrow.get_field_index(name) for name in _columns(file)]
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        held = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
-        return Extent(file.metadata.num_rows, held)
+        size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
+        return Extent(file.metadata.num_rows, size)
 
 
 def _parsed(line: bytes) -> Mapping[str, Any] | str:
     try:
         values = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        return f"not valid JSON: {error}; one object a line is needed"
-    return values if isinstance(values, dict) else f"{_short(values)}, not an object with keys"
+        return f"not valid JSON: {error}; each line must be one object"
+    return values if isinstance(values, dict) else f"{_short(values)} is not an object"
 
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes] | gzip.GzipFile]]:
-    """The file as it is stored, and its lines. Raises ConfigError where they cannot be read to the end."""
+    """Opens a file; yields the stored and the decompressed file. Raises ConfigError if reading fails."""
     try:
         with path.open("rb") as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             yield stored, file
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read to its end: {error}; is it whole?") from None
+        raise ConfigError(f"{path} cannot be read to its end ({error}); it may be truncated") from None
 
 
 def _parquet(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
     with _open_parquet(path) as file:
         number = itertools.count(1)
-        for batch in file.iter_batches(_BATCH, columns=_wanted(file)):
+        for batch in file.iter_batches(_BATCH, columns=_columns(file)):
             skipped = min(skip, batch.num_rows)
             skip -= skipped
             for _ in range(skipped):
@@ -217,15 +217,15 @@ def _open_parquet(path: Path) -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
             yield file
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: not a parquet file that can be read: {error}") from None
+        raise ConfigError(f"{path}: not a readable parquet file: {error}") from None
 
 
-def _wanted(file: Any) -> list[str]:
-    """The columns that a document is made of."""
+def _columns(file: Any) -> list[str]:
+    """Returns the names of the columns that documents use."""
     return [name for name in file.schema_arrow.names if name in (*_ID_KEYS, "contents", "title", "text")]
 
 
-def _known(path: Path) -> bool:
+def _supported(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 

@@ -1,4 +1,4 @@
-"""Encoders: texts to vectors, queries and passages each in their own way."""
+"""Encoders, which convert queries and passages to vectors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BATCH = 64
 
 
 class Encoder(Protocol):
-    """What an index is built and asked with. With `cosine`, vectors have length 1 (or 0)."""
+    """Interface of encoders. With the metric `cosine`, vectors have length 1 (or 0)."""
 
     @property
     def name(self) -> str: ...
@@ -51,11 +51,11 @@ def load_encoder(
     dtype: Dtype = "float32",
     prefixes: EncoderPrefixes | None = None,
 ) -> Encoder:
-    """`hash`, or a sentence-transformers model by its directory or its id on the hub.
+    """Loads an encoder: `hash`, or a sentence-transformers model by its directory or its id on the hub.
 
-    `threads` are torch's, of this process. `prefixes` None: those of the model's own prompts, or those
-    that its family is known for. Vectors are float32 whatever the model computes in.
-    Raises ConfigError where there is no such model, or sentence-transformers is not installed.
+    `threads` are torch's threads in this process. `prefixes` None: the model's own prompts, or the known
+    prefixes of its family. Vectors are float32 whatever the dtype of the model.
+    Raises ConfigError if there is no such model, or sentence-transformers is not installed.
     """
     if name == HashEncoder.name:
         return HashEncoder()
@@ -63,7 +63,7 @@ def load_encoder(
 
 
 class _Model:
-    """A sentence-transformers model. Threads take turns: its tokenizer may not be used by two at once."""
+    """A sentence-transformers model. A lock serialises calls, because its tokenizer is not thread-safe."""
 
     def __init__(
         self, model: SentenceTransformer, name: str, threads: int, prefixes: EncoderPrefixes | None
@@ -73,7 +73,7 @@ class _Model:
         self.prefixes = prefixes or _own_prefixes(model) or known_prefixes(name)
         self._model = model
         self._threads = threads
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.dimension = int(self._encode([""], "").shape[1])
 
     def queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -87,22 +87,22 @@ class _Model:
 
         if not texts:
             return np.zeros((0, self.dimension), np.float32)
-        with self._turn:
+        with self._lock:
             torch.set_num_threads(self._threads)
             vectors = self._model.encode(
                 list(texts), prompt=prefix, batch_size=_BATCH, show_progress_bar=False,
                 normalize_embeddings=False, convert_to_numpy=False, convert_to_tensor=True,
             )  # fmt: skip
-        # Normalised after the conversion: in bfloat16 a length of 1 is kept to two digits only.
-        found: npt.NDArray[np.float32] = vectors.float().cpu().numpy()
-        return found if self.metric == "dot" else _unit(found)
+        # Normalised after the conversion, because in bfloat16 a length of 1 has only two exact digits.
+        array: npt.NDArray[np.float32] = vectors.float().cpu().numpy()
+        return array if self.metric == "dot" else _unit(array)
 
 
 def _metric(model: SentenceTransformer, name: str) -> Metric:
-    said = model.similarity_fn_name or "cosine"
-    if said not in ("cosine", "dot"):
-        raise ConfigError(f"the encoder {name!r} compares by {said}, where an index knows cosine and dot")
-    return "dot" if said == "dot" else "cosine"
+    similarity = model.similarity_fn_name or "cosine"
+    if similarity not in ("cosine", "dot"):
+        raise ConfigError(f"the encoder {name!r} compares by {similarity}; only cosine and dot are supported")
+    return "dot" if similarity == "dot" else "cosine"
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -114,7 +114,7 @@ def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _own_prefixes(model: SentenceTransformer) -> EncoderPrefixes | None:
-    """The model's own prompts; None where it brings none."""
+    """Returns the model's own prompts, or None if it has none."""
     prompts = model.prompts or {}
     query = prompts.get("query") or ""
     passage = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
@@ -130,11 +130,11 @@ def _load(name: str, device: str, dtype: Dtype) -> SentenceTransformer:
             f"the encoder {name!r} needs sentence-transformers: pip install 'tidegate[rag]'"
         ) from None
     try:
-        # Without a dtype the model would be in whatever its file is in: half precision is slow on CPUs.
+        # Without a dtype the model would have that of its file, and half precision is slow on CPUs.
         model = SentenceTransformer(name, device=device, model_kwargs={"dtype": getattr(torch, dtype)})
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"the encoder {name!r} cannot be loaded: {error}; give a model's directory, its id on the hub, or"
+            f"the encoder {name!r} cannot be loaded: {error}; give a model directory, an id on the hub, or"
             " 'hash'"
         ) from None
     return model.eval()

@@ -1,7 +1,7 @@
-"""The encoder that needs no model: words, pairs of words and parts of words, hashed into a vector.
+"""Encoder without a model: hashes words, pairs of words and parts of words into a vector.
 
-For toys and tests. It finds passages that share words with the query; of meaning it knows nothing. Features
-are hashed with a sign (Weinberger et al., 2009), so that collisions cancel on average.
+For demos and tests. It finds passages that share words with the query and ignores meaning. Features are
+hashed with a sign (Weinberger et al., 2009), so that collisions cancel on average.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tidegate.rag.encoders.words import COMMON, words
 
 DIMENSION = 2048
 _PAIR, _PART = 0.5, 0.2
-"""What a pair of neighbouring words and a word's part of three characters count, beside a word's 1."""
+"""Weights of a pair of adjacent words and of a word's part of three characters; a word has weight 1."""
 _COMMON_WEIGHT = 0.1
 
 
 class HashEncoder:
-    """Unit vectors, [n, dimension]; the vector of a text without a word is zero."""
+    """Encodes texts as unit vectors; the vector of a text without words is zero."""
 
     name = "hash"
     metric: Literal["cosine"] = "cosine"
@@ -47,33 +47,35 @@ class HashEncoder:
         return self.queries(texts)
 
     def _fill(self, row: npt.NDArray[np.float32], text: str) -> None:
-        for feature, weight in Counter(_features(text)).items():
-            hashed, worth = feature
-            sign = 1.0 if hashed & 0x80000000 else -1.0
-            row[(hashed & 0x7FFFFFFF) % self.dimension] += sign * worth * (1.0 + math.log(weight))
+        for (feature, weight), count in Counter(_features(text)).items():
+            sign = 1.0 if feature & 0x80000000 else -1.0
+            row[(feature & 0x7FFFFFFF) % self.dimension] += sign * weight * (1.0 + math.log(count))
         length = float(np.linalg.norm(row))
         if length > 0.0:
             row /= length
 
 
 def _features(text: str) -> Iterator[tuple[int, float]]:
-    """(hash, weight) of each feature, as often as it occurs."""
-    before = ""
+    """Yields (hash, weight) of every occurrence of a feature."""
+    previous = ""
     for word in words(text):
         yield from _word_features(word)
-        if before:
-            yield zlib.crc32(f"{before} {word}".encode()), _PAIR * _worth(before) * _worth(word)
-        before = word
+        if previous:
+            yield zlib.crc32(f"{previous} {word}".encode()), _PAIR * _weight(previous) * _weight(word)
+        previous = word
 
 
 @lru_cache(maxsize=65536)
 def _word_features(word: str) -> tuple[tuple[int, float], ...]:
-    worth = _worth(word)
+    weight = _weight(word)
     bounded = f"<{word}>"
     parts = [bounded[at : at + 3] for at in range(len(bounded) - 2)] if len(word) > 3 else []
-    share = _PART * worth
-    return ((zlib.crc32(word.encode()), worth), *((zlib.crc32(f"#{part}".encode()), share) for part in parts))
+    part_weight = _PART * weight
+    return (
+        (zlib.crc32(word.encode()), weight),
+        *((zlib.crc32(f"#{part}".encode()), part_weight) for part in parts),
+    )
 
 
-def _worth(word: str) -> float:
+def _weight(word: str) -> float:
     return _COMMON_WEIGHT if word in COMMON else 1.0

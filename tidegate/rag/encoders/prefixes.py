@@ -1,4 +1,4 @@
-"""What encoders want written before a text, so that they know a query from a passage."""
+"""Prefixes with which encoders distinguish queries from passages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EncoderPrefixes:
-    """Before each query, and before each passage."""
+    """Prefix of each query and of each passage."""
 
     query: str = ""
     passage: str = ""
@@ -20,7 +20,7 @@ _E5_INSTRUCT = EncoderPrefixes(
 )
 _BGE_EN = EncoderPrefixes("Represent this sentence for searching relevant passages: ")
 _BGE_ZH = EncoderPrefixes("为这个句子生成表示以用于检索相关文章：")
-# By the model's name, where it does not bring prompts of its own; as the models' cards ask for.
+# By the model's name, for models without prompts of their own; from the model cards.
 _FAMILIES = (
     (r"\be5\b.*\binstruct\b|\be5-mistral\b", _E5_INSTRUCT),
     (r"\be5\b", _E5),
@@ -30,6 +30,6 @@ _FAMILIES = (
 
 
 def known_prefixes(name: str) -> EncoderPrefixes:
-    """Of the family that a model's name, or its directory's, says that it is of."""
+    """Returns the prefixes of the model family that the model's or directory's name suggests."""
     last = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
     return next((prefixes for pattern, prefixes in _FAMILIES if re.search(pattern, last)), EncoderPrefixes())

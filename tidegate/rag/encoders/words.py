@@ -1,10 +1,10 @@
-"""How a text falls into words, for the hashing encoder and for BM25."""
+"""Splits text into words, for the hashing encoder and BM25."""
 
 from __future__ import annotations
 
 import re
 
-# Scripts that are written without spaces count by the character; a run of them would be one long word.
+# In scripts without spaces every character is a word; otherwise a sentence would be one long word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 
@@ -14,7 +14,7 @@ COMMON = frozenset(
         " that the their them they this to was were what when where which who whom whose why will with"
     )
 )
-"""English words that say little about what a text is on."""
+"""English stop words."""
 
 
 def words(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""BM25 (in Lucene's form, k1 1.5, b 0.75) by bm25s: scores computed when the index is built, then looked up.
+"""BM25 (Lucene's variant, k1 1.5, b 0.75) with bm25s, which computes scores when the index is built.
 
-The words of the documents lie in a file while the index is built, so that they are never all in memory.
+During the build the words of the documents are in a file, so that they are never all in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STEP = 4096
 
 
 class Bm25:
-    """Finds documents by the words that they share with the query. May be shared by threads."""
+    """BM25 index of documents; thread-safe."""
 
     def __init__(self, index: bm25s.BM25, threads: int) -> None:
         self._index = index
@@ -43,7 +43,7 @@ class Bm25:
 
     @classmethod
     def open(cls, directory: Path, threads: int) -> Self:
-        """Map the index. Raises CorpusError where its files are none."""
+        """Maps the index. Raises CorpusError if its files are invalid."""
         bm25s = require_bm25s()
         try:
             index = bm25s.BM25.load(directory, mmap=True, **_NAMES)
@@ -55,21 +55,21 @@ class Bm25:
 
     @property
     def count(self) -> int:
-        """Of documents."""
+        """Number of documents."""
         return int(self._index.scores["num_docs"])
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """(row, score), best first, at most k a query; only documents that share a word with it."""
-        known = [self._ids(query) for query in queries]
-        asked = [ids for ids in known if ids]
-        if not asked:
+        """Returns (row, score), best first, at most k per query; only documents that share a word with it."""
+        word_ids = [self._ids(query) for query in queries]
+        nonempty = [ids for ids in word_ids if ids]
+        if not nonempty:
             return [[] for _ in queries]
         rows, scores = self._index.retrieve(
-            asked, k=min(k, self.count), show_progress=False, backend_selection="numpy",
-            n_threads=self._threads if self._threads > 1 and len(asked) > 1 else 0,
+            nonempty, k=min(k, self.count), show_progress=False, backend_selection="numpy",
+            n_threads=self._threads if self._threads > 1 and len(nonempty) > 1 else 0,
         )  # fmt: skip
-        found = iter(zip(rows.tolist(), scores.tolist(), strict=True))
-        return [_positive(*next(found)) if ids else [] for ids in known]
+        rankings = iter(zip(rows.tolist(), scores.tolist(), strict=True))
+        return [_positive(*next(rankings)) if ids else [] for ids in word_ids]
 
     def _ids(self, query: str) -> list[int]:
         vocabulary = self._index.vocab_dict
@@ -77,15 +77,15 @@ class Bm25:
 
 
 def build_bm25(corpus: Corpus, directory: Path, progress: OnProgress) -> None:
-    """Write the index of these documents, unless it is there. Raises CorpusError where none holds a word."""
+    """Builds the index of these documents if it is missing. Raises CorpusError if no document has a word."""
     bm25s = require_bm25s()
     scratch = directory / _SCRATCH
-    # The scratch file is made first and removed last: without it the others are whole.
+    # The scratch file is created first and removed last: without it the index files are complete.
     if all((directory / name).is_file() for name in FILES) and not scratch.exists():
         return
     tokens = _tokenise(corpus, scratch, progress)
     if not tokens.vocab:
-        raise CorpusError("no document holds a word that BM25 counts; build without --bm25")
+        raise CorpusError("no document holds a word that BM25 indexes; build without --bm25")
     index = bm25s.BM25(k1=1.5, b=0.75, method="lucene", auto_compile=False)
     index.index(tokens, create_empty_token=False, show_progress=False)
     index.save(directory, show_progress=False, **_NAMES)
@@ -96,7 +96,7 @@ def build_bm25(corpus: Corpus, directory: Path, progress: OnProgress) -> None:
 
 
 class _Tokens:
-    """Every document's word numbers, read from the file as often as bm25s asks: what it calls an object."""
+    """Word ids of every document, read from the file; has the interface of bm25s' `Tokenized`."""
 
     def __init__(self, path: Path, ends: npt.NDArray[np.int64], vocab: dict[str, int]) -> None:
         self._path = path
@@ -137,7 +137,7 @@ def _positive(rows: Sequence[int], scores: Sequence[float]) -> list[tuple[int, f
 
 
 def require_bm25s() -> ModuleType:
-    """bm25s, or a ConfigError that says how to install it."""
+    """Imports bm25s. Raises ConfigError, which explains how to install it."""
     try:
         import bm25s
     except ImportError:

@@ -1,4 +1,4 @@
-"""Whether an encoder is the one that an index was built with: what it makes of two sentences is kept."""
+"""Checks that an encoder is the one that built the index, by the stored vectors of two sentences."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tidegate.rag.index.manifest import EncoderEntry
 FILE = "probe.npy"
 _QUERY = "Which river flows through the old town?"
 _PASSAGE = "The ferry leaves the harbour at nine and reaches the island before noon."
-_ALIKE = 0.99
-"""Cosine: half precision stays above 0.999, another model far below."""
+_MIN_COSINE = 0.99
+"""Half precision stays above 0.999; other models are far below."""
 
 
-def write_probe(encoder: Encoder, directory: Path) -> None:
+def write_check_vectors(encoder: Encoder, directory: Path) -> None:
     vectors = _vectors(encoder)
 
     def write(path: Path) -> None:
@@ -29,24 +29,24 @@ def write_probe(encoder: Encoder, directory: Path) -> None:
     replace_file(directory / FILE, write)
 
 
-def check_encoder(recorded: EncoderEntry, encoder: Encoder, directory: Path) -> None:
-    """Raises CorpusError where queries would be encoded otherwise than the passages were."""
+def check_encoder(entry: EncoderEntry, encoder: Encoder, directory: Path) -> None:
+    """Raises CorpusError if the encoder differs from the one that encoded the passages."""
     for what, built, now in (
-        ("dimension", recorded.dimension, encoder.dimension),
-        ("metric", recorded.metric, encoder.metric),
-        ("query prefix", recorded.query_prefix, encoder.prefixes.query),
-        ("passage prefix", recorded.passage_prefix, encoder.prefixes.passage),
+        ("dimension", entry.dimension, encoder.dimension),
+        ("metric", entry.metric, encoder.metric),
+        ("query prefix", entry.query_prefix, encoder.prefixes.query),
+        ("passage prefix", entry.passage_prefix, encoder.prefixes.passage),
     ):
         if built != now:
             raise CorpusError(
-                f"{directory} was built with the encoder {recorded.name} and {what} {built!r}, where"
+                f"{directory} was built with the encoder {entry.name} and {what} {built!r}, where"
                 f" {encoder.name} has {now!r}: use the encoder that built it, or build the index again"
             )
     before, after = np.load(directory / FILE), _vectors(encoder)
-    if before.shape != after.shape or float(_cosine(before, after).min()) < _ALIKE:
+    if before.shape != after.shape or float(_cosine(before, after).min()) < _MIN_COSINE:
         raise CorpusError(
-            f"{directory}: the encoder {encoder.name} does not encode as {recorded.name} did when the index"
-            " was built (another model, or other weights): use that one, or build the index again"
+            f"{directory}: the encoder {encoder.name} does not encode as {entry.name} did when the index"
+            " was built (its model or weights differ): use the original encoder, or build the index again"
         )
 
 
@@ -54,7 +54,7 @@ def _vectors(encoder: Encoder) -> npt.NDArray[np.float32]:
     return np.concatenate([encoder.queries([_QUERY]), encoder.passages([_PASSAGE])])
 
 
-def _cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    cosines: npt.NDArray[np.float32] = np.sum(one * other, axis=1) / lengths
+def _cosine(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    cosines: npt.NDArray[np.float32] = np.sum(left * right, axis=1) / lengths
     return cosines

@@ -1,4 +1,4 @@
-"""Several rankings made one, by rank alone: their scores need not compare."""
+"""Reciprocal rank fusion, which combines rankings by rank and ignores scores."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ Ranking = Sequence[tuple[int, float]]
 """(row, score), best first."""
 
 OFFSET = 60
-"""Of reciprocal rank fusion (Cormack, Clarke and Büttcher, 2009): how little the first rank stands out."""
+"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, 2009); larger values are flatter."""
 DEPTH = 100
-"""How deep each ranking is looked into, at least."""
+"""Minimum depth of each ranking."""
 
 
 def fuse(rankings: Iterable[Ranking], k: int) -> list[tuple[int, float]]:
-    """The k best rows by the sum of 1 ÷ (OFFSET + rank) over the rankings that hold them.
+    """Returns the k best rows by the sum of 1 ÷ (OFFSET + rank) over the rankings that contain them.
 
-    Equal sums are ordered by row, so that an answer does not depend on chance.
+    Equal sums are ordered by row, so that results are deterministic.
     """
     sums: dict[int, float] = defaultdict(float)
     for ranking in rankings:
         for rank, (row, _) in enumerate(ranking, 1):
             sums[row] += 1.0 / (OFFSET + rank)
-    return sorted(sums.items(), key=lambda one: (-one[1], one[0]))[:k]
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:k]

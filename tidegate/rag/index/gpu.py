@@ -1,10 +1,10 @@
-"""A vector index on GPUs, where `faiss-gpu` is installed and sees some.
+"""Vector index on GPUs, if `faiss-gpu` is installed and finds any.
 
-FAISS' own cloner shares the index out: for one GPU after the other it takes that GPU's rows from the index,
-which is mapped from its file, and copies them over. So the host never holds more than one shard, and a cell
-index keeps all its cells on each GPU with a part of each cell's vectors. Numbers are kept in float16.
+FAISS' cloner shards the index: for each GPU it copies that GPU's rows from the memory-mapped index, so that
+the host holds at most one shard. Every GPU has all inverted lists of an IVF index with a part of the vectors.
+Numbers are stored in float16.
 
-Reasoned from FAISS' interface, not run: the machines on which Tidegate is tested have no GPU.
+Untested: no GPU was available.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ if TYPE_CHECKING:
     import faiss
 
 MAX_K = 2048
-"""Documents that a search on a GPU gives at most."""
+"""Maximum number of documents per query on a GPU."""
 
 log = logging.getLogger("tidegate.rag")
 
 
 def on_gpus(library: ModuleType, index: faiss.Index, kind: IndexKind) -> faiss.Index | None:
-    """The index in shards over all GPUs that CUDA_VISIBLE_DEVICES leaves; None where it stays on the CPU."""
-    # FAISS for CPUs has the call, but not the options: it counts no GPUs.
+    """Shards the index over all visible GPUs; returns None if it stays on the CPU."""
+    # `faiss-cpu` has this function, which returns 0, but not the options below.
     count = int(library.get_num_gpus())
     if count == 0:
         return None
     if kind == "sq8":
-        log.warning("FAISS has no sq8 on GPUs: the index stays on the CPU; flat and ivf-sq8 would not")
+        log.warning(
+            "FAISS does not support sq8 on GPUs: the index stays on the CPU; use flat or ivf-sq8 for GPUs"
+        )
         return None
     options = library.GpuMultipleClonerOptions()
     options.shard = True
     options.useFloat16 = True
-    log.info("sharing the index out to %d GPUs", count)
-    shared: faiss.Index = library.index_cpu_to_all_gpus(index, co=options)
-    return shared
+    log.info("sharding the index over %d GPUs", count)
+    sharded: faiss.Index = library.index_cpu_to_all_gpus(index, co=options)
+    return sharded

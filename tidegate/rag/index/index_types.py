@@ -1,4 +1,4 @@
-"""The kinds of vector index, what each costs, and which one fits a corpus."""
+"""Vector index types: their sizes, and the choice of one for a corpus."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ IndexKind = Literal["flat", "sq8", "ivf-sq8", "ivf-pq"]
 KINDS: tuple[IndexKind, ...] = ("flat", "sq8", "ivf-sq8", "ivf-pq")
 
 FLOAT32 = 4
-# Up to these sizes of the float32 vectors.
+# Maximum size of the float32 vectors for each type, in bytes.
 FLAT_UP_TO = 2e9
 SQ8_UP_TO = 8e9
 IVF_SQ8_UP_TO = 100e9
 PQ_DIMENSIONS = 8
-"""Numbers of a vector that one byte of its product-quantised code stands for."""
-PQ_FROM = 39 * 256
-"""Documents that product quantisation is trained on at least, as FAISS asks for."""
-_PER_CELL = 39
-"""Vectors a cell is trained with at least, as FAISS asks for."""
-_TRAINED_ON = 64
-"""Vectors a cell is trained with, where there are as many."""
+"""Vector components per byte of a product-quantised code."""
+PQ_MIN_DOCUMENTS = 39 * 256
+"""Minimum number of training vectors for product quantisation, as FAISS recommends."""
+_MIN_PER_LIST = 39
+"""Minimum number of training vectors per inverted list, as FAISS recommends."""
+_PER_LIST = 64
+"""Training vectors per inverted list, if there are as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexTypeChoice:
-    """A kind, and why it is this one."""
+    """An index type, and the reason for it."""
 
     kind: IndexKind
     reason: str
 
 
 def choose(count: int, dimension: int) -> IndexTypeChoice:
-    """The kind that fits so many vectors: exact while that is affordable."""
-    whole = count * dimension * FLOAT32
-    if whole <= FLAT_UP_TO:
-        return IndexTypeChoice("flat", f"exact, and its {size(whole)} are searched whole in no time")
-    if whole <= SQ8_UP_TO:
+    """Returns the index type for this many vectors: exact search if it is affordable."""
+    total = count * dimension * FLOAT32
+    if total <= FLAT_UP_TO:
+        return IndexTypeChoice("flat", f"exact search; scanning {size(total)} is fast")
+    if total <= SQ8_UP_TO:
         return IndexTypeChoice(
-            "sq8", f"{size(whole)} as float32 would be slow to scan; a byte a number is a quarter"
+            "sq8", f"scanning {size(total)} of float32 is slow; one byte per component is a quarter of it"
         )
-    if whole <= IVF_SQ8_UP_TO:
+    if total <= IVF_SQ8_UP_TO:
         return IndexTypeChoice(
-            "ivf-sq8", f"{size(whole)} as float32 are too much to scan: cells, and a byte a number"
+            "ivf-sq8", f"{size(total)} of float32 is too much to scan: inverted lists, one byte per component"
         )
     return IndexTypeChoice(
-        "ivf-pq", f"{size(whole)} as float32 are too much to hold: cells, and a byte for eight numbers"
+        "ivf-pq", f"{size(total)} of float32 is too much to store: inverted lists, one byte per 8 components"
     )
 
 
 def check_kind(kind: IndexKind, count: int) -> None:
-    """Raises ConfigError where there are too few documents for the kind."""
-    if kind == "ivf-pq" and count < PQ_FROM:
+    """Raises ConfigError if there are too few documents for the index type."""
+    if kind == "ivf-pq" and count < PQ_MIN_DOCUMENTS:
         raise ConfigError(
-            f"ivf-pq has to be trained on {PQ_FROM:,} documents, and there are {count:,}: use --index flat"
+            f"ivf-pq has a minimum of {PQ_MIN_DOCUMENTS:,} documents, and there are {count:,}: use flat"
         )
 
 
 def code_bytes(kind: IndexKind, dimension: int) -> int:
-    """Bytes that a vector takes in the index."""
+    """Returns the bytes per vector in the index."""
     if kind == "flat":
         return dimension * FLOAT32
     if kind == "ivf-pq":
@@ -71,33 +71,33 @@ def code_bytes(kind: IndexKind, dimension: int) -> int:
 
 
 def index_bytes(kind: IndexKind, count: int, dimension: int) -> int:
-    """Bytes of the whole index, the cells' centres and the codes' tables included."""
-    centres = cells(count) * dimension * FLOAT32 if kind.startswith("ivf") else 0
+    """Returns the bytes of the index, including centroids and code tables."""
+    centroids = nlist(count) * dimension * FLOAT32 if kind.startswith("ivf") else 0
     tables = 256 * dimension * FLOAT32 if kind == "ivf-pq" else 0
-    return count * code_bytes(kind, dimension) + centres + tables
+    return count * code_bytes(kind, dimension) + centroids + tables
 
 
 def subquantizers(dimension: int) -> int:
-    """Bytes of a product-quantised code: the dimension's divisor that is nearest to an eighth of it."""
-    divisors = [one for one in range(1, dimension + 1) if dimension % one == 0]
-    return min(divisors, key=lambda one: abs(one - dimension / PQ_DIMENSIONS))
+    """Returns the bytes of a product-quantised code: the dimension's divisor nearest to an eighth of it."""
+    divisors = [number for number in range(1, dimension + 1) if dimension % number == 0]
+    return min(divisors, key=lambda divisor: abs(divisor - dimension / PQ_DIMENSIONS))
 
 
-def cells(count: int) -> int:
-    """Cells of an inverted file: about 4 · √n, a power of two, each with vectors enough to be trained."""
+def nlist(count: int) -> int:
+    """Returns the number of inverted lists: a power of two near 4 · √n, with enough training vectors each."""
     wanted = 4 * math.sqrt(count)
-    possible = max(1.0, count / _PER_CELL)
+    possible = max(1.0, count / _MIN_PER_LIST)
     return int(2 ** math.floor(math.log2(min(wanted, possible))))
 
 
 def training_rows(kind: IndexKind, count: int) -> int:
-    """How many vectors the index is trained on; Flat needs none."""
+    """Returns the number of training vectors; 0 for `flat`."""
     if kind == "flat":
         return 0
-    return min(count, max(65_536, _TRAINED_ON * cells(count)) if kind.startswith("ivf") else 65_536)
+    return min(count, max(65_536, _PER_LIST * nlist(count)) if kind.startswith("ivf") else 65_536)
 
 
 def factory(kind: IndexKind, count: int, dimension: int) -> str:
-    """FAISS' own name for it; `np` spares a training that only polysemous search needs (2 s a byte)."""
-    inside = {"flat": "Flat", "sq8": "SQ8", "ivf-sq8": "SQ8", "ivf-pq": f"PQ{subquantizers(dimension)}x8np"}
-    return f"IVF{cells(count)},{inside[kind]}" if kind.startswith("ivf") else inside[kind]
+    """Returns the FAISS factory string; `np` skips training (2 s per byte) for polysemous search."""
+    codes = {"flat": "Flat", "sq8": "SQ8", "ivf-sq8": "SQ8", "ivf-pq": f"PQ{subquantizers(dimension)}x8np"}
+    return f"IVF{nlist(count)},{codes[kind]}" if kind.startswith("ivf") else codes[kind]

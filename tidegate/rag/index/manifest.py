@@ -1,4 +1,4 @@
-"""What an index was built from and with. It is written last: a directory without one is not an index."""
+"""The manifest of an index. It is written last, so a directory without one is not an index."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import CorpusError
 from tidegate.rag.encoders.encoder import Metric
-from tidegate.rag.files import digest, glance, replace_file
+from tidegate.rag.files import digest, quick_digest, replace_file
 from tidegate.rag.index.index_types import IndexKind
 
 NAME = "manifest.json"
 FORMAT: Literal[1] = 1
-WHOLE_UP_TO = 256 << 20
-"""Bytes of a file that is read whole whenever it is opened; of larger ones, parts are."""
-_AGAIN = "build the index again, or copy it again from where it is whole"
+FULL_DIGEST_UP_TO = 256 << 20
+"""Maximum bytes of a file that is verified completely when an index is opened; larger ones are sampled."""
+_AGAIN = "build the index again, or copy it again from an intact one"
 _LIBRARIES = ("tidegate", "faiss-cpu", "faiss-gpu", "bm25s", "sentence-transformers", "transformers", "torch")
 
 Mode = Literal["dense", "bm25", "hybrid"]
@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
 
 class FileEntry(_Part):
-    """A file of the index: its size, the BLAKE2b of all of it, and that of parts of it."""
+    """A file of the index: its size, its BLAKE2b digest, and the digest of a sample (`glance`)."""
 
     name: str
     bytes: int
@@ -38,19 +38,21 @@ class FileEntry(_Part):
     @classmethod
     def of(cls, directory: Path, name: str) -> Self:
         path = directory / name
-        return cls(name=name, bytes=path.stat().st_size, blake2b=digest(path), glance=glance(path))
+        return cls(name=name, bytes=path.stat().st_size, blake2b=digest(path), glance=quick_digest(path))
 
-    def check(self, directory: Path, *, whole: bool) -> None:
-        """Raises CorpusError where the file is not the one that was written."""
+    def check(self, directory: Path, *, full: bool) -> None:
+        """Raises CorpusError if the file is not the one that was written."""
         path = directory / self.name
         if not path.is_file():
             raise CorpusError(f"{path} is missing: {_AGAIN}")
         if path.stat().st_size != self.bytes:
-            raise CorpusError(f"{path} is {path.stat().st_size:,} bytes long, not {self.bytes:,}: {_AGAIN}")
+            raise CorpusError(
+                f"{path} is {path.stat().st_size:,} bytes long, expected {self.bytes:,}: {_AGAIN}"
+            )
         same = (
             digest(path) == self.blake2b
-            if whole or self.bytes <= WHOLE_UP_TO
-            else glance(path) == self.glance
+            if full or self.bytes <= FULL_DIGEST_UP_TO
+            else quick_digest(path) == self.glance
         )
         if not same:
             raise CorpusError(f"{path} is damaged: {_AGAIN}")
@@ -67,8 +69,7 @@ class EncoderEntry(_Part):
 
 
 class IndexEntry(_Part):
-    """The vector index; `recall` is the share of the truly nearest that it finds, by k, and of what it was
-    measured: `nprobe` cells looked at, where there are cells."""
+    """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists)."""
 
     kind: IndexKind
     nprobe: int | None
@@ -76,7 +77,7 @@ class IndexEntry(_Part):
 
 
 class Manifest(_Part):
-    """`corpus` is the BLAKE2b of the documents, whatever form they came in."""
+    """Description of an index. `corpus` is the BLAKE2b digest of the stored documents."""
 
     format: Literal[1] = FORMAT
     generation: str
@@ -90,33 +91,34 @@ class Manifest(_Part):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The ways to search; the first is the default."""
+        """Search modes; the first is the default."""
         dense: tuple[Mode, ...] = ("dense",) if self.index is not None else ()
         bm25: tuple[Mode, ...] = ("bm25",) if self.bm25 else ()
         hybrid: tuple[Mode, ...] = ("hybrid",) if dense and bm25 else ()
         return dense + bm25 + hybrid
 
-    def check_files(self, directory: Path, *, whole: bool = False) -> None:
-        """Compare the files with what was written: small ones whole, of large ones parts, or all `whole`.
+    def check_files(self, directory: Path, *, full: bool = False) -> None:
+        """Verifies the files by digest; samples the large ones unless `full` is set.
 
-        Raises CorpusError that names the file.
+        Raises CorpusError, which names the file.
         """
         for file in self.files:
-            file.check(directory / self.generation, whole=whole)
+            file.check(directory / self.generation, full=full)
 
     def write(self, directory: Path) -> None:
+        """Writes the manifest atomically."""
         text = self.model_dump_json(indent=2)
         replace_file(directory / NAME, lambda path: path.write_text(text + "\n"))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Raises CorpusError where there is none, or none that this version reads."""
+        """Reads a manifest. Raises CorpusError if it is missing or invalid."""
         path = directory / NAME
         try:
             text = path.read_text()
         except (FileNotFoundError, NotADirectoryError):
             raise CorpusError(
-                f"{directory} holds no index: there is no {NAME}; `tidegate rag build` makes one"
+                f"{directory} holds no index: it has no {NAME}; build one with `tidegate rag build`"
             ) from None
         try:
             return cls.model_validate_json(text)
@@ -124,17 +126,17 @@ class Manifest(_Part):
             wrong = error.errors()[0]
             where = ".".join(map(str, wrong["loc"])) or "the file"
             raise CorpusError(
-                f"{path} is no manifest of format {FORMAT} ({where}: {wrong['msg']}); build the index again,"
-                " with --replace"
+                f"{path} is not a manifest of format {FORMAT} ({where}: {wrong['msg']}); build the index"
+                " again, with --replace"
             ) from None
 
 
 def versions() -> dict[str, str]:
-    """The versions that are installed of what an index is built with."""
-    found = {}
+    """Returns the installed versions of the libraries that build an index."""
+    installed = {}
     for name in _LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -1,4 +1,4 @@
-"""Questions to passages: an index that was built, opened and asked."""
+"""Opens and searches an index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidegate.rag.index.vector_index import VectorIndex
 
 
 class Hit(NamedTuple):
-    """A document that was found. Scores compare within one answer only."""
+    """A document found by a search. Scores are comparable within one result only."""
 
     id: str
     row: int
@@ -30,26 +30,26 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Nearest vectors."""
+    """Dense retrieval: the nearest vectors."""
 
     encoder: Encoder
     index: VectorIndex
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
-        """At most k rows a query; FAISS pads what it did not find with row −1."""
+        """Returns at most k rows per query; FAISS pads missing ones with row −1."""
         vectors = self.encoder.queries(queries)
         scores, rows = self.index.search(vectors, k)
-        # A vector of zeros is no nearer to one document than to another.
-        asked = np.any(vectors != 0.0, axis=1)
-        found = zip(asked.tolist(), rows.tolist(), scores.tolist(), strict=True)
+        # A zero vector is equally near to all documents.
+        nonzero = np.any(vectors != 0.0, axis=1)
+        results = zip(nonzero.tolist(), rows.tolist(), scores.tolist(), strict=True)
         return [
-            [(row, score) for row, score in zip(one, worth, strict=True) if row >= 0] if known else []
-            for known, one, worth in found
+            [(row, score) for row, score in zip(*ranking, strict=True) if row >= 0] if valid else []
+            for valid, *ranking in results
         ]
 
 
 class Searcher:
-    """An opened index. Every method may be called from several threads at once."""
+    """An opened index; thread-safe."""
 
     def __init__(self, manifest: Manifest, corpus: Corpus, dense: Dense | None, bm25: Bm25 | None) -> None:
         self.manifest = manifest
@@ -61,12 +61,12 @@ class Searcher:
     def open(
         cls, directory: Path, *, threads: int, device: str = "cpu", encoder: Encoder | str | None = None
     ) -> Self:
-        """Open what `tidegate rag build` wrote.
+        """Opens an index built by `tidegate rag build`.
 
-        `threads` are those of one search, of torch and of FAISS each. `encoder` is used in place of the one
-        that the manifest names (a model that was moved); it must encode alike.
-        Raises CorpusError where files, manifest and encoder do not belong together, ConfigError where what
-        the index needs is not installed.
+        `threads` is the number of threads of one search, for torch and FAISS each. `encoder` replaces the one
+        in the manifest (for a model that was moved) and must produce the same vectors.
+        Raises CorpusError if files, manifest and encoder do not match, ConfigError if a required package is
+        missing.
         """
         manifest = Manifest.read(directory)
         manifest.check_files(directory)
@@ -86,18 +86,17 @@ class Searcher:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The ways in which this index can be searched; the first is the default."""
+        """Search modes of this index; the first is the default."""
         return self.manifest.modes
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def search(self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None) -> list[list[Hit]]:
-        """At most `ks[i]` documents for `queries[i]`, best first.
+        """Returns at most `ks[i]` documents for `queries[i]`, best first.
 
-        Fewer where the index holds fewer, and with BM25 where no more share a word with the query. A query
-        without a word finds nothing. Raises ConfigError for a mode that the index was not built for,
-        ValueError for a k below 0.
+        With BM25 only documents that share a word with the query are returned, and none for a query without
+        words. Raises ConfigError for a mode that the index does not have, ValueError for a negative k.
         """
         if len(queries) != len(ks):
             raise ValueError(f"{len(queries)} queries and {len(ks)} ks")
@@ -105,42 +104,42 @@ class Searcher:
             raise ValueError(f"k = {min(ks)} is less than 0")
         mode = self.modes[0] if mode is None else mode
         if mode not in self.modes:
-            raise ConfigError(f"this index has no mode {mode!r}; it was built for {', '.join(self.modes)}")
-        wanted = [min(k, len(self)) for k in ks]
-        if not any(wanted):
+            raise ConfigError(f"this index has no mode {mode!r}; it has {', '.join(self.modes)}")
+        ks = [min(k, len(self)) for k in ks]
+        if not any(ks):
             return [[] for _ in queries]
-        return [self._hits(one) for one in self._rankings(queries, wanted, mode)]
+        return [self._hits(ranking) for ranking in self._rankings(queries, ks, mode)]
 
     def document(self, row: int) -> Document:
-        """Raises IndexError for a row that there is not."""
+        """Returns a document. Raises IndexError for a row that does not exist."""
         return self.corpus[row]
 
     def find(self, id: str) -> Document | None:
-        """The document with this id."""
+        """Returns the document with this id, or None."""
         row = self.corpus.row(id)
         return None if row is None else self.corpus[row]
 
     def _rankings(self, queries: Sequence[str], ks: Sequence[int], mode: str) -> list[Ranking]:
-        """The k best of each query.
+        """Returns the k best rows of each query.
 
-        What is looked into equally deep is one search: who is among equals, and what two rankings have in
-        common, depends on the depth, and so must not depend on what is asked beside a query.
+        Queries with the same depth are searched together. The depth affects ties and the overlap of two
+        rankings, so it must not depend on other queries in the batch.
         """
         depths = [max(k, DEPTH) for k in ks] if mode == "hybrid" else ks
-        found: dict[int, Ranking] = {}
+        results: dict[int, Ranking] = {}
         for depth in set(depths):
-            places = [place for place, one in enumerate(depths) if one == depth]
+            indices = [index for index, other in enumerate(depths) if other == depth]
             lists = [
-                part.search([queries[place] for place in places], depth)
+                part.search([queries[index] for index in indices], depth)
                 for name, part in (("dense", self._dense), ("bm25", self._bm25))
                 if part is not None and mode in (name, "hybrid")
             ]
-            for place, rankings in zip(places, zip(*lists, strict=True), strict=True):
-                found[place] = rankings[0] if mode != "hybrid" else fuse(rankings, ks[place])
-        return [found[place] for place in range(len(queries))]
+            for index, rankings in zip(indices, zip(*lists, strict=True), strict=True):
+                results[index] = rankings[0] if mode != "hybrid" else fuse(rankings, ks[index])
+        return [results[index] for index in range(len(queries))]
 
-    def _hits(self, found: Ranking) -> list[Hit]:
-        return [Hit(self.corpus[row].id, row, score) for row, score in found]
+    def _hits(self, ranking: Ranking) -> list[Hit]:
+        return [Hit(self.corpus[row].id, row, score) for row, score in ranking]
 
 
 def _dense(
@@ -148,12 +147,14 @@ def _dense(
 ) -> Dense | None:
     if manifest.index is None or manifest.encoder is None:
         return None
-    recorded = manifest.encoder
+    entry = manifest.encoder
     if encoder is None or isinstance(encoder, str):
-        prefixes = EncoderPrefixes(recorded.query_prefix, recorded.passage_prefix)
-        encoder = load_encoder(encoder or recorded.name, threads=threads, device=device, prefixes=prefixes)
-    check_encoder(recorded, encoder, inside)
+        prefixes = EncoderPrefixes(entry.query_prefix, entry.passage_prefix)
+        encoder = load_encoder(encoder or entry.name, threads=threads, device=device, prefixes=prefixes)
+    check_encoder(entry, encoder, inside)
     index = VectorIndex.open(inside, manifest.index.kind, manifest.index.nprobe, threads)
-    if index.dimension != recorded.dimension:
-        raise CorpusError(f"{inside}: the index has {index.dimension} numbers a vector; build it again")
+    if index.dimension != entry.dimension:
+        raise CorpusError(
+            f"{inside}: the index has dimension {index.dimension}, not {entry.dimension}; build it again"
+        )
     return Dense(encoder, index)

@@ -1,7 +1,6 @@
-"""The vector index: FAISS, searched by inner product.
+"""Vector index with FAISS, searched by inner product.
 
-On the CPU nothing is read when an index is opened: its codes are mapped from the file, and only the pages
-that searches touch take memory.
+On the CPU an index is memory-mapped: opening reads nothing, and only pages that searches touch use memory.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ if TYPE_CHECKING:
 FILE = "vectors.faiss"
 _SEED = 0
 _BLAS_FROM = 3
-"""Queries in one search from which a matrix product is faster than a scan for each.
+"""Minimum number of queries in a search for which a matrix product is faster than one scan per query.
 
-One thread, 50,000 × 384, Flat and mapped, milliseconds of CPU for a scan and for BLAS, the shortest of 3:
+One thread, 50,000 × 384, Flat and mapped: milliseconds of CPU for scans and for BLAS, best of 3:
 1 query 5.6 and 13.4, 2: 11.1 and 13.2, 3: 16.4 and 14.6, 4: 21.3 and 12.9, 8: 32.4 and 14.7.
 """
 
 
 class VectorIndex:
-    """Finds the rows whose vectors are nearest. May be shared by threads."""
+    """FAISS index; thread-safe."""
 
     def __init__(self, index: faiss.Index, threads: int, *, gpu: bool = False) -> None:
         self._index = index
         self._threads = threads
-        # What lies on GPUs must not be searched by two threads at once.
-        self._turn = threading.Lock() if gpu else contextlib.nullcontext()
+        # FAISS' GPU indexes are not thread-safe.
+        self._lock = threading.Lock() if gpu else contextlib.nullcontext()
         self._max_k = min(self.count, MAX_K) if gpu else self.count
 
     @classmethod
     def open(cls, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> Self:
-        """Map the index, or share it out to the GPUs; `nprobe` cells are looked at, where it has cells.
+        """Maps the index, or shards it over the GPUs. `nprobe` is the number of inverted lists to search.
 
-        Raises CorpusError where the file is no index.
+        Raises CorpusError if the file is not an index.
         """
         faiss = require_faiss()
         mapped = faiss.IO_FLAG_MMAP if kind.startswith("ivf") else faiss.IO_FLAG_MMAP_IFC
@@ -61,8 +60,8 @@ class VectorIndex:
         if nprobe is not None:
             faiss.extract_index_ivf(index).nprobe = nprobe
         _use_blas(faiss, int(index.d))
-        shared = on_gpus(faiss, index, kind)
-        return cls(index, threads) if shared is None else cls(shared, threads, gpu=True)
+        sharded = on_gpus(faiss, index, kind)
+        return cls(index, threads) if sharded is None else cls(sharded, threads, gpu=True)
 
     @property
     def count(self) -> int:
@@ -75,40 +74,40 @@ class VectorIndex:
     def search(
         self, queries: npt.NDArray[np.float32], k: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Scores and rows, [n, k], best first; where fewer were found, the row is −1."""
+        """Returns scores and rows, both [n, k], best first; missing rows are −1."""
         faiss = require_faiss()
-        # OpenMP keeps the number of threads for each calling thread.
+        # OpenMP stores the number of threads per calling thread.
         faiss.omp_set_num_threads(self._threads)
-        with self._turn:
+        with self._lock:
             scores, rows = self._index.search(np.ascontiguousarray(queries), min(k, self._max_k))
         return scores, rows
 
 
 def build_index(
-    kind: IndexKind, vectors: Vectors, directory: Path, threads: int, news: BuildProgress
+    kind: IndexKind, vectors: Vectors, directory: Path, threads: int, progress: BuildProgress
 ) -> None:
-    """Train on a sample where the kind needs it, add every shard, write the index."""
+    """Trains the index on a sample if necessary, adds all shards and writes the index."""
     faiss = require_faiss()
     faiss.omp_set_num_threads(threads)
     _use_blas(faiss, vectors.dimension)
     name = factory(kind, vectors.count, vectors.dimension)
     index = faiss.index_factory(vectors.dimension, name, faiss.METRIC_INNER_PRODUCT)
-    trained_on = training_rows(kind, vectors.count)
-    if trained_on:
-        news.say(f"training {name} on {trained_on:,} vectors")
-        index.train(vectors.sample(trained_on, _SEED))
-    progress = news.stage("indexed")
+    sample_size = training_rows(kind, vectors.count)
+    if sample_size:
+        progress.print(f"training {name} on {sample_size:,} vectors")
+        index.train(vectors.sample(sample_size, _SEED))
+    on_progress = progress.stage("indexed")
     for shard in vectors.shards():
         index.add(np.ascontiguousarray(shard))
-        progress(int(index.ntotal), vectors.count)
+        on_progress(int(index.ntotal), vectors.count)
     replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
 
 
 def _use_blas(faiss: ModuleType, dimension: int) -> None:
-    """Have FAISS answer batches by matrix products, for the whole process.
+    """Makes FAISS use matrix products for batches, in the whole process.
 
-    FAISS 1.15.1 does so from 128,000 numbers (queries × dimension) on, which is 334 queries of 384 numbers:
-    batches would gain nothing. Earlier versions counted queries, and did so from 20 of them.
+    FAISS 1.15.1 does so from 128,000 numbers (queries × dimension), which is 334 queries of dimension 384 and
+    too high for our batches. Earlier versions count queries and do so from 20 queries.
     """
     counts_numbers = _default_threshold(faiss) > 1000
     faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM * dimension if counts_numbers else _BLAS_FROM
@@ -120,7 +119,7 @@ def _default_threshold(faiss: ModuleType) -> int:
 
 
 def require_faiss() -> ModuleType:
-    """FAISS, or a ConfigError that says how to install it."""
+    """Imports FAISS. Raises ConfigError, which explains how to install it."""
     try:
         import faiss
     except ImportError:

@@ -1,4 +1,4 @@
-"""A corpus' vectors while an index is built, a file a shard: a killed build goes on after the last one."""
+"""The vectors of a corpus during a build, one file per shard; a build resumes after its last shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidegate.rag.progress import OnProgress
 
 
 class Vectors:
-    """[n, dimension] float32, in shards of `shard` rows; the last may be shorter."""
+    """Vectors [n, dimension], float32, in shards of `shard` rows; the last may be shorter."""
 
     def __init__(self, directory: Path, count: int, dimension: int, shard: int) -> None:
         self.directory = directory
@@ -27,26 +27,26 @@ class Vectors:
         self.shard = shard
 
     def shards(self) -> Iterator[npt.NDArray[np.float32]]:
-        """Each shard's vectors, mapped: [rows, dimension]."""
+        """Yields the memory-mapped vectors of each shard, [rows, dimension]."""
         for start in range(0, self.count, self.shard):
             yield np.load(self._path(start), mmap_mode="r")
 
     def sample(self, count: int, seed: int) -> npt.NDArray[np.float32]:
-        """So many of the vectors, the same ones for the same seed: [count, dimension]."""
+        """Returns a random sample of vectors, [count, dimension], which depends only on the seed."""
         chosen = np.random.default_rng(seed).choice(self.count, count, replace=False)
         return self._rows(np.sort(chosen))
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """The vectors of these rows, which ascend: [len(rows), dimension]."""
-        taken = np.empty((len(rows), self.dimension), np.float32)
+        """Returns the vectors of these rows, which must ascend: [len(rows), dimension]."""
+        vectors = np.empty((len(rows), self.dimension), np.float32)
         for start in range(0, self.count, self.shard):
             first, end = np.searchsorted(rows, (start, start + self.shard))
             if first < end:
-                taken[first:end] = np.load(self._path(start), mmap_mode="r")[rows[first:end] - start]
-        return taken
+                vectors[first:end] = np.load(self._path(start), mmap_mode="r")[rows[first:end] - start]
+        return vectors
 
     def encode(self, corpus: Corpus, encoder: Encoder, progress: OnProgress) -> None:
-        """Write the shards that are missing. Raises CorpusError where the encoder gives no numbers."""
+        """Encodes the missing shards. Raises CorpusError if the encoder returns invalid vectors."""
         self.directory.mkdir(exist_ok=True)
         for start in range(0, self.count, self.shard):
             end = min(start + self.shard, self.count)
@@ -62,13 +62,13 @@ class Vectors:
     ) -> None:
         if vectors.shape != (end - start, self.dimension):
             raise CorpusError(
-                f"the encoder {name} gave vectors of {vectors.shape} for {end - start} documents,"
-                f" where {self.dimension} numbers each were expected"
+                f"the encoder {name} returned vectors of shape {vectors.shape} for {end - start} documents of"
+                f" dimension {self.dimension}"
             )
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise CorpusError(
-                f"the encoder {name} gave no finite vector for {len(bad)} documents, the first of them"
+                f"the encoder {name} returned no finite vector for {len(bad)} documents, the first of them"
                 f" {corpus[start + int(bad[0])].id!r}; a model in float16 may overflow: use float32"
             )
 

@@ -1,4 +1,4 @@
-"""The retrieval server's HTTP surface."""
+"""HTTP routes of the retrieval server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Read = Callable[[dict[str, Any]], tuple[SearchRequest, Write]]
 
 
 def create_app(retrieval: Retrieval) -> FastAPI:
-    """The app of one server; its lifespan starts and closes the service."""
+    """Returns the app of one server; its lifespan starts and closes the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -38,26 +38,30 @@ def create_app(retrieval: Retrieval) -> FastAPI:
     app = FastAPI(title="Tidegate retrieval", lifespan=lifespan)
     key = ApiKey(retrieval.options.api_key, _wrong_key)
     _add_errors(app, retrieval)
-    for path, read in (("/v1/search", _ours), ("/retrieve", _peers(retrieval))):
+    for path, read in (("/v1/search", _read_search), ("/retrieve", _retrieve_reader(retrieval))):
         app.router.routes.append(Route(path, Search(retrieval, key, path, read), methods=["POST"]))
-    _add_rest(app, retrieval, [Depends(key)])
+    _add_routes(app, retrieval, [Depends(key)])
     return app
 
 
 def _wrong_key() -> RetrievalRefused:
-    return RetrievalRefused("this needs the retrieval server's key", status=401, code="wrong_key")
+    return RetrievalRefused(
+        "this route needs the retrieval server's key in the Authorization header",
+        status=401,
+        code="wrong_key",
+    )
 
 
-def _ours(payload: dict[str, Any]) -> tuple[SearchRequest, Write]:
+def _read_search(payload: dict[str, Any]) -> tuple[SearchRequest, Write]:
     return read_search(payload), write_search
 
 
-def _peers(retrieval: Retrieval) -> Read:
+def _retrieve_reader(retrieval: Retrieval) -> Read:
     return lambda payload: read_retrieve(payload, retrieval.method)
 
 
 class Search:
-    """A route that searches. Raw, for it runs once a query, and must notice that its client has gone."""
+    """Route of searches; plain ASGI, because it is hot and must detect that the client has disconnected."""
 
     def __init__(self, retrieval: Retrieval, key: ApiKey, route: str, read: Read) -> None:
         self._retrieval = retrieval
@@ -75,8 +79,8 @@ class Search:
             body = await _read_body(receive)
             if body is None:
                 return
-            asked, write = self._read(parse(body))
-            answer = await self._answer(asked, write, receive)
+            search, write = self._read(parse(body))
+            answer = await self._answer(search, write, receive)
         except RetrievalError as error:
             metrics.errors[error.code] += 1
             await _respond(send, error.status, error_body(error.status, error.code, str(error)))
@@ -85,21 +89,21 @@ class Search:
             await _respond(send, 200, answer)
             metrics.request_seconds.add(time.monotonic() - began)
 
-    async def _answer(self, asked: SearchRequest, write: Write, receive: Receive) -> bytes | None:
-        """The answer's body; None where nobody is there to read it any more."""
-        search = asyncio.ensure_future(self._retrieval.search(asked.queries, asked.k, asked.mode))
-        gone = asyncio.ensure_future(receive())
+    async def _answer(self, request: SearchRequest, write: Write, receive: Receive) -> bytes | None:
+        """Returns the body of the answer, or None if the client has disconnected."""
+        search = asyncio.ensure_future(self._retrieval.search(request.queries, request.k, request.mode))
+        disconnected = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait((search, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((search, disconnected), return_when=asyncio.FIRST_COMPLETED)
             return orjson.dumps(write(search.result())) if search.done() else None
         finally:
-            gone.cancel()
+            disconnected.cancel()
             search.cancel()
-            await asyncio.gather(search, gone, return_exceptions=True)
+            await asyncio.gather(search, disconnected, return_exceptions=True)
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body; None where its sender has gone. Raises RetrievalRefused where it is too large."""
+    """Returns the body, or None if the client has disconnected. Raises RetrievalRefused above MAX_BODY."""
     chunks: list[bytes] = []
     size, more = 0, True
     while more:
@@ -110,7 +114,9 @@ async def _read_body(receive: Receive) -> bytes | None:
         size += len(chunks[-1])
         if size > MAX_BODY:
             raise RetrievalRefused(
-                f"the body is larger than {MAX_BODY} bytes", status=413, code="body_too_large"
+                f"the body is larger than {MAX_BODY} bytes; split the request",
+                status=413,
+                code="body_too_large",
             )
         more = message.get("more_body", False)
     return b"".join(chunks)
@@ -143,11 +149,11 @@ def _add_errors(app: FastAPI, retrieval: Retrieval) -> None:
         )
 
 
-def _add_rest(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
+def _add_routes(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
     @app.get("/v1/documents/{id:path}", dependencies=guarded)
     async def document(id: str) -> Response:
-        found = await retrieval.document(id)
-        return Response(orjson.dumps(found), media_type="application/json")
+        content = orjson.dumps(await retrieval.document(id))
+        return Response(content, media_type="application/json")
 
     @app.post("/admin/reload", dependencies=guarded)
     async def reload(request: Request) -> dict[str, int]:
@@ -159,11 +165,11 @@ def _add_rest(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:
-        trouble = retrieval.trouble
-        if trouble is None:
+        error = retrieval.health_error
+        if error is None:
             return {"status": "ok"}
         response.status_code = 503
-        return {"status": "failed", "reason": trouble}
+        return {"status": "failed", "reason": error}
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:

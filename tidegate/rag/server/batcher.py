@@ -1,9 +1,8 @@
-"""Batches of questions: gathered from the first one's arrival, answered one batch at a time in a thread.
+"""Batches queries and answers one batch at a time in a thread.
 
-A batch begins `window_s` after its first question came, or at once when it is full; what came while the one
-before it was computed has waited long enough, so under load no time is spent on waiting. Equal questions
-that are under way together are computed once. Everyone who waits has a deadline; a question that nobody
-waits for any more is dropped.
+A batch starts `window_s` after its first query arrived, or at once when it is full. The time during which the
+previous batch is computed counts, so under load batches start without delay. Equal queries in progress are
+computed once. Every caller has a deadline; a query without callers is dropped.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ class BatchOptions:
 
     window_s: float = 0.002
     max_batch: int = 64
-    """Questions of one batch."""
+    """Maximum queries per batch."""
     queue: int = 4096
-    """Questions that may wait or be computed at the same time; more are refused as `overloaded`."""
+    """Maximum queries that wait or are computed; more are refused as `overloaded`."""
     deadline_s: float = 30.0
-    """How long a question may wait for its answer."""
+    """Maximum time from a query to its answer."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what nothing could be answered with."""
+        """Raises ConfigError for values outside their ranges."""
         if self.max_batch < 1 or self.queue < 1:
-            raise ConfigError(
-                f"a batch of {self.max_batch} and a queue of {self.queue} queries: each must hold at least 1"
-            )
+            raise ConfigError(f"max_batch = {self.max_batch}, queue = {self.queue}: both must be at least 1")
         if not (self.window_s >= 0 and self.deadline_s > 0):
             raise ConfigError(
-                f"a window of {self.window_s:g} s and a deadline of {self.deadline_s:g} s: the window must "
-                "be at least 0, the deadline more"
+                f"window_s = {self.window_s:g}, deadline_s = {self.deadline_s:g}: the window must be at "
+                "least 0 and the deadline more than 0"
             )
 
 
 @dataclass(slots=True)
-class _Entry:
-    question: Query
+class _PendingQuery:
+    query: Query
     arrived: float
-    askers: set[asyncio.Future[Answer]] = field(default_factory=set)
+    waiters: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
 class QueryBatcher:
-    """Made within a running event loop. `answer` is called in `executor`, never twice at the same time; it
-    gives an answer for each question, in their order."""
+    """Batches the queries of an event loop, in which it must be created.
+
+    `answer` is called in `executor`, never twice at the same time; it returns one answer per query, in order.
+    """
 
     def __init__(
         self,
@@ -69,103 +68,104 @@ class QueryBatcher:
         self._executor = executor
         self._options = options
         self._metrics = metrics
-        self._queued: dict[Query, _Entry] = {}
-        self._running: dict[Query, _Entry] = {}
+        self._queued: dict[Query, _PendingQuery] = {}
+        self._running: dict[Query, _PendingQuery] = {}
         self._arrived = asyncio.Event()
         self._full = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.waiting = 0
-        """Questions that somebody waits for."""
+        """Number of queries with a waiting caller."""
         self.running_since: float | None = None
-        """Of the batch that is computed now, on the clock `time.monotonic`."""
+        """Start of the current batch on the clock `time.monotonic`, or None."""
         self._runner = asyncio.create_task(self._run())
 
     @property
     def failed(self) -> str | None:
-        """How the task that runs batches ended, which it must not."""
+        """The error that ended the task that runs batches, or None."""
         if not self._runner.done() or self._runner.cancelled():
             return None
-        return f"no batches are run any more: {self._runner.exception()!r}"
+        return f"the task that runs batches has failed: {self._runner.exception()!r}"
 
-    async def ask(self, questions: Sequence[Query]) -> list[list[SearchResult]]:
-        """The answers in their order. All of the questions are taken, or none.
+    async def answer(self, queries: Sequence[Query]) -> list[list[SearchResult]]:
+        """Returns the answers in order. Accepts either all queries or none.
 
-        Raises RetrievalUnavailable: `overloaded`, `deadline`, or why a search failed.
+        Raises RetrievalUnavailable with the code `overloaded`, `deadline` or that of a failed search.
         """
-        self._admit(len(questions))
-        asked = [(entry, self._join(entry)) for entry in map(self._entry, questions)]
-        self.waiting += len(asked)
+        self._admit(len(queries))
+        pending = [(entry, self._join(entry)) for entry in map(self._entry, queries)]
+        self.waiting += len(pending)
         try:
             async with asyncio.timeout(self._options.deadline_s):
-                answers = [await future for _, future in asked]
+                answers = [await future for _, future in pending]
         except TimeoutError:
             raise RetrievalUnavailable(
-                f"no answer within {self._options.deadline_s:g} s: {self.waiting} questions wait",
+                f"no answer within {self._options.deadline_s:g} s; {self.waiting} queries are waiting",
                 code="deadline",
             ) from None
         finally:
-            self.waiting -= len(asked)
-            for entry, future in asked:
+            self.waiting -= len(pending)
+            for entry, future in pending:
                 self._leave(entry, future)
-        found = []
+        results = []
         for answer in answers:
             if isinstance(answer, RetrievalUnavailable):
                 raise answer
-            found.append(answer)
-        return found
+            results.append(answer)
+        return results
 
     async def drain(self) -> None:
-        """End when everything that was asked is answered, or late. Nothing more may be asked."""
+        """Closes the batcher once all queries are answered or past the deadline; add none meanwhile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.deadline_s):
                 await self._idle.wait()
         await self.close()
 
     async def close(self) -> None:
-        """End; who still waits is told. The batch that is computed now is not waited for."""
+        """Closes the batcher and fails waiting queries, without waiting for the current batch."""
         self._runner.cancel()
         await asyncio.gather(self._runner, return_exceptions=True)
-        gone = RetrievalUnavailable("the server is being stopped", code="stopping")
+        stopping = RetrievalUnavailable("the server is stopping", code="stopping")
         for entry in (*self._queued.values(), *self._running.values()):
-            _tell(entry, gone)
+            _resolve(entry, stopping)
 
-    # -- who waits -------------------------------------------------------------------------------
+    # -- callers --------------------------------------------------------------------------------
 
     def _admit(self, count: int) -> None:
         if self.failed is not None:
             raise RetrievalUnavailable(self.failed)
         if self.waiting + count > self._options.queue:
             raise RetrievalUnavailable(
-                f"{self.waiting} questions wait already, of at most {self._options.queue}", code="overloaded"
+                f"{self.waiting} queries are waiting, and the limit is {self._options.queue}; retry later",
+                code="overloaded",
             )
 
-    def _entry(self, question: Query) -> _Entry:
-        entry = self._running.get(question) or self._queued.get(question)
+    def _entry(self, query: Query) -> _PendingQuery:
+        entry = self._running.get(query) or self._queued.get(query)
         if entry is not None:
             self._metrics.joined += 1
             return entry
-        entry = self._queued[question] = _Entry(question, time.monotonic())
+        entry = self._queued[query] = _PendingQuery(query, time.monotonic())
         self._idle.clear()
         self._arrived.set()
         if len(self._queued) >= self._options.max_batch:
             self._full.set()
         return entry
 
-    def _join(self, entry: _Entry) -> asyncio.Future[Answer]:
+    def _join(self, entry: _PendingQuery) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        entry.askers.add(future)
+        entry.waiters.add(future)
         return future
 
-    def _leave(self, entry: _Entry, future: asyncio.Future[Answer]) -> None:
+    def _leave(self, entry: _PendingQuery, future: asyncio.Future[Answer]) -> None:
         future.cancel()
-        entry.askers.discard(future)
-        if not entry.askers and self._queued.get(entry.question) is entry:
-            del self._queued[entry.question]
+        entry.waiters.discard(future)
+        if not entry.waiters and self._queued.get(entry.query) is entry:
+            del self._queued[entry.query]
             self._metrics.dropped += 1
-            self._rest()
+            self._update_idle()
 
-    def _rest(self) -> None:
+    def _update_idle(self) -> None:
         if not self._queued and not self._running:
             self._idle.set()
 
@@ -174,14 +174,14 @@ class QueryBatcher:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._until_due()
+            await self._wait_until_due()
             batch = self._take()
-            questions = [entry.question for entry in batch]
-            answers = await loop.run_in_executor(self._executor, self._answer, questions)
+            queries = [entry.query for entry in batch]
+            answers = await loop.run_in_executor(self._executor, self._answer, queries)
             self._deliver(batch, answers)
 
-    async def _until_due(self) -> None:
-        """Until a batch should begin: there is at least one question then."""
+    async def _wait_until_due(self) -> None:
+        """Waits until the next batch should start; it then has at least one query."""
         while True:
             while not self._queued:
                 self._arrived.clear()
@@ -195,27 +195,27 @@ class QueryBatcher:
                 async with asyncio.timeout(left):
                     await self._full.wait()
 
-    def _take(self) -> list[_Entry]:
+    def _take(self) -> list[_PendingQuery]:
         batch = list(islice(self._queued.values(), self._options.max_batch))
         now = self.running_since = time.monotonic()
         for entry in batch:
-            del self._queued[entry.question]
-            self._running[entry.question] = entry
+            del self._queued[entry.query]
+            self._running[entry.query] = entry
             self._metrics.wait_seconds.add(now - entry.arrived)
         self._metrics.batch_size.add(len(batch))
         return batch
 
-    def _deliver(self, batch: list[_Entry], answers: list[Answer]) -> None:
+    def _deliver(self, batch: list[_PendingQuery], answers: list[Answer]) -> None:
         if self.running_since is not None:
             self._metrics.batch_seconds.add(time.monotonic() - self.running_since)
         self.running_since = None
         for entry, answer in zip(batch, answers, strict=True):
-            del self._running[entry.question]
-            _tell(entry, answer)
-        self._rest()
+            del self._running[entry.query]
+            _resolve(entry, answer)
+        self._update_idle()
 
 
-def _tell(entry: _Entry, answer: Answer) -> None:
-    for future in entry.askers:
+def _resolve(entry: _PendingQuery, answer: Answer) -> None:
+    for future in entry.waiters:
         if not future.done():
             future.set_result(answer)

@@ -1,4 +1,4 @@
-"""Answers that were given before, the least recently asked for leaving first."""
+"""LRU cache of search results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import OrderedDict
 from tidegate.rag.client import SearchResult
 from tidegate.rag.server.query import Query
 
-_ENTRY_BYTES = 512  # of the objects around the texts
+_ENTRY_BYTES = 512  # overhead of the objects besides the strings
 _ROW_BYTES = 128
 
 
 class Cache:
-    """Holds answers of at most `limit` bytes together; of one index, whose end is its end."""
+    """Caches the answers of one index, up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -23,25 +23,25 @@ class Cache:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, question: Query) -> list[SearchResult] | None:
-        held = self._answers.get(question)
-        if held is None:
+    def get(self, query: Query) -> list[SearchResult] | None:
+        cached = self._answers.get(query)
+        if cached is None:
             return None
-        self._answers.move_to_end(question)
-        return held[0]
+        self._answers.move_to_end(query)
+        return cached[0]
 
-    def put(self, question: Query, answer: list[SearchResult]) -> None:
-        """Keep an answer, unless it alone is larger than the whole."""
-        size = _size(question, answer)
-        if question in self._answers or size > self._limit:
+    def put(self, query: Query, answer: list[SearchResult]) -> None:
+        """Caches an answer, unless it exceeds the limit alone."""
+        size = _size(query, answer)
+        if query in self._answers or size > self._limit:
             return
-        self._answers[question] = (answer, size)
+        self._answers[query] = (answer, size)
         self.bytes += size
         while self.bytes > self._limit:
             _, (_, freed) = self._answers.popitem(last=False)
             self.bytes -= freed
 
 
-def _size(question: Query, answer: list[SearchResult]) -> int:
+def _size(query: Query, answer: list[SearchResult]) -> int:
     texts = sum(map(sys.getsizeof, (text for row in answer for text in (row.id, row.title, row.text))))
-    return _ENTRY_BYTES + sys.getsizeof(question.query) + texts + _ROW_BYTES * len(answer)
+    return _ENTRY_BYTES + sys.getsizeof(query.query) + texts + _ROW_BYTES * len(answer)

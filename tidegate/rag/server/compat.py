@@ -1,13 +1,13 @@
-"""`POST /retrieve`, as agents of other projects call it; the body's fields tell the shapes apart.
+"""`POST /retrieve` in the formats of other projects, which are distinguished by the fields of the body.
 
 - `queries`, `topk`, `return_scores` (Search-R1): `{"result": [[{"document", "score"}]]}`, or without scores
-  `{"result": [[document]]}`, a list for each query. A document is `{"id", "contents"}`, and its contents are
-  the title in quotes, a line break and the text.
-- `query`, with `topk` or `return_scores`: the same for one query, still in a list.
-- `query`, with `top_k` or `k` (rLLM): `{"query", "method", "results": [{"id", "content", "score"}],
+  `{"result": [[document]]}`, with a list for each query. A document is `{"id", "contents"}`, and its contents
+  are the title in quotes, a line break and the text.
+- `query` with `topk` or `return_scores`: the same for one query, still in a list.
+- `query` with `top_k` or `k` (rLLM): `{"query", "method", "results": [{"id", "content", "score"}],
   "num_results"}`.
 
-Fields that only mean something to the peer's own server are passed over.
+Fields that apply only to the other project's server are ignored.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ Write = Callable[[list[list[SearchResult]]], dict[str, Any]]
 
 
 def read_retrieve(payload: Mapping[str, Any], method: str) -> tuple[SearchRequest, Write]:
-    """What is asked, and how its answer is written. `method` is the server's way of searching.
+    """Returns the request and the function that formats its answer. `method` is the server's search mode.
 
-    Raises RetrievalRefused that names what is wrong.
+    Raises RetrievalRefused, which names the field.
     """
     if ("query" in payload) == ("queries" in payload):
-        raise RetrievalRefused("give either queries, a list of texts, or query, a text")
+        raise RetrievalRefused("give either queries (a list of strings) or query (a string)")
     if "queries" in payload:
-        return SearchRequest(texts(payload, "queries"), number(payload, "topk")), _lists(payload)
+        return SearchRequest(texts(payload, "queries"), number(payload, "topk")), _search_r1_writer(payload)
     query = text(payload, "query")
     if "topk" in payload or "return_scores" in payload:
-        return SearchRequest([query], number(payload, "topk")), _lists(payload)
+        return SearchRequest([query], number(payload, "topk")), _search_r1_writer(payload)
     k = number(payload, "top_k")
-    asked = SearchRequest([query], number(payload, "k") if k is None else k)
-    return asked, lambda results: _one(query, method, results[0])
+    request = SearchRequest([query], number(payload, "k") if k is None else k)
+    return request, lambda results: _rllm_reply(query, method, results[0])
 
 
-def contents(found: SearchResult) -> str:
-    """A passage as Search-R1's corpora have it."""
-    return f'"{found.title}"\n{found.text}' if found.title else found.text
+def contents(result: SearchResult) -> str:
+    """Formats a passage as in Search-R1's corpora."""
+    return f'"{result.title}"\n{result.text}' if result.title else result.text
 
 
-def _lists(payload: Mapping[str, Any]) -> Write:
+def _search_r1_writer(payload: Mapping[str, Any]) -> Write:
     scored = payload.get("return_scores", False)
     if not isinstance(scored, bool):
-        raise RetrievalRefused(f"return_scores: true or false was expected, not {scored!r:.50}")
+        raise RetrievalRefused(f"return_scores must be true or false, not {scored!r:.50}")
 
     def write(results: list[list[SearchResult]]) -> dict[str, Any]:
-        return {"result": [[_entry(found, scored) for found in rows] for rows in results]}
+        return {"result": [[_search_r1_result(result, scored) for result in rows] for rows in results]}
 
     return write
 
 
-def _entry(found: SearchResult, scored: bool) -> dict[str, Any]:
-    document = {"id": found.id, "contents": contents(found)}
-    return {"document": document, "score": found.score} if scored else document
+def _search_r1_result(result: SearchResult, scored: bool) -> dict[str, Any]:
+    document = {"id": result.id, "contents": contents(result)}
+    return {"document": document, "score": result.score} if scored else document
 
 
-def _one(query: str, method: str, rows: list[SearchResult]) -> dict[str, Any]:
-    results = [{"id": found.id, "content": contents(found), "score": found.score} for found in rows]
+def _rllm_reply(query: str, method: str, rows: list[SearchResult]) -> dict[str, Any]:
+    results = [{"id": row.id, "content": contents(row), "score": row.score} for row in rows]
     return {"query": query, "method": method, "results": results, "num_results": len(results)}

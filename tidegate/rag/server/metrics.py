@@ -1,4 +1,4 @@
-"""What one retrieval server counts."""
+"""Metrics of one retrieval server."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(slots=True)
 class RetrievalMetrics:
-    """What was counted since the start. No label has more values than the code knows."""
+    """Counters and histograms since the start. All label values are fixed in the code."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """Searches by route."""
+    """Search requests by route."""
     queries: int = 0
     cache_hits: int = 0
     joined: int = 0
-    """Queries that were answered with another one's computation, being the same and at the same time."""
+    """Queries that shared the computation of an equal query in progress."""
     dropped: int = 0
-    """Queries whose askers had all gone before they were computed."""
+    """Queries whose callers had all left before the computation."""
     errors: Counter[str] = field(default_factory=Counter)
-    """Requests that were answered with an error, by its code."""
+    """Error replies by code."""
     reloads: int = 0
     request_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    """Of searches that were answered with documents."""
+    """Duration of successful searches."""
     wait_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    """Of a query, until its batch began."""
+    """Time from a query to the start of its batch."""
     batch_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
     batch_size: Histogram = field(default_factory=lambda: Histogram(_BATCHES))
 

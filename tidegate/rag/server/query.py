@@ -1,4 +1,4 @@
-"""What is asked of an index, and how a batch of it is answered."""
+"""Queries to an index, and the computation of a batch of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ log = logging.getLogger("tidegate.rag")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query, with how many documents are wanted and how they are looked for. Equal questions to one
-    index have one answer."""
+    """One query with its number of documents and search mode. Equal queries have equal answers."""
 
     query: str
     k: int
@@ -26,11 +25,11 @@ class Query:
 
 
 Answer = list[SearchResult] | RetrievalUnavailable
-"""Documents, best first; or why there is no answer."""
+"""Documents, best first, or the error."""
 
 
 class Match(Protocol):
-    """A document's place in the index, and how well it fits."""
+    """A document's row in the index and its score."""
 
     @property
     def row(self) -> int: ...
@@ -39,10 +38,7 @@ class Match(Protocol):
 
 
 class Index(Protocol):
-    """What the server needs of an index that was opened; `rag.searcher.Searcher` is one.
-
-    Its methods may be called from several threads at once.
-    """
+    """Interface of an opened index, which `tidegate.rag.index.searcher.Searcher` implements; thread-safe."""
 
     @property
     def modes(self) -> Sequence[str]: ...
@@ -54,41 +50,39 @@ class Index(Protocol):
     def __len__(self) -> int: ...
 
 
-def answer_all(index: Index, questions: Sequence[Query]) -> list[Answer]:
-    """An answer for every question, in their order; each way of looking is one search."""
+def answer_all(index: Index, queries: Sequence[Query]) -> list[Answer]:
+    """Returns an answer for every query, in order; makes one search per mode."""
     answers: dict[int, Answer] = {}
-    for mode in {question.mode for question in questions}:
-        places = [place for place, question in enumerate(questions) if question.mode == mode]
-        found = _answer(index, [questions[place] for place in places])
-        answers.update(zip(places, found, strict=True))
-    return [answers[place] for place in range(len(questions))]
+    for mode in {query.mode for query in queries}:
+        positions = [position for position, query in enumerate(queries) if query.mode == mode]
+        answered = _answer(index, [queries[position] for position in positions])
+        answers.update(zip(positions, answered, strict=True))
+    return [answers[position] for position in range(len(queries))]
 
 
-def _answer(index: Index, questions: Sequence[Query]) -> list[Answer]:
-    """Where a search fails each half is tried by itself: one bad query is nobody else's failure."""
+def _answer(index: Index, queries: Sequence[Query]) -> list[Answer]:
+    """Searches; if that fails, searches each half alone, so that one bad query does not fail the others."""
     try:
         matches = index.search(
-            [question.query for question in questions],
-            [question.k for question in questions],
-            questions[0].mode,
+            [query.query for query in queries], [query.k for query in queries], queries[0].mode
         )
-        if len(matches) != len(questions):
-            raise ValueError(f"{len(matches)} results for {len(questions)} questions")
-        return [_found(index, rows) for rows in matches]
+        if len(matches) != len(queries):
+            raise ValueError(f"{len(matches)} results for {len(queries)} queries")
+        return [_results(index, rows) for rows in matches]
     except Exception as error:
-        if len(questions) > 1:
-            half = len(questions) // 2
-            return [*_answer(index, questions[:half]), *_answer(index, questions[half:])]
+        if len(queries) > 1:
+            half = len(queries) // 2
+            return [*_answer(index, queries[:half]), *_answer(index, queries[half:])]
         log.error("a search failed", exc_info=error)
         return [RetrievalUnavailable(f"the search failed: {error!r}", code="search_failed")]
 
 
-def _found(index: Index, matches: Sequence[Match]) -> list[SearchResult]:
-    """Raises ValueError for a score that is no number: such a ranking says nothing."""
-    rows = []
+def _results(index: Index, matches: Sequence[Match]) -> list[SearchResult]:
+    """Reads the documents. Raises ValueError for a score that is not finite."""
+    results = []
     for match in matches:
         if not math.isfinite(match.score):
             raise ValueError(f"row {match.row} has the score {match.score}")
         document = index.document(match.row)
-        rows.append(SearchResult(document.id, document.title, document.text, float(match.score)))
-    return rows
+        results.append(SearchResult(document.id, document.title, document.text, float(match.score)))
+    return results

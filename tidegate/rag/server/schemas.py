@@ -1,4 +1,4 @@
-"""What a search asks for, read from a body: ours. Peers' are in `rag.compat`."""
+"""Parses the bodies of our own routes; `tidegate.rag.server.compat` has those of other projects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = ("queries", "query", "k", "mode")
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The queries, and what holds for all of them; None: as the server has it."""
+    """A search for one or several queries; `k` and `mode` apply to all, None for the server's default."""
 
     queries: list[str]
     k: int | None = None
@@ -26,7 +26,7 @@ class SearchRequest:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A body's JSON; raises RetrievalRefused where it is none, or no object."""
+    """Returns a body's JSON object. Raises RetrievalRefused if it is none."""
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -37,24 +37,26 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def read_search(payload: Mapping[str, Any]) -> SearchRequest:
-    """`{"queries" | "query", "k"?, "mode"?}`; raises RetrievalRefused that names what is wrong."""
+    """Parses `{"queries" | "query", "k"?, "mode"?}`. Raises RetrievalRefused, which names the field."""
     for name in payload:
         if name not in _FIELDS:
-            raise RetrievalRefused(f"{name}: there is no such field{did_you_mean(name, _FIELDS)}")
+            raise RetrievalRefused(f"unknown field {name}{did_you_mean(name, _FIELDS)}")
     if ("query" in payload) == ("queries" in payload):
-        raise RetrievalRefused("give either query, a text, or queries, a list of texts")
+        raise RetrievalRefused("give either query (a string) or queries (a list of strings)")
     queries = texts(payload, "queries") if "queries" in payload else [text(payload, "query")]
     mode = payload.get("mode")
     return SearchRequest(queries, number(payload, "k"), None if mode is None else text(payload, "mode"))
 
 
 def read_reload(body: bytes) -> Path | None:
-    """`{"dir"?}`, or nothing: where the index is, None: where it was. Whatever its content type says, as
-    with searches. Raises RetrievalRefused that names what is wrong."""
+    """Parses `{"dir"?}` or an empty body, whatever its content type; None for the current directory.
+
+    Raises RetrievalRefused, which names the field.
+    """
     payload = parse(body) if body.strip() else {}
     for name in payload:
         if name != "dir":
-            raise RetrievalRefused(f"{name}: there is no such field{did_you_mean(name, ('dir',))}")
+            raise RetrievalRefused(f"unknown field {name}{did_you_mean(name, ('dir',))}")
     return None if payload.get("dir") is None else Path(text(payload, "dir"))
 
 
@@ -65,20 +67,20 @@ def write_search(results: list[list[SearchResult]]) -> dict[str, Any]:
 def text(payload: Mapping[str, Any], name: str) -> str:
     value = payload[name]
     if not isinstance(value, str):
-        raise RetrievalRefused(f"{name}: a text was expected, not {type(value).__name__}")
+        raise RetrievalRefused(f"{name} must be a string, not {type(value).__name__}")
     return value
 
 
 def texts(payload: Mapping[str, Any], name: str) -> list[str]:
     values = payload[name]
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise RetrievalRefused(f"{name}: a list of texts was expected")
+        raise RetrievalRefused(f"{name} must be a list of strings")
     return values
 
 
 def number(payload: Mapping[str, Any], name: str) -> int | None:
-    """None where it is not there, or null."""
+    """Returns an integer, or None if the field is missing or null."""
     value = payload.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise RetrievalRefused(f"{name}: a whole number was expected, not {value!r:.50}")
+        raise RetrievalRefused(f"{name} must be an integer, not {value!r:.50}")
     return value

@@ -1,4 +1,4 @@
-"""The retrieval server as a process."""
+"""Process of the retrieval server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from tidegate.service.serve import Listen, bind, run_app
 
 
 def serve(options: RagOptions, listen: Listen) -> None:
-    """Serve until told to stop; raises ConfigError or StartError where it cannot begin."""
+    """Serves until the process is stopped. Raises ConfigError or StartError if it cannot start."""
     if listen.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
         raise ConfigError(
-            f"the retrieval server would listen on {listen.host} for anyone: set {RAG_KEY}, or listen on "
-            "loopback"
+            f"the retrieval server would be open to all on {listen.host}: set {RAG_KEY} or listen on loopback"
         )
     failed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""One retrieval server's service: an index that can be exchanged while questions are answered."""
+"""The service of a retrieval server: answers queries from an index that can be reloaded meanwhile."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ log = logging.getLogger("tidegate.rag")
 
 MAX_K = 1000
 MAX_DOCUMENTS = 65_536
-"""In the answer to one request."""
+"""Maximum documents in the answer to one request."""
 MAX_QUERY = 32_768
-"""Characters. An encoder reads less; what is longer is no query."""
-_HANGS_S = 120.0
-"""A batch that takes so long will not end: `/health` says so."""
+"""Maximum characters of a query, which is more than encoders read."""
+_STALL_S = 120.0
+"""Duration of a batch after which `/health` reports a stall."""
 
 
 @dataclass(frozen=True, slots=True)
 class RagOptions:
+    """Options of a retrieval server."""
+
     directory: Path
-    """What `tidegate rag build` wrote."""
+    """Directory of an index built by `tidegate rag build`."""
     mode: str | None = None
-    """How is searched where a request does not say; None: the index's first mode."""
+    """Default search mode; None for the first mode of the index."""
     k: int = 5
-    """Documents where a request does not say."""
+    """Default number of documents per query."""
     threads: int = 1
-    """Of one search."""
+    """Threads of one search."""
     device: str = "cpu"
-    """Of the encoder."""
+    """Device of the encoder."""
     encoder: str | None = None
-    """Where the encoder's model is now, if it is not where it was when the index was built."""
+    """Location of the encoder's model, if it has moved since the index was built."""
     batches: BatchOptions = field(default_factory=BatchOptions)
     cache_bytes: int = 64 * 2**20
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for values outside their ranges."""
         if not 1 <= self.k <= MAX_K:
-            raise ConfigError(f"k = {self.k}: at least 1 document, at most {MAX_K}")
+            raise ConfigError(f"k = {self.k}: it must be at least 1 and at most {MAX_K}")
         if self.threads < 1 or self.cache_bytes < 0:
             raise ConfigError(
-                f"{self.threads} threads and a cache of {self.cache_bytes} bytes: at least 1 thread, and no "
-                "less than 0 bytes"
+                f"threads = {self.threads}, cache_bytes = {self.cache_bytes}: at least 1 thread and 0 "
+                "bytes are needed"
             )
 
 
 class _LoadedIndex:
-    """An index in use, with what belongs to it alone: the questions under way, and the answers kept."""
+    """An index in use, with its own batcher and cache."""
 
     def __init__(
         self, index: Index, executor: ThreadPoolExecutor, options: RagOptions, metrics: RetrievalMetrics
@@ -69,15 +71,15 @@ class _LoadedIndex:
         self.index = index
         self.cache = Cache(options.cache_bytes)
         self.batcher = QueryBatcher(
-            lambda questions: answer_all(index, questions), executor, options.batches, metrics
+            lambda queries: answer_all(index, queries), executor, options.batches, metrics
         )
 
 
 class Retrieval:
-    """Opens an index with `open_index(directory, options)`, in a thread, and answers from it.
+    """Opens an index with `open_index(directory, options)` in a thread, and answers queries from it.
 
-    `start` returns before the index is open; until then every question is `loading`. Where it cannot be
-    opened `on_failure` is told why.
+    `start` returns before the index is open; until then queries fail with the code `loading`. `on_failure` is
+    called with the reason if the index cannot be opened.
     """
 
     def __init__(
@@ -113,68 +115,71 @@ class Retrieval:
 
     @property
     def waiting(self) -> int:
-        """Queries that somebody waits for."""
+        """Number of queries with a waiting caller."""
         return 0 if self._current is None else self._current.batcher.waiting
 
     @property
     def method(self) -> str:
-        """How is searched where a request does not say."""
-        return _mode(self._generation().index, self.options.mode)
+        """The default search mode."""
+        return _mode(self._loaded().index, self.options.mode)
 
     @property
-    def trouble(self) -> str | None:
-        """What makes this process useless until it is started again; None: it is alive."""
+    def health_error(self) -> str | None:
+        """The error that only a restart of the process can resolve, or None."""
         if self.failed is not None or self._current is None:
             return self.failed
         batcher = self._current.batcher
-        if batcher.running_since is not None and time.monotonic() - batcher.running_since > _HANGS_S:
-            return f"a search has not ended for {time.monotonic() - batcher.running_since:.0f} s"
+        if batcher.running_since is not None and time.monotonic() - batcher.running_since > _STALL_S:
+            return f"a search has been running for {time.monotonic() - batcher.running_since:.0f} s"
         return batcher.failed
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     async def search(
         self, queries: Sequence[str], k: int | None = None, mode: str | None = None
     ) -> list[list[SearchResult]]:
-        """For each query its best `k` documents, best first, from one and the same index.
+        """Returns the best `k` documents of each query, best first, all from the same index.
 
-        An empty query finds nothing. Raises RetrievalRefused, RetrievalUnavailable.
+        An empty query has no results. Raises RetrievalRefused, RetrievalUnavailable.
         """
-        generation = self._generation()
+        loaded = self._loaded()
         k = self.options.k if k is None else k
-        mode = _mode(generation.index, mode or self.options.mode)
+        mode = _mode(loaded.index, mode or self.options.mode)
         _check(queries, k, self.options.batches.queue)
         self.metrics.queries += len(queries)
-        questions = [Query(query, k, mode) for query in queries]
+        searches = [Query(query, k, mode) for query in queries]
         answers: dict[Query, list[SearchResult]] = {}
         missing = []
-        for question in dict.fromkeys(questions):
-            held = generation.cache.get(question)
-            if not question.query.strip():
-                answers[question] = []
-            elif held is not None:
-                answers[question] = held
+        for search in dict.fromkeys(searches):
+            cached = loaded.cache.get(search)
+            if not search.query.strip():
+                answers[search] = []
+            elif cached is not None:
+                answers[search] = cached
                 self.metrics.cache_hits += 1
             else:
-                missing.append(question)
+                missing.append(search)
         if missing:
-            found = await generation.batcher.ask(missing)
-            for question, answer in zip(missing, found, strict=True):
-                generation.cache.put(question, answer)
-                answers[question] = answer
-        return [answers[question] for question in questions]
+            for search, answer in zip(missing, await loaded.batcher.answer(missing), strict=True):
+                loaded.cache.put(search, answer)
+                answers[search] = answer
+        return [answers[search] for search in searches]
 
     async def document(self, id: str) -> Document:
-        """Raises RetrievalRefused where there is no document with this id, RetrievalUnavailable."""
-        index = self._generation().index
+        """Returns a document. Raises RetrievalRefused if there is none with this id, RetrievalUnavailable."""
+        index = self._loaded().index
         try:
             async with asyncio.timeout(self.options.batches.deadline_s):
                 document = await asyncio.to_thread(index.find, id)
         except TimeoutError:
-            raise RetrievalUnavailable("the document was not read in time", code="deadline") from None
+            raise RetrievalUnavailable(
+                f"the document was not read within {self.options.batches.deadline_s:g} s", code="deadline"
+            ) from None
         except Exception as error:
             log.error("document %r cannot be read", id, exc_info=error)
-            raise RetrievalUnavailable(f"it cannot be read: {error!r}", code="search_failed") from error
+            raise RetrievalUnavailable(
+                f"the document {id!r} cannot be read: {error!r}", code="search_failed"
+            ) from error
         if document is None:
             raise RetrievalRefused(f"there is no document {id!r}", status=404, code=NO_DOCUMENT)
         return document
@@ -182,20 +187,20 @@ class Retrieval:
     # -- the index -------------------------------------------------------------------------------
 
     async def reload(self, directory: Path | None = None) -> int:
-        """Open an index and answer from it from now on; what was asked before is answered from the old one.
+        """Opens an index and answers new queries from it; earlier queries are answered from the old index.
 
-        Returns its number of documents, when the old index has nothing to answer any more.
-        Raises RetrievalRefused where it cannot be opened: then nothing changes.
+        Returns the number of documents of the new index, once the old one has no queries left.
+        Raises RetrievalRefused if the index cannot be opened; the old index then stays in use.
         """
         async with self._exchange:
-            old = self._generation()
-            where = directory or self.options.directory
+            old = self._loaded()
+            directory = directory or self.options.directory
             try:
-                index = await asyncio.to_thread(self._open_index, where, self.options)
+                index = await asyncio.to_thread(self._open_index, directory, self.options)
                 _mode(index, self.options.mode)
             except Exception as error:
                 raise RetrievalRefused(
-                    f"{where} cannot be opened, and the index in use stays: {error}", code="bad_index"
+                    f"{directory} cannot be opened, so the index in use stays: {error}", code="bad_index"
                 ) from error
             self._current = self._use(index)
             self.metrics.reloads += 1
@@ -207,7 +212,7 @@ class Retrieval:
         try:
             index = await asyncio.to_thread(self._open_index, directory, self.options)
             _mode(index, self.options.mode)
-        except Exception as error:  # noqa: BLE001 - whoever runs the server is told
+        except Exception as error:  # noqa: BLE001 - passed to on_failure
             self.failed = str(error) or repr(error)
             self._on_failure(self.failed)
             return
@@ -217,14 +222,14 @@ class Retrieval:
     def _use(self, index: Index) -> _LoadedIndex:
         return _LoadedIndex(index, self._executor, self.options, self.metrics)
 
-    def _generation(self) -> _LoadedIndex:
+    def _loaded(self) -> _LoadedIndex:
         if self._current is None:
             why = f"the index cannot be opened: {self.failed}" if self.failed else "the index is being opened"
             raise RetrievalUnavailable(why, code="loading")
         return self._current
 
     def prometheus(self) -> str:
-        """Everything that is counted."""
+        """Returns all metrics in the Prometheus text format."""
         families = list(self.metrics.families())
         if self._current is not None:
             families += [
@@ -239,36 +244,35 @@ class Retrieval:
 
 
 def _mode(index: Index, mode: str | None) -> str:
-    """Raises RetrievalRefused for a way of searching that the index was not built for."""
+    """Returns the search mode. Raises RetrievalRefused for a mode that the index does not have."""
     if mode is None:
         return index.modes[0]
     if mode not in index.modes:
         raise RetrievalRefused(
-            f"mode: {mode!r} is none of {', '.join(index.modes)}, for which the index was built"
-            + did_you_mean(mode, index.modes)
+            f"mode = {mode!r}: it must be one of {', '.join(index.modes)}" + did_you_mean(mode, index.modes)
         )
     return mode
 
 
 def _check(queries: Sequence[str], k: int, queue: int) -> None:
-    """Raises RetrievalRefused for what no server would answer, however long one waits."""
+    """Raises RetrievalRefused for a request that exceeds a limit."""
     if not 1 <= k <= MAX_K:
-        raise RetrievalRefused(f"k: {k} documents cannot be asked for; at least 1, at most {MAX_K}")
-    many = "a request may be split"
+        raise RetrievalRefused(f"k = {k}: it must be between 1 and {MAX_K}")
+    advice = "split the request"
     if len(queries) > queue:
         raise RetrievalRefused(
-            f"{len(queries)} queries, of at most {queue}; {many}", status=413, code="too_many"
+            f"{len(queries)} queries, and the limit is {queue}; {advice}", status=413, code="too_many"
         )
     if len(queries) * k > MAX_DOCUMENTS:
         raise RetrievalRefused(
-            f"{len(queries)} queries for {k} documents each, of at most {MAX_DOCUMENTS} together; {many}",
+            f"{len(queries)} queries for {k} documents, and the limit is {MAX_DOCUMENTS} in all; {advice}",
             status=413,
             code="too_many",
         )
-    for place, query in enumerate(queries):
+    for index, query in enumerate(queries):
         if len(query) > MAX_QUERY:
             raise RetrievalRefused(
-                f"query {place} has {len(query)} characters, of at most {MAX_QUERY}",
+                f"query {index} has {len(query)} characters, and the limit is {MAX_QUERY}",
                 status=413,
                 code="query_too_long",
             )
