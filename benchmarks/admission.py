@@ -28,7 +28,7 @@ EVENTS_A_WORLD = 20_000
 BASELINE_EVENTS = 50_000
 
 
-def rules_of(rng: random.Random) -> Rules:
+def admission_rules(rng: random.Random) -> Rules:
     size = rng.randint(2, 6)
     return Rules(
         groups_per_batch=rng.randint(1, 6),
@@ -49,7 +49,7 @@ def drive(events: int) -> dict[str, object]:
     while done < events:
         rng = random.Random(done)
         world = World(
-            rules_of(rng),
+            admission_rules(rng),
             rng,
             rng.random() / 3,
             rng.random() * 0.8,
@@ -101,7 +101,7 @@ class Unchecked(World):
         """Checks nothing: the formula's counts differ from the ledger's."""
 
     def _publish(self, cut: object) -> None:
-        self.core.publish(self.core.publishing(self.step))
+        self.core.publish(self.core.reserve_version(self.step))
 
 
 def baseline(bound: int) -> dict[str, object]:

@@ -43,7 +43,7 @@ class Fault:
 FAULTS = [
     Fault("gate_one_too_many", "self.outstanding() >= self.rules.capacity", "self.outstanding() > self.rules.capacity"),
     Fault("gate_ignores_interval", "* self.groups_per_batch * self.publish_interval", "* self.groups_per_batch", RULES),
-    Fault("gate_one_batch_more", "return (ahead + 1) * self", "return (ahead + 2) * self", RULES),
+    Fault("gate_one_batch_more", "return (staleness + 1) * self", "return (staleness + 2) * self", RULES),
     Fault("gate_forgets_concurrency", "self.running() + self.rules.group_size > self.rules.max_running", "False"),
     Fault("gate_counts_groups", "        self._running -= 1\n        return self._settle", "        return self._settle"),
     Fault("gate_never_lets_a_large_group_in", "if self.running() and self.running() +", "if self.running() +"),
@@ -54,41 +54,41 @@ FAULTS = [
     Fault("unknown_version_is_fresh", "if oldest is None or staleness is None or (bound", "if oldest is None:\n            return True\n        if staleness is None or (bound"),
     Fault("abandoned_lineage_is_fresh", "return not any(oldest <= version <= last for version in self.abandoned)", "return True"),
     Fault("abandoned_beside_older_is_fresh", "last = oldest if newest is None else newest", "last = oldest"),
-    Fault("put_back_and_issued_again", "        self._recycled = deque(one for one in self._recycled if one.index != group.ticket.index)\n", ""),
-    Fault("put_back_skips_tasks", "            self._recycled.append(self._fresh_ticket())\n", "            self._fresh_ticket()\n"),
+    Fault("put_back_and_issued_again", "        self._recycled = deque(slot for slot in self._recycled if slot.index != group.task_slot.index)\n", ""),
+    Fault("put_back_skips_tasks", "            self._recycled.append(self._new_task_slot())\n", "            self._new_task_slot()\n"),
     Fault("put_back_cannot_be_cut", "        if group.phase is Phase.LEASED:\n            self._ready_order.append(group.id)\n", ""),
-    Fault("stopped_tasks_are_lost", "        self._recycled.append(TaskSlot(ticket.index, None, ticket.stale_retries))\n", ""),
+    Fault("stopped_tasks_are_lost", "        self._recycled.append(TaskSlot(task_slot.index, None, task_slot.stale_retries))\n", ""),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.version else", "return None if oldest is None else"),
     Fault("cut_takes_fewer", "if len(self._ready_order) < size:", "if len(self._ready_order) < 1:"),
     Fault("cut_newest_first", "self._ready_order.popleft() for _ in", "self._ready_order.pop() for _ in"),
-    Fault("stale_is_never_replaced", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
-    Fault("stale_is_replaced_for_ever", "if group.ticket.stale_retries < self.rules.max_stale_retries:", "if True:"),
-    Fault("replaced_twice", "            self._recycled.append(TaskSlot(group", "            self._recycled.append(TaskSlot(group.ticket.index, group.id, 1))\n            self._recycled.append(TaskSlot(group"),
-    Fault("replacement_says_nothing", "TaskSlot(group.ticket.index, group.id, group.ticket.stale_retries + 1)", "TaskSlot(group.ticket.index, None, group.ticket.stale_retries + 1)"),
+    Fault("stale_is_never_replaced", "if task_slot.stale_retries < self.rules.max_stale_retries:", "if False:"),
+    Fault("stale_is_replaced_for_ever", "if task_slot.stale_retries < self.rules.max_stale_retries:", "if True:"),
+    Fault("replaced_twice", "            self._recycled.append(TaskSlot(task", "            self._recycled.append(TaskSlot(task_slot.index, group.id, 1))\n            self._recycled.append(TaskSlot(task"),
+    Fault("replacement_says_nothing", "TaskSlot(task_slot.index, group.id, task_slot.stale_retries + 1)", "TaskSlot(task_slot.index, None, task_slot.stale_retries + 1)"),
     Fault("one_attempt_too_many", "self.failures >= rules.max_attempts", "self.failures > rules.max_attempts", GROUPS),
     Fault("cancelled_counts_as_failure", "State.CANCELLED, outcome, why)\n            return AttemptVerdict.RETRY", "State.CANCELLED, outcome, why)\n            slot.failures += 1\n            return AttemptVerdict.RETRY"),
     Fault("partial_group_too_small", "if len(group.slots) - lost < self.rules.min_group_size:", "if len(group.slots) - lost < self.rules.min_group_size - 1:"),
     Fault("ready_too_early", "if not all(slot.settled(rules) for slot in group.slots):", "if not any(slot.settled(rules) for slot in group.slots):"),
     Fault("no_quarantine", "                self._quarantine(group, outcome, why)\n", "                pass\n"),
     Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
-    Fault("late_end_resurrects", "        if where is None:\n            return AttemptVerdict.LATE", "        if where is None:\n            return AttemptVerdict.RETRY"),
+    Fault("late_end_resurrects", "        if attempt not in self._attempts:\n            return AttemptVerdict.LATE", "        if attempt not in self._attempts:\n            return AttemptVerdict.RETRY"),
     Fault("attempt_left_live", "            if slot.running is not None:\n                self._end_attempt(slot.running", "            if False:\n                self._end_attempt(slot.running"),
-    Fault("version_used_twice", "        self._announced += 1\n", "        self._announced = self.version + 1\n"),
-    Fault("publish_backwards", "if not self.version < version <= self._announced:", "if not version <= self._announced:"),
+    Fault("version_used_twice", "        self._reserved += 1\n", "        self._reserved = self.version + 1\n"),
+    Fault("publish_backwards", "if not self.version < version <= self._reserved:", "if not version <= self._reserved:"),
     Fault("stepped_makes_room_at_once", "            group.phase = Phase.UNPUBLISHED\n", "            group.phase = Phase.UNPUBLISHED\n            del self.groups[group_id]\n"),
     Fault("stepped_never_makes_room", "if g.phase is Phase.UNPUBLISHED]:", "if False]:"),
     Fault("doomed_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
     Fault("doomed_takes_the_admissible", "and version - sampled > bound", "and version - sampled >= bound"),
     Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):"),
-    Fault("resume_loses_tickets", "return AdmissionProgress(self._cursor, [*self._recycled, *open_tickets])", "return AdmissionProgress(self._cursor, [*self._recycled])"),
+    Fault("resume_loses_tickets", "return AdmissionProgress(self._cursor, [*self._recycled, *outstanding])", "return AdmissionProgress(self._cursor, [*self._recycled])"),
     Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
-    Fault("resume_forgets_quarantine", "            self.quarantined.add(one[\"task\"])\n", "            pass\n", RESUME),
-    Fault("resume_forgets_that_it_was_lifted", "            self.quarantined.discard(one[\"task\"])\n", "            pass\n", RESUME),
-    Fault("outages_quarantine_at_a_resume", " and one.get(\"outcome\") != Outcome.INFRA_ERROR", "", RESUME),
+    Fault("resume_forgets_quarantine", "            self.quarantined.add(line[\"task\"])\n", "            pass\n", RESUME),
+    Fault("resume_forgets_that_it_was_lifted", "            self.quarantined.discard(line[\"task\"])\n", "            pass\n", RESUME),
+    Fault("outages_quarantine_at_a_resume", " and line.get(\"outcome\") != Outcome.INFRA_ERROR", "", RESUME),
     Fault("infrastructure_is_the_tasks_fault", "slot.failures += outcome is not Outcome.INFRA_ERROR", "slot.failures += 1"),
-    Fault("infrastructure_has_no_budget", "self.mishaps >= rules.max_infra_attempts", "False", GROUPS),
+    Fault("infrastructure_has_no_budget", "self.infra_failures >= rules.max_infra_attempts", "False", GROUPS),
     Fault("outages_spend_budgets", "        if self.outage.spares(attempt, outcome):\n            self._end", "        if False:\n            self._end"),
-    Fault("outages_do_not_pause", "if (out := self.outage.why) is not None and", "if (out := self.outage.why) is not None and False and"),
+    Fault("outages_do_not_pause", "if (outage := self.outage.why) is not None and", "if (outage := self.outage.why) is not None and False and"),
     Fault("an_outage_without_running_ones_never_ends", "(self.outage.down or self._running)", "True"),
     Fault("attempts_start_in_an_outage", "if not self.outage.may_attempt():", "if False:"),
     Fault("infrastructure_gives_a_task_up", "outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)", "outcome is Outcome.CANCELLED"),
@@ -96,9 +96,9 @@ FAULTS = [
     Fault("probes_are_not_remembered", "            self.probe = attempt\n", "            pass\n", OUTAGE),
     Fault("a_cancelled_probe_stays", "            self.outage.forget(attempt)\n", "            pass\n"),
     Fault("a_failed_probe_ends_the_outage", "            if not infra:\n", "            if True:\n", OUTAGE),
-    Fault("outages_are_never_suspected", "sum(self._recent) >= MOST", "False", OUTAGE),
-    Fault("a_good_probe_is_spared", "return self.why is not None and not found", "return self.why is not None", OUTAGE),
-    Fault("all_is_spared", "return self.why is not None and not found", "return True", OUTAGE),
+    Fault("outages_are_never_suspected", "sum(self._recent) >= THRESHOLD", "False", OUTAGE),
+    Fault("a_good_probe_is_spared", "return self.why is not None and not ends_outage", "return self.why is not None", OUTAGE),
+    Fault("all_is_spared", "return self.why is not None and not ends_outage", "return True", OUTAGE),
     Fault("outages_are_not_in_the_book", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.filtered_in_a_row += 1\n", ""),
     Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        for", "        for"),
@@ -128,16 +128,16 @@ def caught(fault: Fault, copy: Path) -> bool:
 
 
 def overlay(copy: Path) -> None:
-    """Makes a tree of links to the repository, except for the changed file."""
-    for one in ("tests", "examples", "pyproject.toml"):
-        (copy / one).symlink_to(ROOT / one)
-    for one in (ROOT / "tidegate").rglob("*"):
-        target = copy / one.relative_to(ROOT)
-        if one.is_dir() and not one.is_symlink():
+    """Link the repository into `copy`, except for the files that `caught` writes."""
+    for name in ("tests", "examples", "pyproject.toml"):
+        (copy / name).symlink_to(ROOT / name)
+    for path in (ROOT / "tidegate").rglob("*"):
+        target = copy / path.relative_to(ROOT)
+        if path.is_dir() and not path.is_symlink():
             target.mkdir(parents=True, exist_ok=True)
-        elif one.relative_to(ROOT) not in FILES and "__pycache__" not in one.parts:
+        elif path.relative_to(ROOT) not in FILES and "__pycache__" not in path.parts:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(one)
+            target.symlink_to(path)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from common import Check, report
 
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.simulation.calibrate import rules_of, scenario_of
+from tidegate.simulation.calibrate import admission_rules, scenario_of
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import AgentModel, EngineModel, RuleModel, Scenario, Spread, TrainerModel
 from tidegate.simulation.world import SimulatedRun
@@ -105,7 +105,7 @@ def predicted(calibrated: Scenario, settings: Settings) -> Rate:
     steps = settings.trainer.steps - 1
     found = [
         SimulatedRun(
-            calibrated.model_copy(update={"rules": rules_of(settings), "steps": steps, "seed": seed})
+            calibrated.model_copy(update={"rules": admission_rules(settings), "steps": steps, "seed": seed})
         ).run()
         for seed in range(SEEDS)
     ]

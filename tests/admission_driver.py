@@ -25,7 +25,7 @@ from tidegate.trainer.ledger.recovery import LedgerState
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
-SEALED = (Phase.READY, Phase.LEASED, Phase.CUT)
+SEALED = (Phase.READY, Phase.LEASED, Phase.SELECTED)
 
 FAILURES = [
     Outcome.AGENT_ERROR, Outcome.TIMEOUT, Outcome.INFRA_ERROR, Outcome.REWARD_ERROR, Outcome.CANCELLED,
@@ -46,7 +46,8 @@ class Marker:
     published: int = 0
 
     def checkpoint(self) -> Checkpoint:
-        state = asdict(self.progress) | {"ledger": self.position}
+        progress = asdict(self.progress)
+        state = {"cursor": progress["cursor"], "tickets": progress["task_slots"], "ledger": self.position}
         return Checkpoint(Path(), self.step, state)
 
 
@@ -100,7 +101,7 @@ class World:
             groups_per_batch=self.rules.groups_per_batch, minibatches=parts, streaming=parts > 1
         )
         self.cuts = settings.cuts
-        self.core = Start(Path()).open_book(self.enter, self.rules, {}).admission
+        self.core = Start(Path()).restore_admission(self.enter, self.rules, {}).admission
 
     # -------------------------------------------------------------- independent checks
 
@@ -248,7 +249,7 @@ class World:
 
     def _event(self) -> None:
         if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
-            self.core.outage.report(None if self.core.outage.down else "no engine")
+            self.core.outage.set_down(None if self.core.outage.down else "no engine")
         self.attempt_waiting()
         roll = self.rng.random()
         if roll < 0.25 and self.core.blocked_by() is None:
@@ -263,8 +264,8 @@ class World:
             self.check()
 
     def start(self) -> None:
-        ticket = self.core.next_ticket()
-        group = self.core.start_group(ticket, f"task{ticket.index}")
+        task_slot = self.core.next_task_slot()
+        group = self.core.start_group(task_slot, f"task{task_slot.index}")
         if group is None:
             return
         self.oldest[group.id] = self.core.version
@@ -307,19 +308,19 @@ class World:
 
     def train(self) -> None:
         size = self.cuts[len(self.parts)]
-        part = self.core.cut(size)
+        part = self.core.select_batch(size)
         if part is None:
             return
         assert len(part.groups) == size
         self.parts.append(part)
         if len(self.parts) < len(self.cuts):
             return  # streaming: the other minibatches are assembled when their groups are ready
-        cut, self.parts = BatchSelection.of(self.parts), []
-        assert len(cut.groups) == self.rules.groups_per_batch
+        selection, self.parts = BatchSelection.of(self.parts), []
+        assert len(selection.groups) == self.rules.groups_per_batch
         self.step += 1
-        self.files.update(cut.groups)
-        self.core.step(cut, self.step)
-        self._publish(cut)
+        self.files.update(selection.groups)
+        self.core.step(selection, self.step)
+        self._publish(selection)
         if self.rng.random() < 0.2:
             self._commit()
 
@@ -332,12 +333,12 @@ class World:
         self.trained.update(self.stepped)
         self.stepped.clear()
 
-    def _publish(self, cut: BatchSelection) -> None:
+    def _publish(self, selection: BatchSelection) -> None:
         if self.step % self.rules.publish_interval:
             return
-        version = self.core.publishing(self.step)
+        version = self.core.reserve_version(self.step)
         sampled = {name: self.oldest[name] for name in self.core.groups}
-        for group in self.core.doomed(version, sampled):
+        for group in self.core.will_be_stale(version, sampled):
             self.core.end_stale(group, version, sampled[group])
         self.core.publish(version)
 
@@ -364,13 +365,13 @@ class World:
     def _resume(self, sealed: set[str]) -> None:
         past = LedgerState()
         for one in self.book:
-            past.read(one)
+            past.apply(one)
         marker = self.marker
         self.lost_versions |= set(self.published[marker.published if marker else 1 :])
         checkpoint = marker.checkpoint() if marker else None
         start = Start(Path(), marker.step if marker else 0, past.highest_version + 1, past, checkpoint)
         past.abandon(start.position)
-        kept = {name: self._tokens(past, name) for name in start.unended() & self.files}
+        kept = {name: self._tokens(past, name) for name in start.open_groups() & self.files}
         for name in list(kept):
             if self.rng.random() < 0.02:
                 del kept[name]
@@ -378,7 +379,7 @@ class World:
         self.parts.clear()
         # Opening writes entries, which are checked against this version.
         self.core.version = start.version
-        self.core = start.open_book(self.enter, self.rules, kept, sealed).admission
+        self.core = start.restore_admission(self.enter, self.rules, kept, sealed).admission
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the trajectory file holds it."""

@@ -17,7 +17,7 @@ from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.loggers.composite import CompositeObserver
-from tidegate.trainer.loggers.registry import check_loggers, loggers_of
+from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.processes.local import LocalProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -90,7 +90,7 @@ class Launch:
             set_aside(settings.run_dir)
         self._settings = settings
         self._view = view
-        self._observer = CompositeObserver([view, *loggers_of(settings, view.note)])
+        self._observer = CompositeObserver([view, *make_loggers(settings, view.note)])
         self._run = Run(settings, environment, self._observer, start=start, parts=parts)
 
     async def run(self) -> int:
@@ -104,7 +104,7 @@ class Launch:
                 result = await run.train()
                 code = 0 if result.status == "completed" else STOPPED
             except TidegateError as error:
-                result = RunResult("failed", str(error), run.steps_done, run.before, run.after)
+                result = RunResult("failed", str(error), run.steps_done, run.initial_eval, run.final_eval)
                 code = error.exit_code
             _finish(self._settings, self._observer, result)
             return code
@@ -175,8 +175,8 @@ def _finish(settings: Settings, observer: Observer, result: RunResult) -> None:
         {
             "status": result.status,
             "why": result.why,
-            "before": result.before or None,
-            "after": result.after or None,
+            "before": result.initial_eval or None,
+            "after": result.final_eval or None,
             "checkpoint": str(newest[-1].parent) if newest else None,
             "report": report,
             "resume": _go_on(settings, result),

@@ -119,7 +119,7 @@ def ledger(run_dir: Path) -> list[dict[str, Any]]:
 def held(run_dir: Path) -> Audit:
     """The run's audit, which must pass."""
     audit = audit_run(run_dir)
-    assert audit.holds, audit.findings
+    assert audit.consistent, audit.findings
     return audit
 
 

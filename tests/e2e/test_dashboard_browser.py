@@ -270,7 +270,7 @@ async def test_a_run_that_goes_on_is_seen_going_on(port: int, tmp_path: Path) ->
             newest = "document.querySelector('[data-title=Staleness]')?.dataset.chart.includes('[5.0,')"
             assert not await page.look(newest)
             write_step(run, 5)
-            run.ledger.book(entry("run", "ended", step=5, version=5))
+            run.ledger.record(entry("run", "ended", step=5, version=5))
             await page.until(newest)
             await page.until("document.querySelector('.light.ended')")
             assert await page.look("window.stayed")

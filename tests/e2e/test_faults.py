@@ -113,8 +113,8 @@ def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> No
     assert len(again) == dead.groups["stepped"] > 0
     assert "go on and" in run.output()
     said = " ".join(run.output().split())
-    assert "the book holds" in said
-    assert "the book does not hold" not in said
+    assert "the ledger is consistent" in said
+    assert "the ledger is inconsistent" not in said
 
 
 def test_a_second_ctrl_c_stops_at_once_and_nothing_outlives_it(tmp_path: Path) -> None:

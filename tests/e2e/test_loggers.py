@@ -19,7 +19,7 @@ def test_a_run_outlives_its_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with training(run_dir, "--trainer.steps=2", "--run.loggers=['tensorboard', 'wandb']") as run:
         assert run.wait() == 0, run.output()[-3000:]
     output = " ".join(run.output().split())
-    assert output.count("the logger tensorboard is left out from here on") == 1, output
+    assert output.count("the logger tensorboard is disabled") == 1, output
     assert "the logger wandb" not in output
     assert [line["step"] for line in metrics(run_dir)] == [0, 1, 2]
     assert held(run_dir).groups["trained"] == 8

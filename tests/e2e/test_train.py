@@ -162,7 +162,7 @@ DEMO = "examples/demo/config.toml"
         (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
         (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
         (["--run.name", "../x"], 2, "it names one directory in run.dir"),
-        (["--run.dir", "Makefile"], 3, "run.dir = Makefile: Makefile/demo cannot be written"),
+        (["--run.dir", "Makefile"], 3, "run.dir = Makefile: cannot write Makefile/demo: "),
         (["--engine.urls", '["http://127.0.0.1:9"]'], 3, "engine.urls: no engine answers at"),
     ],
 )

@@ -80,7 +80,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     running = asyncio.create_task(rollout.run())
     try:
         async with asyncio.timeout(60):
-            batch = await batches.next()
+            batch = await batches.next_batch()
             batch.advantages = [[0.0, 0.0]]
             files.batch(batch, 1)
             await Evaluator(

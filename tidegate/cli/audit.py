@@ -12,7 +12,7 @@ def add(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "audit",
         help="prove a run's ledger from its files",
-        description="Prove a run's ledger from its files; exits with 1 where it does not hold.",
+        description="Prove a run's ledger from its files; exits with 1 if it is inconsistent.",
     )
     verb.add_argument("run_dir", type=Path)
     verb.set_defaults(run=run)
@@ -23,4 +23,4 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
     audit = audit_run(run_directory(arguments.run_dir))
     print(table(audit))
-    return 0 if audit.holds else 1
+    return 0 if audit.consistent else 1

@@ -24,7 +24,7 @@ from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
 from tidegate.loading import did_you_mean
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.records.trajectories import bounded_answer, readable
+from tidegate.trainer.records.trajectories import bounded_answer, encode_trajectory
 from tidegate.types import Sampling, Task
 
 RESULTS = "results.json"
@@ -189,7 +189,7 @@ def _line(episode: SampledEpisode, temperature: float) -> bytes:
         "eval_set": episode.eval_set,
         "mode": "sampled" if temperature > 0 else "greedy",
         "sample": episode.sample,
-        **readable(episode.trajectory),
+        **encode_trajectory(episode.trajectory),
         "answer": bounded_answer(episode.task.answer),
     }
     return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"

@@ -104,7 +104,7 @@ def scenario_of(run_dir: Path) -> Scenario:
             max_concurrency=settings.agent.max_concurrency,
         ),
         trainer=_trainer(rows),
-        rules=rules_of(settings),
+        rules=admission_rules(settings),
     )
 
 
@@ -217,7 +217,7 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
     )
 
 
-def rules_of(settings: Settings) -> RuleModel:
+def admission_rules(settings: Settings) -> RuleModel:
     """The rules that a run of these settings has."""
     trainer = settings.trainer
     return RuleModel(

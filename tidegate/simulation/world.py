@@ -75,7 +75,7 @@ class SimulatedRun:
     def run(self) -> Figures:
         warm = max(1, self.scenario.steps // 10)
         self._start_groups()
-        while self._step < self.scenario.steps and not self._core.hopeless() and self.clock.step():
+        while self._step < self.scenario.steps and not self._core.no_progress_reason() and self.clock.step():
             if self._step == warm and not self._tally.begun:
                 self._tally.begin(warm)
         return self._tally.figures(self._step, self.scenario)
@@ -84,8 +84,8 @@ class SimulatedRun:
 
     def _start_groups(self) -> None:
         while self._core.blocked_by() is None:
-            ticket = self._core.next_ticket()
-            group = self._core.start_group(ticket, f"t{ticket.index}")
+            task_slot = self._core.next_task_slot()
+            group = self._core.start_group(task_slot, f"t{task_slot.index}")
             if group is None:
                 continue
             self._attempts[group.id] = {}
@@ -174,7 +174,7 @@ class SimulatedRun:
             group = self._ready.popleft()
             if group not in self._core.groups:
                 continue
-            standing = self._core.groups[group].standing()
+            standing = self._core.groups[group].successful_attempts()
             oldest = [self._attempts[group][one].oldest for one in standing]
             self._core.lease(group, min((one for one in oldest if one is not None), default=None))
             if self._rng.random() < self.scenario.agent.alike:
@@ -182,28 +182,30 @@ class SimulatedRun:
                 self._forget(group, "filtered")
         for group in self._core.sweep():
             self._forget(group, "stale")
-        cut = self._core.cut()
-        if cut is not None:
+        selection = self._core.select_batch()
+        if selection is not None:
             self._waiting = False
             self._tally.waited_s += self.clock.now - self._waits_since
-            self._train(cut)
+            self._train(selection)
         self._start_groups()
 
-    def _train(self, cut: BatchSelection) -> None:
-        tokens = sum(one.sampled for group in cut.groups for one in self._attempts.pop(group).values())
+    def _train(self, selection: BatchSelection) -> None:
+        tokens = sum(one.sampled for group in selection.groups for one in self._attempts.pop(group).values())
         model = self.scenario.trainer
-        self._tally.batch(cut.staleness, tokens)
-        self.clock.after(model.step_s + tokens * model.token_s / model.count, lambda: self._stepped(cut))
+        self._tally.batch(selection.staleness, tokens)
+        self.clock.after(
+            model.step_s + tokens * model.token_s / model.count, lambda: self._stepped(selection)
+        )
 
-    def _stepped(self, cut: BatchSelection) -> None:
+    def _stepped(self, selection: BatchSelection) -> None:
         self._step += 1
-        self._core.step(cut, self._step)
+        self._core.step(selection, self._step)
         self._core.commit()
         self.progress(self._step)
         if self._step % self.scenario.rules.publish_interval:
             self._wait_again()
         else:
-            self._publish(self._core.publishing(self._step))
+            self._publish(self._core.reserve_version(self._step))
 
     def _publish(self, version: int) -> None:
         sampled = {
@@ -211,7 +213,7 @@ class SimulatedRun:
             for group, attempts in self._attempts.items()
             if self._core.groups[group].phase in (Phase.RUNNING, Phase.READY)
         }
-        for group in self._core.doomed(version, sampled):
+        for group in self._core.will_be_stale(version, sampled):
             self._core.end_stale(group, version, sampled[group])
             self._forget(group, "stale")
         self._start_groups()

@@ -1,4 +1,4 @@
-"""The training loop, on one screen: lease → advantage → loss → step → publish."""
+"""Training loop: lease → advantage → loss → step → publish."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tidegate.trainer.records.recorder import Recorder
 
 T = TypeVar("T")
 MAX_SKIPPED = 3
-CHANGED = -2
-"""Stands for the version of weights that were not published yet: no token was sampled from them."""
+UNPUBLISHED = -2
+"""Version of weights that are not published: no token was sampled from them."""
 
 
 @dataclass(slots=True)
 class Loop:
-    """Owns nothing but the order of things; each component is handed what it needs and knows no loop."""
+    """Defines only the order of operations. Components are injected and never reference the loop."""
 
     settings: TrainerSettings
     admission: Admission
@@ -42,26 +42,28 @@ class Loop:
     skipped: int = 0
 
     async def run(self) -> None:
-        """Train until `settings.steps`, or until `stop` is set and the step in hand is done."""
+        """Train until `settings.steps`, or until `stop` is set and the current step is finished."""
         while self.step < self.settings.steps:
             began = time.monotonic()
-            parts = await self._gather()
+            parts = await self._next_batch()
             if parts is None:
                 return
-            with self._line(began) as metrics:
-                await whole(self._train(parts, metrics))
+            with self._metrics_line(began) as metrics:
+                await run_to_completion(self._train(parts, metrics))
                 if self.skipped:
                     continue
                 if self.settings.publishes(self.step):
                     metrics["time/publish"] = await self._publish()
                 metrics |= await self.evaluate(self.step)
             if self.step % self.settings.checkpoint_every == 0:
-                await whole(self.checkpoint(self.step))
+                await run_to_completion(self.checkpoint(self.step))
 
     @contextlib.contextmanager
-    def _line(self, began: float) -> Iterator[dict[str, float]]:
-        """The metrics of the step that is taken meanwhile. It has its line also where the run ends before the
-        next one, for it is committed then; a step that is skipped has none."""
+    def _metrics_line(self, began: float) -> Iterator[dict[str, float]]:
+        """Record the metrics of the step in the `with` block, even if it raises; a skipped step has none.
+
+        A step is committed even if the run ends during its publish or evaluation, so it needs its line.
+        """
         metrics: dict[str, float] = {}
         try:
             yield metrics
@@ -70,61 +72,63 @@ class Loop:
                 metrics["time/step"] = time.monotonic() - began
                 self.recorder.step(self.step, metrics)
 
-    async def _gather(self) -> list[Batch] | None:
-        """Cut the next batch; None when it is time to stop. When streaming it comes in minibatches, and each
-        but the last is learned from before the next one is waited for."""
+    async def _next_batch(self) -> list[Batch] | None:
+        """Wait for the next batch; None if the run stops first.
+
+        A streamed batch comes in minibatches; gradients of each are accumulated before waiting for the next.
+        """
         parts: list[Batch] = []
         for number in self.settings.cuts:
             if parts:
-                await whole(self._learn(parts[-1]))
-            part = await unless(self.stop, self.batches.next(number))
+                await run_to_completion(self._accumulate(parts[-1]))
+            part = await unless_stopped(self.stop, self.batches.next_batch(number))
             if part is None:
                 return None
             part.advantages = self.credit(part.groups)
             parts.append(part)
         return parts
 
-    async def _learn(self, part: Batch) -> None:
-        fresh = self.step == 0 or self.settings.publishes(self.step)
-        version = self.admission.version if fresh else CHANGED
+    async def _accumulate(self, part: Batch) -> None:
+        published = self.step == 0 or self.settings.publishes(self.step)
+        version = self.admission.version if published else UNPUBLISHED
         await asyncio.to_thread(self.policy.add, part.rows(), version)
 
     async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
-        """One optimiser step, entered in the ledger as soon as it is done; `metrics` is told what it was."""
-        await self._learn(parts[-1])
-        found = await asyncio.to_thread(self.policy.finish)
+        """Take one optimiser step, record it in the ledger, and add its metrics to `metrics`."""
+        await self._accumulate(parts[-1])
+        update = await asyncio.to_thread(self.policy.finish)
         batch = Batch.of(parts)
-        self.skipped = self.skipped + 1 if found["skipped"] else 0
+        self.skipped = self.skipped + 1 if update["skipped"] else 0
         if self.skipped:
             await self._skip(batch)
             return
         self.step += 1
         self.recorder.batch(batch, self.step)
-        metrics |= self.recorder.batch_metrics(batch, self.step) | found
+        metrics |= self.recorder.batch_metrics(batch, self.step) | update
         await self.batches.stepped(batch, self.step)
 
     async def _skip(self, batch: Batch) -> None:
         groups = ", ".join(self.policy.non_finite)
         await self.batches.skip(batch)
-        self.recorder.note(f"a loss or gradient was not finite, the step is skipped; groups: {groups}")
+        self.recorder.note(f"skipped a step whose loss or gradient was not finite; groups: {groups}")
         if self.skipped >= MAX_SKIPPED:
             raise TrainingError(
                 f"{MAX_SKIPPED} steps in a row had a loss or gradient that is not finite; the last groups: "
-                f"{groups}. Lower trainer.learning_rate, or look at these groups' trajectories"
+                f"{groups}. Lower trainer.learning_rate, or inspect these groups' trajectories"
             )
 
     async def _publish(self) -> float:
         began = time.monotonic()
-        version = self.admission.publishing(self.step)
+        version = self.admission.reserve_version(self.step)
         await self.publisher.publish(version)
         self.admission.publish(version)
-        self.batches.freed()
+        self.batches.on_freed()
         return time.monotonic() - began
 
 
-async def unless(stop: asyncio.Event, waited: Coroutine[Any, Any, T]) -> T | None:
-    """What is waited for, or None if `stop` comes first (the wait is cancelled then)."""
-    work, stopped = asyncio.create_task(waited), asyncio.create_task(stop.wait())
+async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """Return the coroutine's result; if `stop` is set first, cancel it and return None."""
+    work, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
@@ -134,9 +138,9 @@ async def unless(stop: asyncio.Event, waited: Coroutine[Any, Any, T]) -> T | Non
         await asyncio.gather(work, stopped, return_exceptions=True)
 
 
-async def whole(indivisible: Awaitable[T]) -> T:
-    """Run something to its end even if the caller is cancelled meanwhile; then be cancelled."""
-    task = asyncio.ensure_future(indivisible)
+async def run_to_completion(awaitable: Awaitable[T]) -> T:
+    """Await to the end even if the caller is cancelled meanwhile; then raise CancelledError."""
+    task = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""One training run: starts its processes, puts the parts together, and ends them in order."""
+"""One training run: starts its processes, connects the components, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidegate.trainer.ledger.audit import audit_run, summary
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
-from tidegate.trainer.loop import Loop, unless, whole
+from tidegate.trainer.loop import Loop, run_to_completion, unless_stopped
 from tidegate.trainer.policy.policy import Learner
 from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.local import LocalProcesses
@@ -44,29 +44,39 @@ from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import Episodes
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.trainer.rollout.pause import Pause
-from tidegate.trainer.rollout.rollout import Rollout, cancel_doomed
-from tidegate.trainer.start import ResumedRun, Start, base_model, rules_of, take_over
+from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
+from tidegate.trainer.start import ResumedRun, Start, admission_rules, base_model, take_over
 
 STATE_S = 0.5
-FULL = (errno.ENOSPC, errno.EDQUOT)
-OF_DISKS = (*FULL, errno.EIO, errno.EROFS)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What came of a run; `before` and `after` are the metrics of its first and last evaluation."""
+    """Result of a run; `initial_eval` and `final_eval` are metrics of its first and last evaluation."""
 
     status: str
     why: str | None
     step: int
-    before: dict[str, float]
-    after: dict[str, float]
+    initial_eval: dict[str, float]
+    final_eval: dict[str, float]
 
 
 class Run:
-    """A run, put together. `train()` is called once. `start` is where it goes on, from the base model by
-    default; `credit` replaces the settings' advantages, and `parts` says where its processes are, on this
-    machine by default. Raises StartError or ConfigError before anything is written."""
+    """A training run. `train()` is called once.
+
+    Args:
+        settings: Settings of the run.
+        environment: Tasks and rewards.
+        observer: Shows progress.
+        start: Where to start; by default at the base model.
+        credit: Computes advantages; by default as the settings say.
+        parts: Provides the run's processes; by default on this machine.
+
+    Raises:
+        StartError, ConfigError: Before anything is written.
+    """
 
     def __init__(
         self,
@@ -86,8 +96,8 @@ class Run:
         self.dir = settings.run_dir.absolute()
         find_device("trainer.device", settings.trainer.device)
         self.start = start or Start.of(settings, resume=False)
-        self.before: dict[str, float] = {}
-        self.after: dict[str, float] = {}
+        self.initial_eval: dict[str, float] = {}
+        self.final_eval: dict[str, float] = {}
         self.stop = asyncio.Event()
         self._began = time.monotonic()
 
@@ -95,12 +105,12 @@ class Run:
     def steps_done(self) -> int:
         return self.loop.step if hasattr(self, "loop") else self.start.step
 
-    # ------------------------------------------------------------------ the run, from begin to end
+    # ------------------------------------------------------------------ phases
 
     async def train(self) -> RunResult:
-        """Train to the end, to `stop`, or to an error; whatever happens, a checkpoint says where it is.
+        """Train to the last step, to `stop`, or to an error, and write a checkpoint in every case.
 
-        Raises TidegateError after everything was put in order.
+        Raises TidegateError after shutdown.
         """
         self._guard = TaskSupervisor()
         try:
@@ -108,53 +118,53 @@ class Run:
             async with contextlib.AsyncExitStack() as stack:
                 try:
                     await self._assemble(stack)
-                    await self._to_the_end()
+                    await self._train_and_end()
                 finally:
                     await self._guard.close()
         except OSError as error:
-            raise _in_words(error, self.dir) from error
+            raise _translate_os_error(error, self.dir) from error
         status = "interrupted" if self.loop.step < self.settings.trainer.steps else "completed"
-        return RunResult(status, None, self.loop.step, self.before, self.after)
+        return RunResult(status, None, self.loop.step, self.initial_eval, self.final_eval)
 
-    async def _to_the_end(self) -> None:
+    async def _train_and_end(self) -> None:
         try:
             await self._guard.run(self._train())
         finally:
-            await whole(self._end())
+            await run_to_completion(self._end())
 
     async def _train(self) -> None:
-        await self._first_look()
+        await self._initial_evaluation()
         if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
             self._guard.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
     async def _end(self) -> None:
-        """Account for what is left, then commit."""
+        """Cancel running groups, record the end, and commit."""
         await self.rollout.stop()
-        self.ledger.book(entry("run", "ended", step=self.loop.step, version=self.admission.version))
+        self.ledger.record(entry("run", "ended", step=self.loop.step, version=self.admission.version))
         await self._checkpoint(self.loop.step)
 
-    # ------------------------------------------------------------------ putting it together
+    # ------------------------------------------------------------------ assembly
 
     def _prepare(self) -> None:
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
         self.dir.chmod(0o700)
-        kept = self.dir / "config.toml"
-        self._changed = self._differences(kept)
+        config = self.dir / "config.toml"
+        self._changed = self._differences(config)
         part = self.dir / ".config.toml.partial"
         part.write_text(sections.dump(self.settings), encoding="utf-8")
         with failpoints.around("config"):
-            part.replace(kept)
+            part.replace(config)
 
-    def _differences(self, kept: Path) -> str:
-        """What is set otherwise than before, of a run that is gone on with."""
-        if not (self.start.past.epoch and kept.exists()):
+    def _differences(self, config: Path) -> str:
+        """Return the settings that differ from those before the resume."""
+        if not (self.start.past.epoch and config.exists()):
             return ""
         try:
-            return ", ".join(sections.differences(load_settings(kept), self.settings))
+            return ", ".join(sections.differences(load_settings(config), self.settings))
         except ConfigError as error:
-            return f"not known, as those before cannot be read: {error}"
+            return f"unknown, as the earlier settings cannot be read: {error}"
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
@@ -170,16 +180,16 @@ class Run:
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
         files = TrajectoryFiles(self.dir)
         log = MetricsLog(self.dir)
-        # Before the book says that those steps are lost: it is held against these lines at any moment.
+        # Before the ledger records that those steps are lost: an audit may compare the two at any time.
         log.truncate_after(self.start.step)
-        opened = await self._open_book(files)
-        self.admission = opened.admission
+        resumed = await self._resume(files)
+        self.admission = resumed.admission
         episodes = Episodes(
             self.gateway, processes.worker, settings.agent.deadline_s, epoch=self.admission.epoch
         )
         self.tokens = TokenCounts()
         self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
-        engines.on_look = self._engines_seen
+        engines.on_look = self._set_serving
         self.rollout = Rollout(
             settings, self.admission, episodes, self.environment, files.lost,
             DeadLetters(self.dir).write, self.pause, self.tokens,
@@ -188,12 +198,12 @@ class Run:
             self.gateway,
             self.admission,
             self.rollout.wake,
-            GroupCredit(settings.trainer).keeps,
+            GroupCredit(settings.trainer).should_train,
             self.tokens,
             self.rollout.answer,
         )
-        for group in opened.held:
-            self.batches.hold(group)
+        for group in resumed.leased:
+            self.batches.add(group)
         self.evaluator = Evaluator(
             settings,
             episodes,
@@ -227,9 +237,10 @@ class Run:
             )
             stack.callback(sender.close)
         return Publisher(
-            self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_doomed, engines.hold,
-            engines.restore, (self.start.weights, self.start.version), restart_s(settings.engine), sender,
-            self.parts.place, lambda: self.pause.on and not self.stop.is_set(),
+            self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_stale_groups,
+            engines.hold, engines.restore, (self.start.weights, self.start.version),
+            restart_s(settings.engine), sender,
+            self.parts.place, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
@@ -240,28 +251,30 @@ class Run:
         return policy
 
     def _live(self) -> tuple[Path, int]:
-        """What engines should serve at this moment."""
+        """Return the weights that engines should serve now, and their version."""
         return self.publisher.live if hasattr(self, "publisher") else (self.start.weights, self.start.version)
 
-    async def _open_book(self, files: TrajectoryFiles) -> ResumedRun:
-        """Go on with the ledger; of a resumed run, put right what its death left, and say what it was."""
+    async def _resume(self, files: TrajectoryFiles) -> ResumedRun:
+        """Begin a new epoch of the ledger; if the run is resumed, report what continues."""
         start = self.start
-        opened = await take_over(start, self.gateway, files, self.ledger.book, rules_of(self.settings))
+        resumed = await take_over(
+            start, self.gateway, files, self.ledger.record, admission_rules(self.settings)
+        )
         if start.past.epoch:
             self.observer.note(
-                f"resumed at step {start.step} as version {start.version}. Of the groups behind it "
-                f"{opened.going} go on and {len(opened.stale)} are stale by now; {len(opened.cancelled)} in "
-                "flight are cancelled"
+                f"resumed at step {start.step} as version {start.version}. Groups that had not ended: "
+                f"{resumed.continued} continue, {len(resumed.stale)} are stale, "
+                f"{len(resumed.cancelled)} are cancelled"
             )
             if self._changed:
                 self.observer.note(f"settings that differ from before: {self._changed}")
             self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
-        return opened
+        return resumed
 
-    # ------------------------------------------------------------------ what the parts ask for
+    # ------------------------------------------------------------------ callbacks of the components
 
     async def _checkpoint(self, step: int) -> None:
-        """The commit point: everything up to here is trained for good."""
+        """Write a checkpoint, the commit point of all steps so far."""
         progress = self.admission.progress()
         state: dict[str, Any] = {
             "ledger": self.ledger.position,
@@ -270,34 +283,34 @@ class Run:
             "version": self.admission.version,
             "highest_version": self.admission.version,
             "cursor": progress.cursor,
-            "tickets": [asdict(ticket) for ticket in progress.tickets],
+            "tickets": [asdict(task_slot) for task_slot in progress.task_slots],
         }
         self.ledger.sync()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
-        # Until the first publish after a resume, what engines serve and come up with is in its checkpoint.
+        # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
         live = {self.start.step} if self.publisher.live[0] == self.start.weights else set()
         await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints, live)
 
-    async def _first_look(self) -> None:
-        """The held-out reward before the first step; the yardstick for everything after it."""
-        known = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
-        if known is not None:
-            self.before = {key: value for key, value in known.items() if key.startswith("eval/")}
+    async def _initial_evaluation(self) -> None:
+        """Evaluate before the first step, unless an earlier start of the run did."""
+        recorded = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
+        if recorded is not None:
+            self.initial_eval = {key: value for key, value in recorded.items() if key.startswith("eval/")}
             return
-        found = await unless(self.stop, self.evaluator.full(0))
-        if found is None:
+        evaluation = await unless_stopped(self.stop, self.evaluator.full(0))
+        if evaluation is None:
             return
-        if not any(episode.reward is not None for _, _, episode in found.episodes):
-            reason, number = found.reasons.most_common(1)[0]
-            raise HopelessError(f"no held-out episode succeeded; {number} of them: {reason}")
-        self._note_failures(found)
-        await self._keep_best(0, found.metrics)
-        self.before = self.after = found.metrics
-        self.recorder.step(0, dict(found.metrics))
+        if not any(episode.reward is not None for _, _, episode in evaluation.episodes):
+            reason, number = evaluation.reasons.most_common(1)[0]
+            raise HopelessError(f"no held-out episode succeeded; {number} of them failed with: {reason}")
+        self._note_failures(evaluation)
+        await self._keep_best(0, evaluation.metrics)
+        self.initial_eval = self.final_eval = evaluation.metrics
+        self.recorder.step(0, dict(evaluation.metrics))
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """The evaluation due at `step`, if any. It stands between two publishes, so it sees one version."""
+        """Run the evaluation that is due at `step`, if any. No publish happens during it."""
         settings = self.settings.eval
         if step == self.settings.trainer.steps:
             await self.rollout.stop()
@@ -306,34 +319,34 @@ class Run:
             due = self.evaluator.interim(step)
         else:
             return {}
-        found = await unless(self.stop, due)
-        if found is None:
+        evaluation = await unless_stopped(self.stop, due)
+        if evaluation is None:
             return {}
-        self._note_failures(found)
-        await self._keep_best(step, found.metrics)
-        self.after = found.metrics
-        return found.metrics
+        self._note_failures(evaluation)
+        await self._keep_best(step, evaluation.metrics)
+        self.final_eval = evaluation.metrics
+        return evaluation.metrics
 
     async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
-        """What was evaluated is what is live on the engines."""
+        """Keep the weights that are live on the engines if they score best."""
         if "eval/reward" in metrics:
             weights, version = self.publisher.live
             await asyncio.to_thread(self.best.offer, weights, step, version, metrics["eval/reward"])
 
-    def _note_failures(self, found: Evaluation) -> None:
-        for reason, number in found.reasons.most_common(3):
+    def _note_failures(self, evaluation: Evaluation) -> None:
+        for reason, number in evaluation.reasons.most_common(3):
             self.observer.note(f"evaluation: {number} episodes failed: {reason}")
 
-    async def _cancel_doomed(self, version: int) -> None:
-        await cancel_doomed(version, self.admission, self.gateway, self.rollout.end_stale)
+    async def _cancel_stale_groups(self, version: int) -> None:
+        await cancel_stale_groups(version, self.admission, self.gateway, self.rollout.end_stale)
 
-    def _engines_seen(self, serving: bool) -> None:
-        self.pause.engines(serving)
+    def _set_serving(self, serving: bool) -> None:
+        self.pause.set_serving(serving)
         self.rollout.wake()
 
     def _last_progress(self) -> float:
-        if self.pause.on:
-            return time.monotonic()  # it waits, within a limit of its own
+        if self.pause.active:
+            return time.monotonic()  # a pause has its own limit
         return max(
             self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
         )
@@ -343,15 +356,15 @@ class Run:
             f"{number} {state}" for state, number in self.admission.group_counts.items() if number
         )
         phases = [group.phase.value for group in self.admission.groups.values()]
-        where = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
+        outstanding = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
         failure = f"; the last failure: {self.rollout.last_failure}" if self.rollout.last_failure else ""
         return (
             f"the trainer waits for {self.settings.trainer.groups_per_batch} ready groups at step "
-            f"{self.loop.step}. Groups outstanding: {where}. Ledger: {counts or 'empty'}{failure}"
+            f"{self.loop.step}. Groups outstanding: {outstanding}. Ledger: {counts or 'empty'}{failure}"
         )
 
     def snapshot(self) -> dict[str, float]:
-        """The groups and attempts by state, and how far rollout is."""
+        """Return counts of groups, attempts, episodes and tokens."""
         admission, rollout = self.admission, self.rollout
         counts = {f"groups/{state}": float(admission.group_counts[state]) for state in State}
         phases = [group.phase.value for group in admission.groups.values()]
@@ -371,15 +384,15 @@ class Run:
         }
 
 
-def _in_words(error: OSError, run_dir: Path) -> TidegateError:
-    """What an error of the operating system means for a run: files that cannot be had, or anything else, such
-    as a connection or a deadline, whose traceback is kept in the log."""
-    if error.filename or error.errno in OF_DISKS:
-        remedy = "make room" if error.errno in FULL else "make it usable"
+def _translate_os_error(error: OSError, run_dir: Path) -> TidegateError:
+    """Translate an OSError: a file error into StorageError, any other (say, of a connection) into a
+    TidegateError that names the log with its traceback."""
+    if error.filename or error.errno in DISK_ERRORS:
+        remedy = "free some space" if error.errno in DISK_FULL else "make it accessible"
         where = error.filename or run_dir
-        return StorageError(f"{where}: {error.strerror or error}; {remedy}, then go on with --resume")
+        return StorageError(f"{where}: {error.strerror or error}; {remedy}, then continue with --resume")
     log = run_dir / "logs" / "trainer-0.log"
     with log.open("a", encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
-    return TidegateError(f"the run failed of {what}; {log} says where. Go on with --resume")
+    return TidegateError(f"the run failed: {what}; the traceback is in {log}. Continue with --resume")

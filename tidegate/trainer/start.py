@@ -1,4 +1,4 @@
-"""Where a run begins: at the base model, or at a checkpoint with what the ledger remembers."""
+"""Starting point of a run: the base model, or a checkpoint and the state in the ledger."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from tidegate.types import Group
 
 @dataclass(frozen=True, slots=True)
 class ResumedRun:
-    """The book of a run that goes on, and what became of the groups that it was about to train on."""
+    """Admission of a resumed run, and the groups that had not ended."""
 
     admission: Admission
-    held: list[Group] = field(default_factory=list)
-    """Whose tokens the trainer has: they may be trained on now."""
+    leased: list[Group] = field(default_factory=list)
+    """Groups whose tokens the trainer has: they may be trained on now."""
     stale: list[str] = field(default_factory=list)
-    """Taken back, and too old by now, or of versions that are abandoned."""
+    """Groups that are too old now, or have tokens of abandoned versions."""
     cancelled: list[str] = field(default_factory=list)
 
     @property
-    def going(self) -> int:
-        """How many groups go on."""
+    def continued(self) -> int:
+        """Number of groups that continue."""
         return len(self.admission.groups)
 
 
 @dataclass(slots=True)
 class Start:
-    """The weights to begin with, after which step, and the version they are published as."""
+    """Initial weights, the step after which they were saved, and the version they are published as."""
 
     weights: Path
     step: int = 0
@@ -50,153 +50,164 @@ class Start:
     past: LedgerState = field(default_factory=LedgerState)
     checkpoint: checkpoints.Checkpoint | None = None
     lift_quarantine: bool = False
-    """Tasks that were given up are issued again."""
+    """Issue quarantined tasks again."""
 
     @classmethod
     def of(cls, settings: Settings, resume: bool) -> Start:
-        """Raises ConfigError where the directory is taken, or holds nothing to resume, or a run of another
-        model; FinishedError where it has taken all its steps."""
+        """Return where the run starts.
+
+        Raises ConfigError if the directory holds a run that is not resumed, none to resume, or one of another
+        model, and FinishedError if the run has taken all its steps.
+        """
         run_dir = settings.run_dir.absolute()
         used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
         if not resume:
             if used:
                 raise ConfigError(
-                    f"{settings.run_dir} holds a run already: go on with it (--resume), choose another "
+                    f"{settings.run_dir} holds a run already: continue it (--resume), choose another "
                     "run.name, or set it aside (--fresh)"
                 )
             return cls(settings.model.path.absolute())
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
-        found = checkpoints.latest(run_dir)
-        check_model(settings.run_dir, settings.model.path, found.path if found is not None else None)
-        check_files(run_dir, found)
+        checkpoint = checkpoints.latest(run_dir)
+        check_model(settings.run_dir, settings.model.path, None if checkpoint is None else checkpoint.path)
+        check_files(run_dir, checkpoint)
         past = read_ledger_state(run_dir / "ledger.jsonl")
         version = past.highest_version + 1
-        if found is None:
+        if checkpoint is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
-            start = cls(found.path, found.step, version, past, found)
+            start = cls(checkpoint.path, checkpoint.step, version, past, checkpoint)
         past.abandon(start.position)
-        if start.step >= settings.trainer.steps and not start.unended():
+        if start.step >= settings.trainer.steps and not start.open_groups():
             raise FinishedError(
                 f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "
-                f"{settings.trainer.steps}: nothing is left to do. To train on: --resume --trainer.steps "
-                f"{2 * start.step}"
+                f"{settings.trainer.steps}: nothing is left to do. To continue, raise the limit: --resume "
+                f"--trainer.steps {2 * start.step}"
             )
         return start
 
     @property
     def position(self) -> int:
-        """The ledger's position in the marker that is gone on from; nothing is committed without one."""
+        """Ledger position in the marker that the run resumes from; 0 without one, as nothing is committed."""
         return 0 if self.checkpoint is None else int(self.checkpoint.state["ledger"])
 
-    def unended(self) -> set[str]:
-        """The groups that may go on, if their tokens are kept."""
-        return {*self.past.live(), *self.past.taken_back()}
+    def open_groups(self) -> set[str]:
+        """Return the groups that may continue if their tokens are kept."""
+        return {*self.past.live(), *self.past.rolled_back()}
 
-    def open_book(
+    def restore_admission(
         self,
-        book: Callable[[LedgerEntry], None],
+        record: Callable[[LedgerEntry], None],
         rules: Rules,
         kept: Mapping[str, Group],
         ready: Collection[str] = (),
     ) -> ResumedRun:
-        """Admission as the ledger and the checkpoint left it, in a new epoch.
+        """Restore admission from the ledger and the checkpoint, in a new epoch.
 
-        `kept` are the groups whose tokens are in `trajectories/`, `ready` the ids of those that the gateway
-        holds. What was stepped on behind the marker is put back, and may be trained on again; where it is
-        too old by now, or not kept, it ends `stale`. Of the other groups that have not ended those in
-        `kept` or `ready` go on, and the rest is cancelled, as its agents are gone.
+        Groups trained on after the marker are reinstated and may be trained on again; they end `stale` if
+        they are too old now or not in `kept`. Other groups that have not ended continue if they are in `kept`
+        or `ready`; the remaining ones are cancelled, as their agents have exited.
+
+        Args:
+            record: Receives ledger entries.
+            rules: Limits to enforce.
+            kept: Groups whose tokens are in `trajectories/`, by id.
+            ready: Ids of the groups that the gateway holds.
         """
         past, epoch = self.past, self.past.epoch + 1
         position = self.position if epoch > 1 else None
-        book(
+        record(
             entry(
                 "run", "started", epoch=epoch, step=self.step, version=self.version, position=position,
-                rules=rules.proved(),
+                rules=rules.audited(),
             )
         )  # fmt: skip
         for task in sorted(past.quarantined) if self.lift_quarantine else ():
             lifted = entry("run", "lifted", task=task)
-            book(lifted)
-            past.read(lifted)
-        undone = past.taken_back()
-        for name in undone:
-            reinstate(past, name, book)
-        found = {name: self._found(name, kept.get(name), name in ready) for name in past.live()}
-        cancelled = [name for name, group in found.items() if group is None and name not in undone]
+            record(lifted)
+            past.apply(lifted)
+        reinstated = past.rolled_back()
+        for name in reinstated:
+            reinstate(past, name, record)
+        live = {name: self._continued(name, kept.get(name), name in ready) for name in past.live()}
+        cancelled = [name for name, group in live.items() if group is None and name not in reinstated]
         for name in cancelled:
-            cancel_lost(past, name, book)
-        admission = Admission(rules, book, epoch=epoch, version=self.version, step=self.step)
+            cancel_lost(past, name, record)
+        admission = Admission(rules, record, epoch=epoch, version=self.version, step=self.step)
         admission.group_counts += past.counts(past.groups)
         admission.attempt_counts += past.counts(past.attempts)
         admission.abandoned = past.abandoned
         if self.checkpoint is not None:
             admission.restore(_progress(self.checkpoint.state))
         admission.quarantined = set(past.quarantined)
-        for name in [*undone, *(name for name in found if name not in undone and name not in cancelled)]:
-            admission.go_on(found[name] or self._state(name, Phase.LEASED))
+        others = [name for name in live if name not in reinstated and name not in cancelled]
+        for name in [*reinstated, *others]:
+            admission.resume_group(live[name] or self._state(name, Phase.LEASED))
         stale = admission.sweep()
-        held = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
-        return ResumedRun(admission, held, stale, cancelled)
+        leased = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
+        return ResumedRun(admission, leased, stale, cancelled)
 
-    def _found(self, name: str, tokens: Group | None, ready: bool) -> GroupState | None:
-        """A group that can go on: all of its attempts' tokens are there, or the gateway has them."""
+    def _continued(self, name: str, tokens: Group | None, ready: bool) -> GroupState | None:
+        """Return the state of a group that can continue: all its tokens are kept, or the gateway has them."""
         slots = self.past.live_attempts(name).keys()
-        if tokens is not None and {one.slot for one in tokens.trajectories} == slots:
+        if tokens is not None and {trajectory.slot for trajectory in tokens.trajectories} == slots:
             group = self._state(name, Phase.LEASED)
             group.oldest, group.newest = tokens.oldest_version(), tokens.newest_version()
-            for one in tokens.trajectories:
-                group.slots[one.slot or 0].outcome = one.outcome
+            for trajectory in tokens.trajectories:
+                group.slots[trajectory.slot or 0].outcome = trajectory.outcome
             return group
         return self._state(name, Phase.READY) if ready and slots else None
 
     def _state(self, name: str, phase: Phase) -> GroupState:
-        issued, standing = self.past.groups[name].issued, self.past.live_attempts(name)
-        slots = [Slot(done=standing.get(slot)) for slot in range(1 + max(standing, default=-1))]
+        issued, attempts = self.past.groups[name].issued, self.past.live_attempts(name)
+        slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
         return GroupState(name, issued["task"], TaskSlot(issued["index"]), slots, phase)
 
 
 def _progress(state: Mapping[str, Any]) -> AdmissionProgress:
-    """The tasks to go on with, as a checkpoint's marker has them."""
-    tickets = [TaskSlot(**ticket) for ticket in state["tickets"]]
-    return AdmissionProgress(state["cursor"], tickets)
+    """Return the admission progress in a checkpoint's marker."""
+    task_slots = [TaskSlot(**task_slot) for task_slot in state["tickets"]]
+    return AdmissionProgress(state["cursor"], task_slots)
 
 
 async def take_over(
     start: Start,
     gateway: GatewayClient,
     files: TrajectoryFiles,
-    book: Callable[[LedgerEntry], None],
+    record: Callable[[LedgerEntry], None],
     rules: Rules,
 ) -> ResumedRun:
-    """Begin as the trainer of a new epoch, with what the one before it left in files and at the gateway.
+    """Begin a new epoch, with the state that the previous one left in files and at the gateway.
 
-    The gateway keeps the groups that go on from there, ends the run's others, and leaves those of others
-    alone.
+    The gateway keeps the groups that continue and drops the run's other groups. Groups of other runs stay.
     """
     epoch = start.past.epoch + 1
     await gateway.enter(epoch)
-    there = await gateway.list_groups()
-    await asyncio.to_thread(files.take_back, start.step, epoch)
-    kept = await asyncio.to_thread(files.taken_back, start.unended())
-    opened = start.open_book(book, rules, kept, {one.id for one in there if one.state != "live"})
-    groups = opened.admission.groups
-    for one in there:
-        goes_on = one.id in groups and groups[one.id].phase is Phase.READY
-        if one.id in start.past.groups and not goes_on:
-            await gateway.drop_group(one.id, epoch)
-    return opened
+    groups = await gateway.list_groups()
+    await asyncio.to_thread(files.set_aside, start.step, epoch)
+    kept = await asyncio.to_thread(files.read_set_aside, start.open_groups())
+    ready = {group.id for group in groups if group.state != "live"}
+    resumed = start.restore_admission(record, rules, kept, ready)
+    admitted = resumed.admission.groups
+    for group in groups:
+        continues = group.id in admitted and admitted[group.id].phase is Phase.READY
+        if group.id in start.past.groups and not continues:
+            await gateway.drop_group(group.id, epoch)
+    return resumed
 
 
 def base_model(settings: Settings, weights: Path) -> Path:
-    """What a policy is loaded from that begins with these weights: with LoRA the model that the run began
-    with, for an adapter cannot be told from the weights that it was merged into."""
+    """Return the model to load a policy from that starts with `weights`.
+
+    With LoRA it is the run's original model, as an adapter cannot be separated from merged weights.
+    """
     return settings.model.path.absolute() if settings.trainer.lora_rank else weights
 
 
-def rules_of(settings: Settings) -> Rules:
-    """The settings that admission obeys."""
+def admission_rules(settings: Settings) -> Rules:
+    """Return the settings that admission enforces."""
     trainer = settings.trainer
     return Rules(
         groups_per_batch=trainer.groups_per_batch,

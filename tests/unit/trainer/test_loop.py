@@ -22,7 +22,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.loop import Loop
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.start import rules_of
+from tidegate.trainer.start import admission_rules
 from tidegate.types import Group, Outcome
 
 SETTINGS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1}
@@ -45,7 +45,7 @@ class Hands:
         await self.ready.wait()
         if self.one_by_one:
             self.ready.clear()
-        group = self.admission.start_group(self.admission.next_ticket(), "t")
+        group = self.admission.start_group(self.admission.next_task_slot(), "t")
         assert group is not None
         for slot in range(2):
             self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
@@ -80,7 +80,7 @@ class Hands:
 def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEntry]]:
     book: list[LedgerEntry] = []
     trainer = TrainerSettings(**(SETTINGS | settings))
-    rules = rules_of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
+    rules = admission_rules(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
     admission = Admission(rules, book.append)
     hands = cast(Any, Hands(admission))
     nothing = SimpleNamespace(append=hands.lines.append, step=lambda _: None, note=lambda _: None)
@@ -92,7 +92,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
         return {}
 
     credit = GroupCredit(trainer)
-    batches = Batcher(hands, admission, lambda: None, credit.keeps)
+    batches = Batcher(hands, admission, lambda: None, credit.should_train)
     return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit), hands, book
 
 

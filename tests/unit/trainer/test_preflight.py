@@ -56,10 +56,10 @@ def server() -> Iterator[ThreadingHTTPServer]:
     [
         ((200, b'{"weight_version": "3"}'), None),
         ((404, b"<html>"), "answers GET /model_info with 404 Not Found, so it is no engine"),
-        ((200, b"<html>"), "with what is not JSON"),
-        ((200, b"\xff"), "with what is not JSON"),
+        ((200, b"<html>"), "with invalid JSON"),
+        ((200, b"\xff"), "with invalid JSON"),
         ((200, b"[]"), "names no weight_version"),
-        (None, "no engine answers at http://127.0.0.1:.*timed out; start it first"),
+        (None, "no engine answers at http://127.0.0.1:.*timed out; start the engine"),
     ],
 )
 def test_what_answers_for_an_engine(
@@ -90,7 +90,9 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_made(tmp_path: P
     (tmp_path / "file").touch()
     check_writable(tmp_path / "a" / "b" / "run")
     for place in (tmp_path / "file" / "run", tmp_path / "file" / "deeper" / "run", Path("/proc/run/run")):
-        with pytest.raises(StartError, match=rf"run\.dir = {place.parent}: .* cannot be written, as "):
+        with pytest.raises(
+            StartError, match=rf"run\.dir = {place.parent}: cannot write {place}: .*; set run"
+        ):
             check_writable(place)
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
@@ -110,7 +112,7 @@ def kept_run(tmp_path: Path, model: Path, *, step: int | None, entries: list[Led
     (settings.run_dir / "config.toml").write_text(dump(settings))
     with Ledger(settings.run_dir / "ledger.jsonl") as ledger:
         for one in entries:
-            ledger.book(one)
+            ledger.record(one)
         if step is not None:
             checkpoint = settings.run_dir / "checkpoints" / f"step_{step}"
             shutil.copytree(model, checkpoint)
@@ -148,4 +150,4 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_after_its_last_step_puts_its_groups_in_order(tmp_path: Path) -> None:
     live = entry("group", "issued", id="g", task="t", index=0, version=0, replaces=None)
     settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4, entries=[live])
-    assert Start.of(settings, resume=True).unended() == {"g"}
+    assert Start.of(settings, resume=True).open_groups() == {"g"}

@@ -34,12 +34,12 @@ async def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (TimeoutError(), "failed of TimeoutError; "),
+        (TimeoutError(), "failed: TimeoutError; "),
         (
             ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
-            r"failed of ConnectionRefusedError: .*refused; ",
+            r"failed: ConnectionRefusedError: .*refused; ",
         ),
-        (socket.gaierror(socket.EAI_NONAME, "name not known"), r"failed of gaierror: .*name not known; "),
+        (socket.gaierror(socket.EAI_NONAME, "name not known"), r"failed: gaierror: .*name not known; "),
     ],
 )
 async def test_what_is_no_fault_of_a_disk_keeps_its_own_words_and_its_traceback(
@@ -49,7 +49,7 @@ async def test_what_is_no_fault_of_a_disk_keeps_its_own_words_and_its_traceback(
     assert not isinstance(found, StorageError)
     found_words = str(found)
     assert re.search(words, found_words), found_words
-    assert "make room" not in found_words
+    assert "free some space" not in found_words
     log = tmp_path / "run" / "logs" / "trainer-0.log"
     assert str(log) in found_words
     assert "in assemble" in log.read_text()
@@ -58,10 +58,10 @@ async def test_what_is_no_fault_of_a_disk_keeps_its_own_words_and_its_traceback(
 @pytest.mark.parametrize(
     ("number", "file", "words"),
     [
-        (errno.ENOSPC, None, "run: No space left on device; make room, then"),
-        (errno.EDQUOT, "here", "here: Disk quota exceeded; make room, then"),
-        (errno.EROFS, None, "run: Read-only file system; make it usable, then"),
-        (errno.EACCES, "there", "there: Permission denied; make it usable, then"),
+        (errno.ENOSPC, None, "run: No space left on device; free some space, then"),
+        (errno.EDQUOT, "here", "here: Disk quota exceeded; free some space, then"),
+        (errno.EROFS, None, "run: Read-only file system; make it accessible, then"),
+        (errno.EACCES, "there", "there: Permission denied; make it accessible, then"),
     ],
 )
 async def test_files_that_cannot_be_had_are_said_with_their_place(

@@ -132,7 +132,7 @@ def write_dashboard_run(run_dir: Path) -> Writer:
     """Steps 1 to 3, evaluations at 0 and 3, a checkpoint's marker behind step 2. Returns the writer, so that
     the run can go on."""
     run = Writer(run_dir)
-    run.ledger.book(entry("run", "started", epoch=1, step=0, version=0, position=None))
+    run.ledger.record(entry("run", "started", epoch=1, step=0, version=0, position=None))
     for step, share in ((0, 0.0), (3, 1.0)):
         run.files.evaluation(step, _episodes(run, share))
     run.metrics(0, **{"eval/reward": 0.0, "eval/episodes": 3.0})
@@ -143,11 +143,11 @@ def write_dashboard_run(run_dir: Path) -> Writer:
     write_step(run, 3, **{"eval/reward": 1.0, "eval/episodes": 3.0})
     lost = run.simple("g1-lost", 0, None, outcome=Outcome.AGENT_ERROR, error=f"ValueError: {EVIL}")
     run.files.lost(lost, State.FAILED)
-    run.ledger.book(
+    run.ledger.record(
         entry("group", "issued", id="g1-lost", task="task-g1-lost", index=9, version=3, replaces=None)
     )
-    run.ledger.book(entry("attempt", "issued", id="g1-lost.0.1", group="g1-lost", slot=0, number=1))
-    run.ledger.book(
+    run.ledger.record(entry("attempt", "issued", id="g1-lost.0.1", group="g1-lost", slot=0, number=1))
+    run.ledger.record(
         entry(
             "attempt",
             "ended",
@@ -157,7 +157,7 @@ def write_dashboard_run(run_dir: Path) -> Writer:
             why=f"ValueError: {EVIL}",
         )
     )
-    run.ledger.book(
+    run.ledger.record(
         entry("run", "quarantined", task="task-g1-lost", group="g1-lost", outcome="agent_error", why=EVIL)
     )
     return run
@@ -186,7 +186,7 @@ def write_step(run: Writer, step: int, **metrics: Any) -> None:
     )
     batch.advantages = [[-0.7071, 0.7071]]
     run.files.batch(batch, step)
-    book = run.ledger.book
+    book = run.ledger.record
     for index, group in enumerate((good, alike, old)):
         replaces = f"g{step - 1}-old" if group is good and step > 1 else None
         book(

@@ -259,7 +259,7 @@ def test_a_run_that_grows_is_followed(growing: Writer) -> None:
         assert [row["step"] for row in ask("steps")["steps"]] == [4, 3, 2, 1]
         assert ask("groups", step=4)["counts"] == {"stepped": 1, "filtered": 1, "stale": 1}
         assert ask("overview")["charts"][0]["data"].count("[4.0,") > 0
-        growing.ledger.book(entry("run", "ended", step=4, version=4))
+        growing.ledger.record(entry("run", "ended", step=4, version=4))
         assert ask("state")["status"] == "ended"
 
 
@@ -268,7 +268,7 @@ def test_a_run_that_goes_back_is_told_so(growing: Writer) -> None:
         ask = asking(client)
         assert ask("groups", step=3)["groups"][0]["state"] == "stepped"
         marker = json.loads((growing.dir / "checkpoints" / "step_2" / "COMMITTED").read_text())
-        growing.ledger.book(entry("run", "started", epoch=2, step=2, version=4, position=marker["ledger"]))
+        growing.ledger.record(entry("run", "started", epoch=2, step=2, version=4, position=marker["ledger"]))
         growing.log.truncate_after(2)
         assert ask("state")["step"] == 2
         assert ask("groups", step=3)["groups"][0]["state"] == "abandoned"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.tiny_tokenizer import make_model_dir
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, trees
 from tidegate.trainer.batch.rows import rows_of
-from tidegate.trainer.records.trajectories import readable
+from tidegate.trainer.records.trajectories import encode_trajectory
 from tidegate.types import Trajectory
 from tidegate.viewer.dashboard.episode import EpisodeTree, reasons, tokens, versions
 from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load
@@ -22,7 +22,7 @@ from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load
 def as_read(trajectory: Trajectory) -> dict[str, Any]:
     """Its record as the dashboard reads it from the file."""
     record: dict[str, Any] = orjson.loads(
-        orjson.dumps(readable(trajectory), option=orjson.OPT_SERIALIZE_NUMPY)
+        orjson.dumps(encode_trajectory(trajectory), option=orjson.OPT_SERIALIZE_NUMPY)
     )
     return record
 

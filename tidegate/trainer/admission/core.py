@@ -1,19 +1,19 @@
-"""The admission core: which group may start, what a failure means, what a batch may hold.
+"""Admission core: decides which groups may start, how failures count, and what a batch contains.
 
-It has no clock, does no I/O and knows nothing of torch: events go in, decisions come out, and every
-issue and ending is handed to `book`. The loop, the simulator and the tests drive this same object.
+It has no clock, does no I/O and does not import torch. Events go in, decisions come out, and every issue
+and ending is passed to `record`. The training loop, the simulator and the tests use this same object.
 
-    issue → start_attempt → end_attempt … → ready → lease → cut → step → publish
+    start_group → start_attempt → end_attempt … → lease → select_batch → step → publish
 
 **Start gate.** A group may start iff outstanding groups < (max_staleness + 1) · groups_per_batch ·
-publish_interval. Outstanding are the running, ready and leased ones, and those stepped on since the last
-publish: what was stepped on makes room only when the version it made is live. So with staleness 0 the
-run is exactly synchronous. What ends as stale, filtered or failed makes room at once. Towards the end of
-the run no group starts that no step is left for, and none while a version is being published: it would
-begin on the weights before it, and be stale a version sooner.
+publish_interval. Outstanding groups are running, ready, leased, or trained on since the last publish: a
+trained group makes room only when the resulting version is live. With staleness 0 the run is therefore
+exactly synchronous. Groups that end stale, filtered or failed make room at once. Near the end of the run
+no group starts beyond what the remaining steps need. No group starts during a publish: it would sample
+from the previous weights and become stale one version sooner.
 
-**Hard bound.** `cut` sweeps by *oldest sampled version* at the moment of the batch. The gate only keeps
-waste low; the bound never rests on it.
+**Hard bound.** `select_batch` drops groups by *oldest sampled version* when the batch is assembled. The gate
+only reduces waste; the bound does not depend on it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,20 @@ from tidegate.types import Outcome
 
 
 class Admission:
-    """See the module. `book` receives every entry, in order; `epoch` keeps ids unique across restarts."""
+    """Admission state of one run.
+
+    Args:
+        rules: Limits to enforce.
+        record: Receives every ledger entry, in order.
+        epoch: Number of the trainer's start; makes group ids unique across restarts.
+        version: Policy version that is live.
+        step: Optimiser steps taken.
+    """
 
     def __init__(
         self,
         rules: Rules,
-        book: Callable[[LedgerEntry], None],
+        record: Callable[[LedgerEntry], None],
         *,
         epoch: int = 1,
         version: int = 0,
@@ -50,10 +58,10 @@ class Admission:
     ) -> None:
         self.rules = rules
         self.version = version
-        self.step_done = step
+        self.steps_done = step
         self.epoch = epoch
         self.abandoned: set[int] = set()
-        """Versions of lineages that a resume left behind; their tokens are not admissible."""
+        """Versions published after a checkpoint that a later start resumed from; not admissible."""
         self.groups: dict[str, GroupState] = {}
         self.quarantined: set[str] = set()
         self.group_counts: Counter[State] = Counter()
@@ -61,14 +69,14 @@ class Admission:
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         """Since the last step."""
-        self.outage = Outage(book)
-        self._book = book
+        self.outage = Outage(record)
+        self._record = record
         self._cursor = 0
         self._recycled: deque[TaskSlot] = deque()
-        self._announced = version
+        self._reserved = version
         self._number = 0
         self._running = 0
-        self._of_attempt: dict[str, tuple[str, int]] = {}
+        self._attempts: dict[str, tuple[str, int]] = {}
         self._ready_order: deque[str] = deque()
 
     # ------------------------------------------------------------------ starting
@@ -77,87 +85,84 @@ class Admission:
         return len(self.groups)
 
     def running(self) -> int:
-        """Episodes that run, or that are about to be attempted again."""
+        """Number of unsettled slots: episodes that run or will be attempted again."""
         return self._running
 
     def blocked_by(self) -> str | None:
-        """Why no group may start now, in words; None if one may."""
-        if (out := self.outage.why) is not None and (self.outage.down or self._running):
-            return f"an outage pauses the run: {out}"
-        if self._announced > self.version:
-            return f"version {self._announced} is being published"
+        """Reason why no group may start now; None if one may start."""
+        if (outage := self.outage.why) is not None and (self.outage.down or self._running):
+            return f"an outage pauses the run: {outage}"
+        if self._reserved > self.version:
+            return f"version {self._reserved} is being published"
         if self.outstanding() >= self.rules.capacity:
-            return f"{self.outstanding()} groups are outstanding, the staleness bound's capacity"
+            return f"{self.outstanding()} groups are outstanding, which is the staleness bound's capacity"
         if self.running() and self.running() + self.rules.group_size > self.rules.max_running:
-            return f"{self.running()} episodes are running; the concurrency limit leaves no place for a group"
+            return f"{self.running()} episodes are running; another group would exceed the concurrency limit"
         if (needed := self._needed()) is not None and needed <= 0:
-            return "the steps that are left have all the groups they need"
+            return "the remaining steps have all the groups they need"
         return None
 
     def _needed(self) -> int | None:
-        """How many groups more the run's last steps take; None where that is unknown."""
+        """Number of further groups that the remaining steps need; None if unknown."""
         if self.rules.steps is None:
             return None
-        to_be_trained = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
-        return (self.rules.steps - self.step_done) * self.rules.groups_per_batch - to_be_trained
+        to_train = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
+        return (self.rules.steps - self.steps_done) * self.rules.groups_per_batch - to_train
 
-    def next_ticket(self) -> TaskSlot:
-        """The next task's place: recycled ones first."""
+    def next_task_slot(self) -> TaskSlot:
+        """Return the next task slot: recycled ones first, then new ones."""
         if self._recycled:
             return self._recycled.popleft()
-        return self._fresh_ticket()
+        return self._new_task_slot()
 
-    def _fresh_ticket(self) -> TaskSlot:
+    def _new_task_slot(self) -> TaskSlot:
         self._cursor += 1
         return TaskSlot(self._cursor - 1)
 
-    def start_group(self, ticket: TaskSlot, task: str) -> GroupState | None:
-        """Issue a group; None if the task is quarantined, whose ticket is then spent."""
+    def start_group(self, task_slot: TaskSlot, task: str) -> GroupState | None:
+        """Issue a group. Returns None, and uses up the task slot, if the task is quarantined."""
         if task in self.quarantined:
             return None
         if (blocked := self.blocked_by()) is not None:
-            raise LedgerError(f"group for task {task} started against the gate: {blocked}")
+            raise LedgerError(f"cannot start a group for task {task}: {blocked}")
         self._number += 1
-        group = GroupState(
-            f"g{self.epoch}-{self._number:06d}", task, ticket, [Slot() for _ in range(self.rules.group_size)]
-        )
+        slots = [Slot() for _ in range(self.rules.group_size)]
+        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, task_slot, slots)
         self.groups[group.id] = group
-        self._running += len(group.slots)
+        self._running += len(slots)
         self.group_counts[State.LIVE] += 1
-        self._book(
+        self._record(
             entry(
-                "group", "issued", id=group.id, task=task, index=ticket.index,
-                version=self.version, replaces=ticket.replaces,
+                "group", "issued", id=group.id, task=task, index=task_slot.index,
+                version=self.version, replaces=task_slot.replaces,
             )
         )  # fmt: skip
         return group
 
     def start_attempt(self, group_id: str, slot: int) -> str:
-        """Issue a slot attempt and return its id."""
-        place = self.groups[group_id].slots[slot]
-        if place.running is not None or place.settled(self.rules):
-            raise LedgerError(f"group {group_id} slot {slot} is running or settled; it cannot start again")
+        """Issue an attempt for a slot and return its id."""
+        state = self.groups[group_id].slots[slot]
+        if state.running is not None or state.settled(self.rules):
+            raise LedgerError(f"cannot start group {group_id} slot {slot}: it is running or settled")
         if not self.outage.may_attempt():
-            raise LedgerError(f"group {group_id} slot {slot} started in an outage: {self.outage.why}")
-        place.issued += 1
-        place.running = f"{group_id}.{slot}.{place.issued}"
-        self._of_attempt[place.running] = (group_id, slot)
-        self.outage.started(place.running)
+            raise LedgerError(f"cannot start group {group_id} slot {slot} in an outage: {self.outage.why}")
+        state.issued += 1
+        attempt = state.running = f"{group_id}.{slot}.{state.issued}"
+        self._attempts[attempt] = (group_id, slot)
+        self.outage.started(attempt)
         self.attempt_counts[State.LIVE] += 1
-        self._book(
-            entry("attempt", "issued", id=place.running, group=group_id, slot=slot, number=place.issued)
-        )
-        return place.running
+        self._record(entry("attempt", "issued", id=attempt, group=group_id, slot=slot, number=state.issued))
+        return attempt
 
     # ------------------------------------------------------------------ ending
 
     def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptVerdict:
-        """An agent's run ended. A trainable one stands for its slot until the group ends."""
-        where = self._of_attempt.get(attempt)
-        if where is None:
+        """Record that an episode ended. A trainable one holds its slot until the group ends."""
+        if attempt not in self._attempts:
             return AttemptVerdict.LATE
-        group = self.groups[where[0]]
-        slot = group.slots[where[1]]
+        group_id, number = self._attempts[attempt]
+        group = self.groups[group_id]
+        slot = group.slots[number]
         slot.running = None
         if outcome is Outcome.CANCELLED:
             self._end_attempt(attempt, State.CANCELLED, outcome, why)
@@ -176,11 +181,11 @@ class Admission:
         return self._settle(group)
 
     def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
-        """A failure is charged to the slot's budget for its kind; one in an outage to none."""
+        """Charge a failure to the slot's budget for its kind, or to none in an outage."""
         if self.outage.spares(attempt, outcome):
             self._end_attempt(attempt, State.FAILED, outcome, why, spared=True)
         else:
-            slot.mishaps += outcome is Outcome.INFRA_ERROR
+            slot.infra_failures += outcome is Outcome.INFRA_ERROR
             slot.failures += outcome is not Outcome.INFRA_ERROR
             self._end_attempt(attempt, State.FAILED, outcome, why)
         self.outage.ended(attempt, outcome, why)
@@ -201,60 +206,65 @@ class Admission:
     def _quarantine(self, group: GroupState, outcome: Outcome, why: str | None) -> None:
         if group.task not in self.quarantined:
             self.quarantined.add(group.task)
-            self._book(
+            self._record(
                 entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
             )
 
-    def hopeless(self) -> str | None:
-        """Why nothing can be expected to be learned any more, in words; None while there is hope."""
+    def no_progress_reason(self) -> str | None:
+        """Reason why training cannot progress any more; None if it can."""
         if self.failed_in_a_row >= max(8, self.rules.capacity):
             return f"the last {self.failed_in_a_row} groups all failed"
         if self.filtered_in_a_row >= max(256, 32 * self.rules.groups_per_batch):
             return (
                 f"{self.filtered_in_a_row} groups were filtered since the last step: their rewards are all "
-                "alike (tasks all solved, or all too hard), or their episodes were all cut short and masked"
+                "alike (tasks all solved, or all too hard), or their episodes were all truncated and masked"
             )
         return None
 
-    def gives_up(self, attempt: str, outcome: Outcome) -> bool:
-        """Whether an attempt that ends so is the one for which its task is quarantined."""
-        blameless = outcome.trainable or outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)
-        if blameless or attempt not in self._of_attempt or self.outage.spares(attempt, outcome):
+    def exhausts_attempts(self, attempt: str, outcome: Outcome) -> bool:
+        """Whether ending the attempt with this outcome quarantines its task."""
+        uncharged = outcome.trainable or outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)
+        if uncharged or attempt not in self._attempts or self.outage.spares(attempt, outcome):
             return False
-        group_id, slot = self._of_attempt[attempt]
+        group_id, slot = self._attempts[attempt]
         group = self.groups[group_id]
         last = group.slots[slot].failures + 1 >= self.rules.max_attempts
         return last and group.task not in self.quarantined
 
     def cancel_group(self, group_id: str) -> None:
-        """The run is stopping: the group ends `cancelled`, and its task is issued again if it goes on."""
-        ticket = self.groups[group_id].ticket
+        """End a group as `cancelled`, as the run stops; a resumed run issues its task again."""
+        task_slot = self.groups[group_id].task_slot
         self._end_group(self.groups[group_id], State.CANCELLED)
-        self._recycled.append(TaskSlot(ticket.index, None, ticket.stale_retries))
+        self._recycled.append(TaskSlot(task_slot.index, None, task_slot.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
     def lease(self, group_id: str, oldest: int | None, newest: int | None = None) -> None:
-        """The trainer holds the group now; `oldest` and `newest` (None: the same) are among its tokens'
-        versions."""
+        """Mark a group as leased by the trainer.
+
+        Args:
+            group_id: A ready group.
+            oldest: Oldest version among its sampled tokens.
+            newest: Newest version among them; None if it equals `oldest`.
+        """
         group = self.groups[group_id]
         if group.phase is not Phase.READY:
-            raise LedgerError(f"group {group_id} is {group.phase}, not ready; it cannot be leased")
+            raise LedgerError(f"cannot lease group {group_id}: it is {group.phase}, not ready")
         group.phase = Phase.LEASED
         group.oldest, group.newest = oldest, newest
         self._ready_order.append(group_id)
 
     def filter_group(self, group_id: str) -> None:
-        """The group can teach nothing (rewards alike, or a loss that is not finite): it makes room."""
+        """End a group that yields no gradient (equal rewards, or a loss that is not finite)."""
         self.filtered_in_a_row += 1
         self._end_group(self.groups[group_id], State.FILTERED)
 
     def staleness(self, oldest: int | None) -> int | None:
-        """Versions between the trainer and the oldest token; None where it is unknown."""
+        """Versions between the trainer and the oldest token; None if unknown."""
         return None if oldest is None or oldest > self.version else self.version - oldest
 
     def admissible(self, oldest: int | None, newest: int | None = None) -> bool:
-        """Whether tokens of these versions, and of any between them, may be trained on now."""
+        """Whether tokens of the versions `oldest` to `newest` may be trained on now."""
         staleness = self.staleness(oldest)
         bound = self.rules.max_staleness
         if oldest is None or staleness is None or (bound is not None and staleness > bound):
@@ -263,16 +273,18 @@ class Admission:
         return not any(oldest <= version <= last for version in self.abandoned)
 
     def sweep(self) -> list[str]:
-        """End every leased group that is too stale now; returns their ids."""
-        held = [self.groups[group_id] for group_id in self._ready_order]
-        gone = [group.id for group in held if not self.admissible(group.oldest, group.newest)]
-        for group_id in gone:
+        """End every leased group that is too stale now, and return their ids."""
+        leased = [self.groups[group_id] for group_id in self._ready_order]
+        stale = [group.id for group in leased if not self.admissible(group.oldest, group.newest)]
+        for group_id in stale:
             self.end_stale(group_id)
-        return gone
+        return stale
 
-    def cut(self, number: int | None = None) -> BatchSelection | None:
-        """The next batch, or minibatch of `number` groups: exactly so many swept groups, in order of
-        completion; None where there are not enough."""
+    def select_batch(self, number: int | None = None) -> BatchSelection | None:
+        """Select the next batch, or a minibatch of `number` groups, after dropping stale groups.
+
+        Returns exactly that many groups in order of completion, or None if there are fewer.
+        """
         self.sweep()
         size = self.rules.groups_per_batch if number is None else number
         if len(self._ready_order) < size:
@@ -281,31 +293,31 @@ class Admission:
         staleness = []
         for group_id in chosen:
             group = self.groups[group_id]
-            group.phase = Phase.CUT
+            group.phase = Phase.SELECTED
             age = self.staleness(group.oldest)
             assert age is not None
             staleness.append(age)
         return BatchSelection(self.version, chosen, staleness)
 
-    def step(self, cut: BatchSelection, step: int) -> None:
-        """The optimiser stepped on the batch; its groups make room at the next publish."""
-        self.step_done = step
+    def step(self, selection: BatchSelection, step: int) -> None:
+        """Record an optimiser step on the batch; its groups make room at the next publish."""
+        self.steps_done = step
         self.filtered_in_a_row = 0
-        for group_id, age in zip(cut.groups, cut.staleness, strict=True):
+        for group_id, age in zip(selection.groups, selection.staleness, strict=True):
             group = self.groups[group_id]
             group.phase = Phase.UNPUBLISHED
-            self._enter_end(
-                group, State.STEPPED, step=step, version=cut.version, oldest=group.oldest, staleness=age
+            self._record_end(
+                group, State.STEPPED, step=step, version=selection.version, oldest=group.oldest, staleness=age
             )
             if not self.rules.publishes:
                 del self.groups[group_id]
 
     # ------------------------------------------------------------------ publishing
 
-    def doomed(self, version: int, oldest: Mapping[str, int | None]) -> list[str]:
-        """Groups not yet leased that can never be admitted once `version` is live.
+    def will_be_stale(self, version: int, oldest: Mapping[str, int | None]) -> list[str]:
+        """Return the groups, not leased yet, that will exceed the bound once `version` is live.
 
-        `oldest` is the oldest version sampled so far in each, None where nothing was sampled.
+        `oldest` maps group ids to the oldest version sampled so far, None if nothing was sampled.
         """
         bound = self.rules.max_staleness
         if bound is None:
@@ -321,10 +333,12 @@ class Admission:
         ]
 
     def end_stale(self, group_id: str, version: int | None = None, oldest: int | None = None) -> None:
-        """The group is too stale: it ends, and its task is issued again while the budget lasts.
+        """End a group as `stale`; its task is issued again while its retry budget lasts.
 
-        `version` is the one that makes it so where it is about to be published, with the `oldest` version
-        sampled so far; of a leased group both are known.
+        Args:
+            group_id: The group.
+            version: Version that makes it stale, if it is not live yet.
+            oldest: Oldest version sampled so far; known already if the group is leased.
         """
         group = self.groups[group_id]
         version = self.version if version is None else version
@@ -333,75 +347,76 @@ class Admission:
         self._end_group(
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )
-        if group.ticket.stale_retries < self.rules.max_stale_retries:
-            self._recycled.append(TaskSlot(group.ticket.index, group.id, group.ticket.stale_retries + 1))
+        task_slot = group.task_slot
+        if task_slot.stale_retries < self.rules.max_stale_retries:
+            self._recycled.append(TaskSlot(task_slot.index, group.id, task_slot.stale_retries + 1))
 
-    def publishing(self, step: int) -> int:
-        """Take the next version's number for the weights after `step`.
+    def reserve_version(self, step: int) -> int:
+        """Reserve the next version number for the weights after `step`.
 
-        It is entered before any engine hears of it, so that no restart can give it to other weights.
+        The ledger records it before any engine receives it, so that no restart can reuse it.
         """
-        self._announced += 1
-        self._book(entry("run", "publishing", version=self._announced, step=step))
-        return self._announced
+        self._reserved += 1
+        self._record(entry("run", "publishing", version=self._reserved, step=step))
+        return self._reserved
 
     def publish(self, version: int) -> None:
-        """`version` is live on the engines: the trainer's version from now on."""
-        if not self.version < version <= self._announced:
+        """Record that `version` is live on the engines; it is now the trainer's version."""
+        if not self.version < version <= self._reserved:
             raise LedgerError(
-                f"version {version} cannot go live after {self.version}; {self._announced} was announced"
+                f"version {version} cannot go live after {self.version}; {self._reserved} was reserved"
             )
         self.version = version
         for group_id in [g.id for g in self.groups.values() if g.phase is Phase.UNPUBLISHED]:
             del self.groups[group_id]
 
     def commit(self) -> None:
-        """A checkpoint's marker was written: what was stepped is trained."""
+        """Count `stepped` groups as `trained`, as a checkpoint's marker was written."""
         for counts in (self.group_counts, self.attempt_counts):
             counts[State.TRAINED] += counts.pop(State.STEPPED, 0)
 
     # ------------------------------------------------------------------ resuming
 
     def progress(self) -> AdmissionProgress:
-        """The tasks to go on with: the cursor, and what is outstanding or waits to be recycled."""
-        unpublished = Phase.UNPUBLISHED
-        open_tickets = [group.ticket for group in self.groups.values() if group.phase is not unpublished]
-        return AdmissionProgress(self._cursor, [*self._recycled, *open_tickets])
+        """Return the cursor and the task slots that are outstanding or recycled."""
+        groups = self.groups.values()
+        outstanding = [group.task_slot for group in groups if group.phase is not Phase.UNPUBLISHED]
+        return AdmissionProgress(self._cursor, [*self._recycled, *outstanding])
 
     def restore(self, progress: AdmissionProgress) -> None:
-        """Go on where a checkpoint left off. Tickets lose `replaces`: it named groups of a past epoch."""
+        """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch."""
         self._cursor = progress.cursor
         self._recycled = deque(
-            TaskSlot(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
+            TaskSlot(task_slot.index, None, task_slot.stale_retries) for task_slot in progress.task_slots
         )
 
-    def go_on(self, group: GroupState) -> None:
-        """Take up a group of a past epoch, which is ready, or leased where the trainer has its tokens.
+    def resume_group(self, group: GroupState) -> None:
+        """Resume a group of an earlier epoch: ready, or leased if the trainer has its tokens.
 
-        Its task is not issued again, unless the group turns out to be stale.
+        Its task is not issued again unless the group becomes stale.
         """
         self.groups[group.id] = group
         if group.phase is Phase.LEASED:
             self._ready_order.append(group.id)
         for number, slot in enumerate(group.slots):
             if slot.done is not None:
-                self._of_attempt[slot.done] = (group.id, number)
-        while self._cursor <= group.ticket.index:
-            self._recycled.append(self._fresh_ticket())
-        self._recycled = deque(one for one in self._recycled if one.index != group.ticket.index)
+                self._attempts[slot.done] = (group.id, number)
+        while self._cursor <= group.task_slot.index:
+            self._recycled.append(self._new_task_slot())
+        self._recycled = deque(slot for slot in self._recycled if slot.index != group.task_slot.index)
 
-    # ------------------------------------------------------------------ the book
+    # ------------------------------------------------------------------ ledger entries
 
     def _end_group(self, group: GroupState, state: State, **details: object) -> None:
-        self._enter_end(group, state, **details)
+        self._record_end(group, state, **details)
         del self.groups[group.id]
         if group.phase is Phase.RUNNING:
             self._running -= sum(not slot.settled(self.rules) for slot in group.slots)
         elif group.phase is Phase.LEASED:
             self._ready_order.remove(group.id)
 
-    def _enter_end(self, group: GroupState, state: State, **details: object) -> None:
-        """Attempts first, so that no attempt is ever live in an ended group."""
+    def _record_end(self, group: GroupState, state: State, **details: object) -> None:
+        """Record the ends of a group's attempts, then its own: no attempt is live in an ended group."""
         for slot in group.slots:
             if slot.done is not None:
                 self._end_attempt(slot.done, state, slot.outcome or Outcome.COMPLETED, None)
@@ -409,17 +424,17 @@ class Admission:
                 self._end_attempt(slot.running, State.CANCELLED, Outcome.CANCELLED, f"group {state}")
         self.group_counts[State.LIVE] -= 1
         self.group_counts[state] += 1
-        self._book(entry("group", "ended", id=group.id, state=state.value, **details))
+        self._record(entry("group", "ended", id=group.id, state=state.value, **details))
 
     def _end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object
     ) -> None:
         if state is State.CANCELLED:
             self.outage.forget(attempt)
-        del self._of_attempt[attempt]
+        del self._attempts[attempt]
         self.attempt_counts[State.LIVE] -= 1
         self.attempt_counts[state] += 1
-        self._book(
+        self._record(
             entry(
                 "attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why, **details
             )

@@ -1,4 +1,4 @@
-"""Whether an outage is on: nothing can succeed, and the policy is not the cause. No clock, no I/O."""
+"""Detects outages: no episode can succeed, and the policy is not the cause. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.types import Outcome
 
 WINDOW = 16
-MOST = 8
+THRESHOLD = 8
 
 
 @dataclass(slots=True)
 class Outage:
-    """Judges by what it is told and by how attempts end.
+    """Outage state, from engine reports and from the outcomes of attempts.
 
-    `down` is told by whoever knows that nothing can be sampled. Any other outage shows in the attempts: it is
-    suspected where `MOST` of the last `WINDOW` ended `infra_error`. Then one attempt at a time, the probe,
-    finds out whether it is over.
+    `down` is set while no engine serves. An outage of another cause is suspected when `THRESHOLD` of the last
+    `WINDOW` attempts ended `infra_error`. Then one attempt at a time, the probe, tests whether it is over.
     """
 
-    book: Callable[[LedgerEntry], None]
-    """Told when an outage begins and ends."""
+    record: Callable[[LedgerEntry], None]
+    """Receives a ledger entry when an outage begins or ends."""
     down: str | None = None
     suspected: str | None = None
     probe: str | None = None
@@ -31,33 +30,33 @@ class Outage:
 
     @property
     def why(self) -> str | None:
-        """What is out, in words; None where nothing is."""
+        """Cause of the current outage; None if there is none."""
         return self.down or self.suspected
 
     def may_attempt(self) -> bool:
         """Whether an attempt may start now."""
         return self.down is None and (self.suspected is None or self.probe is None)
 
-    def report(self, down: str | None) -> None:
-        """Nothing can be sampled for this reason; None: it can."""
+    def set_down(self, down: str | None) -> None:
+        """Set the reason why nothing can be sampled; None if sampling works."""
         before = self.why
         if self.down is not None:
-            self._recent.clear()  # what ended meanwhile tells nothing of the time after it
+            self._recent.clear()  # outcomes during the outage do not predict those after it
         self.down = down
-        self._note(before)
+        self._record_change(before)
 
     def started(self, attempt: str) -> None:
         if self.suspected is not None:
             self.probe = attempt
 
     def spares(self, attempt: str, outcome: Outcome) -> bool:
-        """Whether a failure is not charged to the slot: it came in an outage, and not of a probe that found
-        everything in order."""
-        found = attempt == self.probe and outcome is not Outcome.INFRA_ERROR
-        return self.why is not None and not found
+        """Whether a failure is not charged to the slot: it came in an outage, and the attempt was not a
+        probe that ended the outage."""
+        ends_outage = attempt == self.probe and outcome is not Outcome.INFRA_ERROR
+        return self.why is not None and not ends_outage
 
     def ended(self, attempt: str, outcome: Outcome, why: str | None) -> None:
-        """An attempt came to an end of its own."""
+        """Record the outcome of an attempt that was not cancelled."""
         before, infra = self.why, outcome is Outcome.INFRA_ERROR
         if attempt == self.probe:
             self.probe = None
@@ -66,18 +65,20 @@ class Outage:
                 self._recent.clear()
         elif self.why is None:
             self._recent.append(infra)
-            if infra and sum(self._recent) >= MOST:
+            if infra and sum(self._recent) >= THRESHOLD:
                 cause = f", the last: {why.splitlines()[0]}" if why else ""
-                self.suspected = f"{MOST} of the last {len(self._recent)} attempts ended infra_error{cause}"
+                self.suspected = (
+                    f"{THRESHOLD} of the last {len(self._recent)} attempts ended infra_error{cause}"
+                )
                 self._recent.clear()
-        self._note(before)
+        self._record_change(before)
 
     def forget(self, attempt: str) -> None:
-        """An attempt was cancelled, which tells nothing."""
+        """Ignore an attempt that was cancelled."""
         if attempt == self.probe:
             self.probe = None
 
-    def _note(self, before: str | None) -> None:
+    def _record_change(self, before: str | None) -> None:
         now = self.why
         if (before is None) != (now is None):
-            self.book(entry("run", "resumed" if now is None else "paused", why=now or before))
+            self.record(entry("run", "resumed" if now is None else "paused", why=now or before))

@@ -1,4 +1,4 @@
-"""The rules of admission, and its verdict on an attempt that ended."""
+"""Admission limits, and verdicts on ended attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings that admission obeys; the names are those of `TrainerSettings`."""
+    """Settings that admission enforces; named as in `TrainerSettings`."""
 
     groups_per_batch: int
     group_size: int
@@ -16,19 +16,19 @@ class Rules:
     max_staleness: int | None
     publish_interval: int = 1
     publishes: bool = True
-    """False: no version but the first ever goes live, so nothing that was stepped on waits for one."""
+    """False: only the first version goes live, so trained groups do not wait for a publish."""
     max_attempts: int = 3
-    """Failures of a slot's own before it is given up and its task is quarantined."""
+    """Failures of a slot after which it is settled and its task is quarantined."""
     max_infra_attempts: int = 10
-    """`infra_error` endings of a slot, outside of outages, before it is given up; its task is not blamed."""
+    """`infra_error` endings of a slot, outside outages, after which it is settled; no quarantine."""
     max_stale_retries: int = 2
     max_running: int = 1 << 30
-    """Episodes that run at the same time; a group larger than that runs alone."""
+    """Limit of concurrent episodes; a larger group runs alone."""
     steps: int | None = None
-    """Optimiser steps of the run; None where groups are filtered, as nobody knows then how many it takes."""
+    """Optimiser steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
 
-    def proved(self) -> dict[str, int | None]:
-        """Those that an audit holds the book against."""
+    def audited(self) -> dict[str, int | None]:
+        """Return the rules that an audit checks the ledger against."""
         names = (
             "groups_per_batch", "group_size", "min_group_size", "max_staleness", "max_attempts",
             "max_infra_attempts",
@@ -37,13 +37,13 @@ class Rules:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be outstanding; without a bound, as many as staleness 4 would allow."""
-        ahead = 4 if self.max_staleness is None else self.max_staleness
-        return (ahead + 1) * self.groups_per_batch * self.publish_interval
+        """Limit of outstanding groups; without a bound, that of staleness 4."""
+        staleness = 4 if self.max_staleness is None else self.max_staleness
+        return (staleness + 1) * self.groups_per_batch * self.publish_interval
 
 
 class AttemptVerdict(StrEnum):
-    """What the end of an attempt means."""
+    """What follows from the end of an attempt."""
 
     RETRY = "retry"
     """The slot gets another attempt."""
@@ -52,6 +52,6 @@ class AttemptVerdict(StrEnum):
     READY = "ready"
     """Every slot is settled and the group can be sealed."""
     FAILED = "failed"
-    """Too few slots can succeed: the group ended, its running attempts are to be cancelled."""
+    """Too few slots can succeed: the group ended, and its running attempts must be cancelled."""
     LATE = "late"
-    """The group has ended already; nothing changes."""
+    """The group had ended already; nothing changes."""

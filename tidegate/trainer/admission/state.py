@@ -1,4 +1,4 @@
-"""What admission knows of a group: its task's place, its slots, its phase; and what a batch is cut of."""
+"""Admission's state of groups and slots, and the selection of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidegate.types import Outcome
 
 @dataclass(frozen=True, slots=True)
 class TaskSlot:
-    """The right to start one group: a place in the training split, and what it replaces."""
+    """Permission to start one group: the task's index in the training split, and the group it replaces."""
 
     index: int
     replaces: str | None = None
@@ -24,50 +24,51 @@ class Phase(StrEnum):
     RUNNING = "running"
     READY = "ready"
     LEASED = "leased"
-    CUT = "cut"
+    SELECTED = "selected"
     UNPUBLISHED = "unpublished"
 
 
 @dataclass(slots=True)
 class Slot:
-    """One of a group's places."""
+    """State of one slot of a group."""
 
     failures: int = 0
-    """Endings that are charged to the task."""
-    mishaps: int = 0
-    """`infra_error` endings outside of outages."""
+    """Failures charged to the task."""
+    infra_failures: int = 0
+    """`infra_error` endings outside outages."""
     issued: int = 0
     running: str | None = None
     done: str | None = None
+    """The successful attempt."""
     outcome: Outcome | None = None
-    """Of the attempt that stands."""
+    """Outcome of `done`."""
 
     def settled(self, rules: Rules) -> bool:
-        """Whether it succeeded, or one of its budgets is spent."""
-        spent = self.failures >= rules.max_attempts or self.mishaps >= rules.max_infra_attempts
-        return self.done is not None or spent
+        """Whether it succeeded, or one of its failure budgets is exhausted."""
+        exhausted = self.failures >= rules.max_attempts or self.infra_failures >= rules.max_infra_attempts
+        return self.done is not None or exhausted
 
 
 @dataclass(slots=True)
 class GroupState:
-    """A group that has not left the count yet."""
+    """An outstanding group."""
 
     id: str
     task: str
-    ticket: TaskSlot
+    task_slot: TaskSlot
     slots: list[Slot]
     phase: Phase = Phase.RUNNING
     oldest: int | None = None
     newest: int | None = None
 
-    def standing(self) -> list[str]:
-        """The attempts that make up the group, in slot order."""
+    def successful_attempts(self) -> list[str]:
+        """Return the ids of successful attempts, in slot order."""
         return [slot.done for slot in self.slots if slot.done is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSelection:
-    """A batch, cut: group ids in order of completion, and their staleness at this moment."""
+    """Groups selected for a batch, in order of completion, with their staleness at that moment."""
 
     version: int
     groups: list[str]
@@ -75,10 +76,12 @@ class BatchSelection:
 
     @classmethod
     def of(cls, parts: Sequence[BatchSelection]) -> BatchSelection:
-        """Minibatches as one batch; they were cut at one version, as no publish lies between."""
+        """Join the minibatches of one batch. No publish lies between them, so their version is the same."""
         versions = {part.version for part in parts}
         if len(versions) != 1:
-            raise LedgerError(f"minibatches of one batch were cut at the versions {sorted(versions)}")
+            raise LedgerError(
+                f"minibatches of one batch were selected at different versions: {sorted(versions)}"
+            )
         return cls(
             versions.pop(),
             [group for part in parts for group in part.groups],
@@ -88,7 +91,7 @@ class BatchSelection:
 
 @dataclass(slots=True)
 class AdmissionProgress:
-    """What a checkpoint holds of admission, so that a resumed run goes on with the same tasks."""
+    """Admission state in a checkpoint, from which a resumed run continues with the same tasks."""
 
     cursor: int = 0
-    tickets: list[TaskSlot] = field(default_factory=list)
+    task_slots: list[TaskSlot] = field(default_factory=list)

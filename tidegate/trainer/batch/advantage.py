@@ -1,7 +1,7 @@
-"""Advantages: how much better an episode did than the other attempts at the same task.
+"""Advantages: the return of an episode relative to the other attempts at the same task.
 
-Returns and advantages of a group are float64 [episodes, turns]; a column each where turns have rewards of
-their own, else all columns are alike.
+Returns and advantages of a group are float64 [episodes, turns]. Without rewards of single turns all columns
+are equal.
 """
 
 from __future__ import annotations
@@ -12,44 +12,46 @@ import numpy as np
 import numpy.typing as npt
 
 EPSILON = 1e-6
-"""Added to the standard deviation, so that nearly equal rewards are not blown up into full credit."""
+"""Added to the standard deviation, so that nearly equal rewards do not get large advantages."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def centred(returns: Floats) -> Floats:
-    """Returns less the group's mean at each turn: Dr. GRPO's advantage (Liu et al., Understanding
-    R1-Zero-Like Training, 2025), which does not favour tasks that are nearly always or nearly never
-    solved. Turns at which all returns are equal up to rounding get exact zeros.
+    """Return the returns minus the group's mean at each turn.
 
-    Raises ValueError for an empty group and for a return that is not a finite number.
+    This is Dr. GRPO's advantage (Liu et al., Understanding R1-Zero-Like Training, 2025), which does not
+    favour tasks that are nearly always or nearly never solved. Turns at which all returns are equal up to
+    rounding get exact zeros. Raises ValueError for an empty group and for returns that are not finite.
     """
     if not returns.size or not np.isfinite(returns).all():
-        raise ValueError(f"a group's returns must be finite numbers, at least one, not {returns.tolist()}")
+        raise ValueError(f"a group's returns must be one or more finite numbers, not {returns.tolist()}")
     alike = np.ptp(returns, axis=0) <= 1e-9 * np.maximum(1.0, np.abs(returns).max(axis=0))
     return np.where(alike, 0.0, returns - returns.mean(axis=0))
 
 
-def group_deviation(apart: Floats) -> float:
-    """The standard deviation of a group, whose centred returns are given: GRPO's (Shao et al., DeepSeekMath,
-    2024, §4.1.2; the sample's, as in verl and TRL). Over several turns: the root of the mean variance."""
-    return float(np.sqrt(np.square(apart).mean() * len(apart) / max(1, len(apart) - 1)))
+def group_deviation(centred: Floats) -> float:
+    """Return the standard deviation of a group's returns, given the centred ones.
+
+    This is GRPO's (Shao et al., DeepSeekMath, 2024, §4.1.2), with the sample's deviation as in verl and TRL.
+    Over several turns it is the root of the mean variance.
+    """
+    return float(np.sqrt(np.square(centred).mean() * len(centred) / max(1, len(centred) - 1)))
 
 
 def batch_deviation(groups: Sequence[Floats]) -> float:
-    """The standard deviation over all episodes of a batch, of whose groups the centred returns are given
-    (Hu et al., REINFORCE++, 2025, with the group's mean as the baseline)."""
-    return float(np.sqrt(np.concatenate([np.square(one).mean(axis=1) for one in groups]).mean()))
+    """Return the standard deviation over all episodes of a batch, given its groups' centred returns.
+
+    See Hu et al., REINFORCE++, 2025, with the group's mean as the baseline.
+    """
+    return float(np.sqrt(np.concatenate([np.square(group).mean(axis=1) for group in groups]).mean()))
 
 
-def scaled(apart: Floats, deviation: float) -> Floats:
-    """Centred returns ÷ (deviation + ε)."""
-    return apart / (deviation + EPSILON)
+def scaled(centred: Floats, deviation: float) -> Floats:
+    """Return centred returns ÷ (deviation + ε)."""
+    return centred / (deviation + EPSILON)
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether the rewards are equal up to rounding, so that comparing them teaches nothing.
-
-    Raises ValueError as `centred` does.
-    """
+    """Whether the rewards are equal up to rounding. Raises ValueError as `centred` does."""
     return not centred(np.asarray(rewards, dtype=np.float64)[:, None]).any()

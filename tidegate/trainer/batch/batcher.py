@@ -1,6 +1,6 @@
-"""Batches: lease ready groups, filter what teaches nothing (dynamic sampling), sweep by staleness, cut.
+"""Batch assembly: leases ready groups, filters those without a gradient, and drops stale ones.
 
-The cut is exact: `groups_per_batch` groups, none staler than the bound at that moment.
+A batch has exactly `groups_per_batch` groups, none staler than the bound when the batch is assembled.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
 UNKNOWN = "unknown"
-"""How the gateway is told of a group that is not in the ledger, or not any more."""
+"""State in the acknowledgement of a group that the ledger does not know or that has ended."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A cut batch, or a minibatch of it, and the groups that were dropped while it was gathered."""
+    """A batch or minibatch, and the groups that were dropped while it was assembled."""
 
-    cut: BatchSelection
+    selection: BatchSelection
     groups: list[Group]
     dropped: list[tuple[Group, State]]
     waited_s: float
-    """How long the trainer waited for it (`time/wait_for_batch`)."""
+    """Seconds that the trainer waited for it (`time/wait_for_batch`)."""
     ready_s: float
-    """How long its groups waited for the trainer, on average (`time/wait_for_policy`)."""
-
+    """Mean seconds that its groups waited for the trainer (`time/wait_for_policy`)."""
     advantages: list[list[Advantage]] = field(default_factory=list)
 
     def rows(self) -> list[TrainSequence]:
-        """The token sequences to train on."""
+        """Return the token sequences to train on."""
         return rows_to_train(self.groups, self.advantages)
 
     @classmethod
     def of(cls, parts: Sequence[Batch]) -> Batch:
-        """Minibatches, in order, as one batch."""
+        """Join minibatches into one batch."""
         groups = [group for part in parts for group in part.groups]
         return cls(
-            BatchSelection.of([part.cut for part in parts]),
+            BatchSelection.of([part.selection for part in parts]),
             groups,
-            [one for part in parts for one in part.dropped],
+            [dropped for part in parts for dropped in part.dropped],
             sum(part.waited_s for part in parts),
             sum(part.ready_s * len(part.groups) for part in parts) / len(groups),
             [values for part in parts for values in part.advantages],
@@ -57,7 +56,7 @@ class Batch:
 
 
 def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[TrainSequence]:
-    """The token sequences of groups at their trajectories' advantages, in order."""
+    """Return the token sequences of groups with their trajectories' advantages, in order."""
     return [
         row
         for group, values in zip(groups, advantages, strict=True)
@@ -69,39 +68,41 @@ def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advanta
 
 @dataclass(slots=True)
 class Batcher:
-    """Gathers groups from the gateway. `freed` is told whenever something left admission's count.
+    """Leases groups from the gateway and assembles batches.
 
-    A group that `keeps` refuses ends `filtered`, and another takes its place.
+    A group for which `should_train` is false ends `filtered`, and another takes its place.
     """
 
     gateway: GatewayClient
     admission: Admission
-    freed: Callable[[], None]
-    keeps: Callable[[Group], bool]
+    on_freed: Callable[[], None]
+    """Called when admission has room for another group."""
+    should_train: Callable[[Group], bool]
     tokens: TokenCounts = field(default_factory=TokenCounts)
     answer: Callable[[int], Any] = lambda _: None
-    """Gold answer of the training task at an index, as trajectory files hold it."""
+    """Index of a training task → its gold answer, as in trajectory files."""
     last_progress: float = field(default_factory=time.monotonic)
-    _held: dict[str, Group] = field(default_factory=dict)
+    _groups: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
 
-    def hold(self, group: Group) -> None:
-        """Take a group that admission knows as leased. One that a resume put back has no lease."""
-        self._held[group.id] = group
+    def add(self, group: Group) -> None:
+        """Add a group that is leased in admission. A reinstated group has no lease at the gateway."""
+        self._groups[group.id] = group
         self._leased_at[group.id] = time.monotonic()
 
-    async def next(self, number: int | None = None) -> Batch:
-        """Wait for `number` groups, or a batch of them, and cut.
+    async def next_batch(self, number: int | None = None) -> Batch:
+        """Wait for a batch, or a minibatch of `number` groups.
 
-        What bounds the wait: every attempt has a deadline, admission says when too many groups in a row
-        failed or were filtered, and the watchdog when nothing moves."""
+        The wait is bounded: every attempt has a deadline, rollout raises when too many groups in a row failed
+        or were filtered, and the watchdog raises when nothing progresses.
+        """
         started = time.monotonic()
         dropped: list[tuple[Group, State]] = []
         while True:
             for group_id in self.admission.sweep():
                 dropped.append(await self._drop(group_id, State.STALE))
-            cut = self.admission.cut(number)
-            if cut is not None:
+            selection = self.admission.select_batch(number)
+            if selection is not None:
                 break
             for group in await self.gateway.lease(
                 self.admission.epoch, self.admission.rules.groups_per_batch, LEASE_WAIT_S
@@ -109,32 +110,32 @@ class Batcher:
                 if filtered := await self._take(group):
                     dropped.append(filtered)
         now = time.monotonic()
-        groups = [self._held[group_id] for group_id in cut.groups]
-        ready = sum(now - self._leased_at.pop(group_id) for group_id in cut.groups) / len(groups)
-        return Batch(cut, groups, dropped, now - started, ready)
+        groups = [self._groups[group_id] for group_id in selection.groups]
+        ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
+        return Batch(selection, groups, dropped, now - started, ready)
 
     async def _take(self, group: Group) -> tuple[Group, State] | None:
-        """Hold a leased group, or filter it at once. One that admission does not know counts nowhere."""
+        """Add a leased group or filter it. A group unknown to admission is only acknowledged."""
         self.last_progress = time.monotonic()
-        if group.id not in self.admission.groups:  # never issued, or ended while its lease was answered
+        if group.id not in self.admission.groups:  # never issued, or ended during the lease call
             await self.gateway.ack(self.admission.epoch, group.lease_id, UNKNOWN)
             return None
-        answer = self.answer(self.admission.groups[group.id].ticket.index)
+        answer = self.answer(self.admission.groups[group.id].task_slot.index)
         for trajectory in group.trajectories:
             trajectory.answer = answer
-        self.hold(group)
+        self.add(group)
         self.admission.lease(group.id, group.oldest_version(), group.newest_version())
-        if not self.keeps(group):
+        if not self.should_train(group):
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
         return None
 
     async def _drop(self, group_id: str, state: State) -> tuple[Group, State]:
-        self.freed()
-        group = self._held.pop(group_id)
+        self.on_freed()
+        group = self._groups.pop(group_id)
         self._leased_at.pop(group_id, None)
-        sampled = sum(one.sampled_tokens() for one in group.trajectories)
-        self.tokens.waste(sampled, state, len(group.trajectories))
+        sampled = sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
+        self.tokens.record_wasted(sampled, state, len(group.trajectories))
         await self._ack(group, state)
         return group, state
 
@@ -143,16 +144,16 @@ class Batcher:
             await self.gateway.ack(self.admission.epoch, group.lease_id, state)
 
     async def stepped(self, batch: Batch, step: int) -> None:
-        """Enter the step in the ledger, then let the gateway forget the groups."""
-        self.admission.step(batch.cut, step)
+        """Record the step in the ledger, then acknowledge the groups to the gateway."""
+        self.admission.step(batch.selection, step)
         for group in batch.groups:
-            self.tokens.train(group.trajectories)
-            del self._held[group.id]
+            self.tokens.record_trained(group.trajectories)
+            del self._groups[group.id]
         for group in batch.groups:
             await self._ack(group, State.STEPPED, step)
 
     async def skip(self, batch: Batch) -> None:
-        """The step on this batch was skipped: its groups end `filtered`."""
-        for group_id in batch.cut.groups:
+        """End the groups of a skipped step as `filtered`."""
+        for group_id in batch.selection.groups:
             self.admission.filter_group(group_id)
             await self._drop(group_id, State.FILTERED)

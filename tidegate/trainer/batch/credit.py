@@ -1,4 +1,4 @@
-"""Credit: what each episode of a batch is trained at, from rewards to advantages."""
+"""Credit assignment: computes the advantage of each episode of a batch from rewards."""
 
 from __future__ import annotations
 
@@ -13,50 +13,56 @@ from tidegate.trainer.batch.advantage import batch_deviation, centred, group_dev
 from tidegate.types import Group, Outcome, Trajectory
 
 Advantage = float | list[float] | None
-"""Of an episode: that of all its tokens, or one for each of its turns; None: it is not trained on."""
+"""Advantage of all of an episode's tokens, or a list with one per turn; None: not trained on."""
 Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
-"""The groups of a batch → the advantage of every trajectory, by group."""
+"""Groups of a batch → advantages of their trajectories, by group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCredit:
-    """Credit against the other attempts at the same task (GRPO).
+    """Credit relative to the other attempts at the same task (GRPO).
 
-    A turn is worth what came after it: the episode's reward, and the rewards of this turn and of those
-    after it. Its advantage is that less the group's mean at the same turn, ÷ a standard deviation. Where
-    no single turn was rewarded, all turns of an episode have the same one, and it is GRPO's.
+    The return of a turn is the episode's reward plus the rewards of this and all later turns. Its advantage
+    is the return minus the group's mean at the same turn, ÷ a standard deviation. Without rewards of single
+    turns all turns of an episode have GRPO's advantage.
     """
 
     settings: TrainerSettings
 
     def __call__(self, groups: Sequence[Group]) -> list[list[Advantage]]:
-        apart = [centred(self._returns(group)) for group in groups]
-        if self.settings.scale == "none":
-            return [self._by_episode(*both) for both in zip(groups, apart, strict=True)]
-        whole = batch_deviation(apart)
-        deviations = [group_deviation(one) if self.settings.scale == "group" else whole for one in apart]
-        advantages = [scaled(*both) for both in zip(apart, deviations, strict=True)]
-        return [self._by_episode(*both) for both in zip(groups, advantages, strict=True)]
+        advantages = [centred(self._returns(group)) for group in groups]
+        if self.settings.scale == "group":
+            advantages = [scaled(group, group_deviation(group)) for group in advantages]
+        elif self.settings.scale != "none":
+            deviation = batch_deviation(advantages)
+            advantages = [scaled(group, deviation) for group in advantages]
+        return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
 
-    def keeps(self, group: Group) -> bool:
-        """Whether a ready group is trained on. Under dynamic sampling one whose advantages are all 0 is
-        replaced by another, and one of which no episode is trained on always is."""
-        trained = [one for one in self._by_episode(group, centred(self._returns(group))) if one is not None]
+    def should_train(self, group: Group) -> bool:
+        """Whether to train on a ready group.
+
+        Groups without a trainable episode are always replaced; under dynamic sampling also those whose
+        advantages are all 0.
+        """
+        advantages = self._by_episode(group, centred(self._returns(group)))
+        trained = [advantage for advantage in advantages if advantage is not None]
         return bool(trained) and (not self.settings.dynamic_sampling or any(map(np.any, trained)))
 
     def _returns(self, group: Group) -> npt.NDArray[np.float64]:
-        """[episodes, turns]: what came from each turn on. Episodes end in their reward alone."""
-        turns = max(len(one.turns) for one in group.trajectories)
-        found = np.zeros((len(group.trajectories), max(1, turns)))
-        for returns, one in zip(found, group.trajectories, strict=True):
-            rewards = np.array([turn.reward for turn in one.turns])
-            returns[: len(rewards)] = rewards[::-1].cumsum()[::-1]
-            returns += float(one.reward or 0.0) - self._length_penalty(one)
-        return found
+        """Return the returns of a group's episodes from each turn on, float64 [episodes, turns]."""
+        turns = max(len(trajectory.turns) for trajectory in group.trajectories)
+        returns = np.zeros((len(group.trajectories), max(1, turns)))
+        for row, trajectory in zip(returns, group.trajectories, strict=True):
+            rewards = np.array([turn.reward for turn in trajectory.turns])
+            row[: len(rewards)] = rewards[::-1].cumsum()[::-1]
+            row += float(trajectory.reward or 0.0) - self._length_penalty(trajectory)
+        return returns
 
     def _length_penalty(self, trajectory: Trajectory) -> float:
-        """0 up to the first of the two lengths, 1 from the second on, linear in between: DAPO's soft overlong
-        punishment (Yu et al., 2025, eq. 13), over the tokens that the episode sampled."""
+        """Return 0 up to the first of the two lengths, 1 from the second on, and linear in between.
+
+        This is DAPO's soft overlong punishment (Yu et al., 2025, eq. 13), over the episode's sampled tokens.
+        """
         if self.settings.length_penalty is None:
             return 0.0
         first, last = self.settings.length_penalty
@@ -64,17 +70,17 @@ class GroupCredit:
 
     def _by_episode(self, group: Group, advantages: npt.NDArray[np.float64]) -> list[Advantage]:
         return [
-            None if self._is_masked(one) else _told(values[: len(one.turns)].tolist())
-            for one, values in zip(group.trajectories, advantages, strict=True)
+            None if self._is_masked(trajectory) else _collapsed(values[: len(trajectory.turns)].tolist())
+            for trajectory, values in zip(group.trajectories, advantages, strict=True)
         ]
 
     def _is_masked(self, trajectory: Trajectory) -> bool:
-        """A truncated episode's reward counts in its group, but it is not trained on (DAPO's overlong
-        filtering, §3.4)."""
+        """Whether a truncated episode counts in its group's mean only (DAPO's overlong filtering, §3.4)."""
         return self.settings.truncated_episodes == "mask" and trajectory.outcome == Outcome.TRUNCATED
 
 
-def _told(by_turn: list[float]) -> float | list[float]:
+def _collapsed(by_turn: list[float]) -> float | list[float]:
+    """Return one value if all are equal."""
     if not by_turn:
         return 0.0
-    return by_turn if any(one != by_turn[0] for one in by_turn) else by_turn[0]
+    return by_turn if any(value != by_turn[0] for value in by_turn) else by_turn[0]

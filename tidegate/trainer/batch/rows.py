@@ -1,4 +1,4 @@
-"""From trajectories to rows: the token sequences that are trained, and which tokens of them."""
+"""Converts trajectories to token sequences, and marks the tokens to train on."""
 
 from __future__ import annotations
 
@@ -15,55 +15,58 @@ from tidegate.types import Ids, Logprobs, Trajectory, Turn
 
 @dataclass(slots=True)
 class TrainSequence:
-    """One exported sequence of a trajectory; every array is [t], aligned with `ids`.
+    """One token sequence of a trajectory; every array is [t], aligned with `ids`.
 
     Where `mask` is False the token is context, and the other arrays hold neutral values.
     """
 
     ids: Ids
     mask: npt.NDArray[np.bool_]
-    """True: this token was sampled, delivered, and is trained in this row."""
+    """True: the token was sampled and delivered, and is trained in this row."""
     logprobs: Logprobs
-    """log μ, as the engine recorded it."""
+    """log μ, as recorded by the engine."""
     versions: npt.NDArray[np.int64]
-    """The policy version that sampled the token; −1 where it is unknown or context."""
+    """Policy version that sampled the token; −1 if unknown or context."""
     temperature: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
     weight: float = 1.0
-    """Of each trained token in the loss: 1 under token mean, 1 ÷ the trajectory's trained tokens under
+    """Weight of each trained token in the loss: 1 for a token mean, 1 ÷ the trajectory's trained tokens for a
     sequence mean."""
     group_id: str = ""
     session_id: str = ""
     old: Logprobs | None = None
-    """log π_old, of the policy at the cut, where a batch is trained on in several optimiser steps."""
+    """log π_old, of the policy when the batch is assembled, if a batch has several optimiser steps."""
     reference: Logprobs | None = None
-    """log π_ref, where there is a reference model."""
+    """log π_ref, if there is a reference model."""
 
     @property
     def trained(self) -> int:
-        """How many of its tokens are trained."""
+        """Number of trained tokens."""
         return int(np.count_nonzero(self.mask))
 
     @property
     def inputs(self) -> int:
-        """How many leading tokens the model must read: all before the last trained one."""
+        """Number of tokens that the model reads: all before the last trained one."""
         return int(np.flatnonzero(self.mask)[-1])
 
 
 def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[TrainSequence]:
-    """The sequences that a trajectory's tree of turns is trained as, none if nothing can be trained.
+    """Convert a trajectory's tree of turns to sequences; none if no turn can be trained on.
 
-    `advantage` is that of every token, or one for each turn.
+    Each path from a root to a last trainable turn is one sequence. Every delivered, freely sampled token is
+    trained in exactly one of them: turns that several paths share are trained in the first and context in the
+    others. Undelivered and exempt turns are never trained, but may be context.
 
-    Each path from a root to a last turn that can be trained is one sequence. Every delivered token that
-    was sampled freely is trained in exactly one of them: what several paths share is trained in the
-    first and context in the others. Undelivered and exempt turns are never trained, but may be context.
+    Args:
+        trajectory: The episode.
+        advantage: Advantage of every token, or one per turn.
 
-    Raises TrainingError where a turn's arrays differ in length, or a reply follows nothing.
+    Raises:
+        TrainingError: A turn's arrays differ in length, or a reply has an empty prompt.
     """
     turns = trajectory.turns
-    each = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
-    advantages = {turn.index: one for turn, one in zip(turns, each, strict=True)}
+    by_turn = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
+    advantages = {turn.index: value for turn, value in zip(turns, by_turn, strict=True)}
     rows = []
     done: set[int] = set()
     for leaf in _leaves(trajectory):
@@ -75,8 +78,10 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
 
 
 def minibatches(rows: Sequence[TrainSequence], number: int) -> list[list[TrainSequence]]:
-    """The rows in `number` parts of as many groups each, give or take one, in order; fewer where there
-    are not so many groups. A group stays whole, and its prompt is computed once."""
+    """Split the rows, in order, into `number` parts of equally many groups, give or take one.
+
+    There are fewer parts if there are fewer groups. A group is never split, so its prompt is computed once.
+    """
     by_group: dict[str, list[TrainSequence]] = {}
     for row in rows:
         by_group.setdefault(row.group_id, []).append(row)
@@ -94,7 +99,7 @@ def _trainable(turn: Turn) -> bool:
 
 
 def _leaves(trajectory: Trajectory) -> list[Turn]:
-    """The turns that can be trained and have no descendant that can, in order."""
+    """Return the trainable turns without a trainable descendant, in order."""
     turns = [turn for turn in trajectory.turns if _trainable(turn)]
     inner: set[int] = set()
     for turn in turns:
@@ -139,13 +144,13 @@ def _row(
 
 
 def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float) -> None:
-    """Enter a turn's sampled tokens, at `start..end` of the row, as trained."""
+    """Mark a turn's sampled tokens, at `start..end` of the row, as trained."""
     where = f"session {row.session_id}, turn {turn.index}"
     mask = np.ones(end - start, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0
     if len(turn.logprobs) != end - start or len(mask) != end - start:
         raise TrainingError(
             f"{where}: {end - start} output tokens, but {len(turn.logprobs)} logprobs and a mask of "
-            f"{len(mask)}; the engine's answer was recorded wrongly"
+            f"{len(mask)}; the engine's reply was recorded wrongly"
         )
     if not start and mask.any():
         raise TrainingError(f"{where}: its prompt is empty, so its first token has no distribution")

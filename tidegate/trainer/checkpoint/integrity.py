@@ -12,7 +12,7 @@ import orjson
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
-from tidegate.trainer.ledger.jsonl import whole_lines
+from tidegate.trainer.ledger.jsonl import complete_lines
 from tidegate.trainer.records.metrics import read_metrics
 
 _WEIGHTS = re.compile(r"v(\d+)")
@@ -70,7 +70,7 @@ def _check_entries(ledger: Path, checkpoint: Checkpoint | None) -> int:
 
 def _lines(ledger: Path) -> Iterator[bytes]:
     """The lines that end in a newline; what follows them was never acted upon."""
-    _, whole = whole_lines(ledger)
+    _, whole = complete_lines(ledger)
     if whole:
         with ledger.open("rb") as file:
             yield from itertools.islice(file, whole)

@@ -1,4 +1,4 @@
-"""`tidegate audit RUN`: proves the book from the files alone, with none of the code that wrote it."""
+"""`tidegate audit RUN`: verifies the ledger from the files alone, with none of the code that wrote it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass(slots=True)
 class Audit:
-    """What the files say. `findings` is empty where every claim holds."""
+    """Result of an audit. `findings` is empty if the ledger is consistent."""
 
     groups: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
@@ -31,25 +31,25 @@ class Audit:
     findings: list[str] = field(default_factory=list)
 
     @property
-    def holds(self) -> bool:
+    def consistent(self) -> bool:
         return not self.findings
 
 
 def audit_run(run_dir: Path) -> Audit:
-    """Read `config.toml`, `ledger.jsonl`, the checkpoints' markers, `metrics.jsonl` and `trajectories/`."""
+    """Audit a run from its settings, ledger, checkpoint markers, `metrics.jsonl` and `trajectories/`."""
     settings = load_settings(run_dir / "config.toml")
-    book = _Book(settings)
-    for one in read_ledger(run_dir / "ledger.jsonl"):
-        book.read(one)
-    book.close(_committed(run_dir, book))
-    _check_metrics(run_dir, book)
-    _check_trajectories(run_dir, book)
-    return book.audit
+    check = _LedgerCheck(settings)
+    for line in read_ledger(run_dir / "ledger.jsonl"):
+        check.read(line)
+    check.close(_committed(run_dir, check))
+    _check_metrics(run_dir, check)
+    _check_trajectories(run_dir, check)
+    return check.audit
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What the trainer had to keep to."""
+    """Limits that the trainer had to respect."""
 
     groups_per_batch: int
     group_size: int
@@ -57,7 +57,7 @@ class _Rules:
     max_staleness: int | None
     max_attempts: int
     max_infra_attempts: int | None = None
-    """None: the ledger is from before there was such a budget."""
+    """None: the ledger predates this budget."""
 
     @classmethod
     def of(cls, settings: Settings) -> _Rules:
@@ -70,25 +70,25 @@ class _Rules:
 
 @dataclass(slots=True)
 class _Item:
-    """A group or an attempt, as the entries tell it; `rules` are those under which it was issued."""
+    """A group or an attempt; `rules` are those under which it was issued."""
 
     issued: LedgerEntry
     rules: _Rules
     ended: LedgerEntry | None = None
     seq: int = -1
     abandoned: bool = False
-    """Stepped on behind the marker that a later start went on from, and not put back yet."""
+    """Ended `stepped` after the marker that a later start resumed from, and not reinstated yet."""
 
     @property
     def stepped(self) -> bool:
         return self.ended is not None and self.ended["state"] == State.STEPPED
 
 
-class _Book:
+class _LedgerCheck:
     def __init__(self, settings: Settings) -> None:
         self.rules = _Rules.of(settings)
         self.batch_size: dict[int, int] = {}
-        """Of each step, by the rules under which it was taken."""
+        """Step → `groups_per_batch` under the rules of that step."""
         self.audit = Audit()
         self.groups: dict[str, _Item] = {}
         self.attempts: dict[str, _Item] = {}
@@ -100,131 +100,134 @@ class _Book:
         self.expected_seq = 0
         self.finished = False
         self.paused = False
-        """An outage pauses the run."""
+        """Whether an outage pauses the run."""
 
-    def wrong(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.audit.findings.append(text)
 
-    def read(self, one: LedgerEntry) -> None:
-        if one["seq"] != self.expected_seq:
-            self.wrong(f"entry {self.expected_seq} is missing: the next one is {one['seq']}")
-        self.expected_seq = one["seq"] + 1
-        kind, event = one["kind"], one["event"]
+    def read(self, line: LedgerEntry) -> None:
+        if line["seq"] != self.expected_seq:
+            self.report(f"entry {self.expected_seq} is missing: the next one is {line['seq']}")
+        self.expected_seq = line["seq"] + 1
+        kind, event = line["kind"], line["event"]
         if kind == "run":
-            self._run(one)
+            self._run(line)
         elif event == "issued":
-            self._issue(one, self.groups if kind == "group" else self.attempts)
+            self._issue(line, self.groups if kind == "group" else self.attempts)
         elif event == "put_back":
-            self._put_back(one)
+            self._put_back(line)
         else:
-            self._end(one, self.groups if kind == "group" else self.attempts)
+            self._end(line, self.groups if kind == "group" else self.attempts)
 
-    def _run(self, one: LedgerEntry) -> None:
-        event = one["event"]
+    def _run(self, line: LedgerEntry) -> None:
+        event = line["event"]
         if event == "started":
             self.finished = self.paused = False
-            if "rules" in one:
-                self.rules = _Rules(**one["rules"])
-            self._resume(one)
+            if "rules" in line:
+                self.rules = _Rules(**line["rules"])
+            self._resume(line)
         elif event == "publishing":
-            if one["version"] <= self.last_version:
-                self.wrong(f"version {one['version']} was published after {self.last_version}")
-            self.last_version = one["version"]
-            self.versions.append((one["seq"], one["version"]))
+            if line["version"] <= self.last_version:
+                self.report(f"version {line['version']} was published after {self.last_version}")
+            self.last_version = line["version"]
+            self.versions.append((line["seq"], line["version"]))
             self.audit.versions += 1
         elif event == "ended":
             self.finished = True
         elif event in ("paused", "resumed"):
             self.paused = event == "paused"
         elif event == "quarantined":
-            self._check_blame(one)
+            self._check_quarantine(line)
 
-    def _check_blame(self, one: LedgerEntry) -> None:
-        """Tasks are given up for failures of their own alone."""
-        if self.rules.max_infra_attempts is not None and one.get("outcome") == "infra_error":
-            self.wrong(f"task {one['task']} was quarantined for an infra_error, of which it is not the cause")
+    def _check_quarantine(self, line: LedgerEntry) -> None:
+        """A task may be quarantined only for failures of its own."""
+        if self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
+            self.report(
+                f"task {line['task']} was quarantined for an infra_error, which is not a failure of the task"
+            )
 
-    def _resume(self, one: LedgerEntry) -> None:
-        """What was stepped on behind the checkpoint that a run resumes from is to be put back; versions
-        published behind it are an abandoned lineage."""
-        position = one.get("position") or 0
+    def _resume(self, line: LedgerEntry) -> None:
+        """Steps taken and versions published after the checkpoint that a run resumes from are abandoned."""
+        position = line.get("position") or 0
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.abandoned |= item.stepped and item.seq >= position
         self.abandoned |= {version for seq, version in self.versions if seq >= max(1, position)}
-        self.versions.append((one["seq"], one["version"]))
+        self.versions.append((line["seq"], line["version"]))
 
-    def _put_back(self, one: LedgerEntry) -> None:
-        group = self.groups.get(one["id"])
-        items = [*([group] if group is not None else []), *self.members[one["id"]]]
-        undone = [item for item in items if item.abandoned]
-        if not undone:
-            self.wrong(f"group {one['id']} was put back, and no step on it was lost")
-        for item in undone:
+    def _put_back(self, line: LedgerEntry) -> None:
+        group = self.groups.get(line["id"])
+        items = [*([group] if group is not None else []), *self.members[line["id"]]]
+        abandoned = [item for item in items if item.abandoned]
+        if not abandoned:
+            self.report(f"group {line['id']} was put back, but no step on it was lost")
+        for item in abandoned:
             item.ended, item.abandoned = None, False
 
-    def _issue(self, one: LedgerEntry, items: dict[str, _Item]) -> None:
-        if one["id"] in items:
-            self.wrong(f"{one['kind']} {one['id']} was issued twice")
-        items[one["id"]] = _Item(one, self.rules)
-        if one["kind"] == "attempt":
-            self._issue_attempt(one)
-        elif (old := one.get("replaces")) is not None:
-            self._replace(one["id"], old)
+    def _issue(self, line: LedgerEntry, items: dict[str, _Item]) -> None:
+        if line["id"] in items:
+            self.report(f"{line['kind']} {line['id']} was issued twice")
+        items[line["id"]] = _Item(line, self.rules)
+        if line["kind"] == "attempt":
+            self._issue_attempt(line)
+        elif (old := line.get("replaces")) is not None:
+            self._replace(line["id"], old)
 
-    def _issue_attempt(self, one: LedgerEntry) -> None:
-        self.members[one["group"]].append(self.attempts[one["id"]])
-        group = self.groups.get(one["group"])
+    def _issue_attempt(self, line: LedgerEntry) -> None:
+        self.members[line["group"]].append(self.attempts[line["id"]])
+        group = self.groups.get(line["group"])
         if group is None or group.ended is not None:
-            self.wrong(f"attempt {one['id']} was issued for group {one['group']}, which is not live")
+            self.report(f"attempt {line['id']} was issued for group {line['group']}, which is not live")
 
     def _replace(self, new: str, old: str) -> None:
         ended = self.groups[old].ended if old in self.groups else None
         if ended is None or ended["state"] != State.STALE:
-            self.wrong(f"group {new} replaces {old}, which did not end stale")
+            self.report(f"group {new} replaces {old}, which did not end stale")
         if old in self.replaced:
-            self.wrong(f"group {old} was replaced twice: by {self.replaced[old]} and {new}")
+            self.report(f"group {old} was replaced twice: by {self.replaced[old]} and {new}")
         self.replaced[old] = new
 
-    def _end(self, one: LedgerEntry, items: dict[str, _Item]) -> None:
-        item = items.get(one["id"])
+    def _end(self, line: LedgerEntry, items: dict[str, _Item]) -> None:
+        item = items.get(line["id"])
         if item is None:
-            self.wrong(f"{one['kind']} {one['id']} ended and was never issued")
+            self.report(f"{line['kind']} {line['id']} ended but was never issued")
             return
         if item.ended is not None:
-            self.wrong(f"{one['kind']} {one['id']} ended twice: {item.ended['state']}, then {one['state']}")
-        if one["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
-            self.wrong(f"{one['kind']} {one['id']} ended as {one['state']!r}, which is no final state")
-        item.ended, item.seq = one, one["seq"]
-        if one.get("spared") and not self.paused:
-            self.wrong(f"attempt {one['id']} was spared although no outage was on")
-        if one["kind"] == "group" and one["state"] == State.STEPPED:
-            self._check_bound(one)
-        elif one["kind"] == "group" and one["state"] == State.STALE:
-            self._check_stale(one)
+            self.report(
+                f"{line['kind']} {line['id']} ended twice: {item.ended['state']}, then {line['state']}"
+            )
+        if line["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
+            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which is not a final state")
+        item.ended, item.seq = line, line["seq"]
+        if line.get("spared") and not self.paused:
+            self.report(f"attempt {line['id']} was spared outside an outage")
+        if line["kind"] == "group" and line["state"] == State.STEPPED:
+            self._check_bound(line)
+        elif line["kind"] == "group" and line["state"] == State.STALE:
+            self._check_stale(line)
 
-    def _check_bound(self, one: LedgerEntry) -> None:
-        oldest, staleness, bound = one["oldest"], one["staleness"], self.rules.max_staleness
-        self.batch_size[one["step"]] = self.rules.groups_per_batch
-        if oldest is None or staleness is None or one["version"] - oldest != staleness:
-            self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
+    def _check_bound(self, line: LedgerEntry) -> None:
+        oldest, staleness, bound = line["oldest"], line["staleness"], self.rules.max_staleness
+        self.batch_size[line["step"]] = self.rules.groups_per_batch
+        if oldest is None or staleness is None or line["version"] - oldest != staleness:
+            self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")
         elif bound is not None and staleness > bound:
-            self.wrong(f"group {one['id']} was trained at staleness {staleness}, over the bound {bound}")
+            self.report(f"group {line['id']} was trained at staleness {staleness}, over the bound {bound}")
         if oldest in self.abandoned:
-            self.wrong(f"group {one['id']} was trained on tokens of version {oldest}, which is abandoned")
+            self.report(f"group {line['id']} was trained on tokens of version {oldest}, which is abandoned")
         if staleness is not None:
             self.audit.oldest_staleness = max(staleness, self.audit.oldest_staleness or 0)
 
-    def _check_stale(self, one: LedgerEntry) -> None:
-        """A group whose oldest version is known was over the bound, or has tokens of an abandoned version."""
-        oldest, staleness, bound = one.get("oldest"), one.get("staleness"), self.rules.max_staleness
+    def _check_stale(self, line: LedgerEntry) -> None:
+        """A stale group with known versions was over the bound, or has tokens of an abandoned version."""
+        oldest, staleness, bound = line.get("oldest"), line.get("staleness"), self.rules.max_staleness
         if oldest is None:
             return
-        newest = one.get("newest")
+        newest = line.get("newest")
         sampled = range(oldest, (oldest if newest is None else newest) + 1)
-        if one["version"] - oldest != staleness:
-            self.wrong(f"group {one['id']}: staleness {staleness} is not {one['version']} − {oldest}")
+        if line["version"] - oldest != staleness:
+            self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")
         elif (bound is None or staleness <= bound) and self.abandoned.isdisjoint(sampled):
-            self.wrong(f"group {one['id']} ended stale at staleness {staleness}, within the bound {bound}")
+            self.report(f"group {line['id']} ended stale at staleness {staleness}, within the bound {bound}")
 
     # -------------------------------------------------------------- conclusions
 
@@ -236,19 +239,21 @@ class _Book:
         return item.ended["state"]
 
     def close(self, committed: int) -> None:
-        """`committed` is the ledger's position in the newest checkpoint's marker."""
-        self.audit.groups = Counter(self.state_of(one, committed) for one in self.groups.values())
-        self.audit.attempts = Counter(self.state_of(one, committed) for one in self.attempts.values())
+        """Draw the conclusions. `committed` is the ledger's position in the newest checkpoint's marker."""
+        self.audit.groups = Counter(self.state_of(group, committed) for group in self.groups.values())
+        self.audit.attempts = Counter(self.state_of(item, committed) for item in self.attempts.values())
         if self.finished and (live := self.audit.groups["live"] + self.audit.attempts["live"]):
-            self.wrong(f"the run ended with {live} groups or attempts still live")
-        if self.finished and (lost := [name for name, one in self.groups.items() if one.abandoned]):
-            self.wrong(f"the steps on {len(lost)} groups were lost and they never put back: {lost[0]} …")
+            self.report(f"the run ended with {live} groups or attempts still live")
+        if self.finished and (lost := [name for name, group in self.groups.items() if group.abandoned]):
+            self.report(
+                f"the steps on {len(lost)} groups were lost, but they were never put back: {lost[0]} …"
+            )
         self._check_groups()
         self._check_attempts_a_slot()
 
-    def standing(self, group: str) -> int:
-        """How many attempts a group was trained with."""
-        return sum(one.ended is not None and one.ended["state"] == "stepped" for one in self.members[group])
+    def trained_attempts(self, group: str) -> int:
+        """Number of attempts that a group was trained with."""
+        return sum(attempt.stepped for attempt in self.members[group])
 
     def _check_groups(self) -> None:
         members = self.members
@@ -256,19 +261,19 @@ class _Book:
         for name, group in self.groups.items():
             if group.ended is None:
                 continue
-            if any(one.ended is None for one in members[name]):
-                self.wrong(f"group {name} ended with an attempt still live")
-            if group.ended["state"] != State.STEPPED:
+            if any(attempt.ended is None for attempt in members[name]):
+                self.report(f"group {name} ended with an attempt still live")
+            if not group.stepped:
                 continue
-            standing = self.standing(name)
-            if not group.rules.min_group_size <= standing <= group.rules.group_size:
-                self.wrong(f"group {name} was trained with {standing} attempts")
+            trained = self.trained_attempts(name)
+            if not group.rules.min_group_size <= trained <= group.rules.group_size:
+                self.report(f"group {name} was trained with {trained} attempts")
             if not group.abandoned:
                 sizes[group.ended["step"]] += 1
         self.audit.steps = len(sizes)
         for step, size in sorted(sizes.items()):
             if size != self.batch_size[step]:
-                self.wrong(f"step {step} took {size} groups, not {self.batch_size[step]}")
+                self.report(f"step {step} took {size} groups, not {self.batch_size[step]}")
 
     def _check_attempts_a_slot(self) -> None:
         failures: Counter[tuple[str, int, bool]] = Counter()
@@ -280,33 +285,32 @@ class _Book:
                 infra = outcome == "infra_error"
                 failures[attempt.issued["group"], attempt.issued["slot"], infra] += 1
         for (group, slot, infra), number in failures.items():
-            known = self.groups.get(group)
-            rules = self.rules if known is None else known.rules
+            rules = self.groups[group].rules if group in self.groups else self.rules
             name = "max_attempts" if not infra or rules.max_infra_attempts is None else "max_infra_attempts"
             limit = getattr(rules, name)
             if number > limit:
-                self.wrong(f"group {group} slot {slot} failed {number} times; {name} is {limit}")
+                self.report(f"group {group} slot {slot} failed {number} times; {name} is {limit}")
 
 
-def _committed(run_dir: Path, book: _Book) -> int:
-    """The ledger's position in the newest checkpoint's marker; 0 where there is none."""
-    found = {
+def _committed(run_dir: Path, check: _LedgerCheck) -> int:
+    """Return the ledger's position in the newest checkpoint's marker; 0 if there is none."""
+    markers = {
         int(match[1]): path
         for path in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
         if (match := _STEP.fullmatch(path.parent.name))
     }
-    if not found:
+    if not markers:
         return 0
-    newest = found[max(found)]
+    newest = markers[max(markers)]
     try:
         return int(json.loads(newest.read_text())["ledger"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        book.wrong(f"{newest} cannot be read ({error}); what it commits is not known")
+        check.report(f"{newest} cannot be read ({error}); the committed steps are unknown")
         return 0
 
 
-def _json_lines(path: Path, book: _Book, *, grows: bool = False) -> Iterator[dict[str, Any]]:
-    """The lines of a file; of one that `grows` the last may be cut. What is damaged is a finding."""
+def _json_lines(path: Path, check: _LedgerCheck, *, grows: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file and report damaged ones. The last may be incomplete if the file `grows`."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -314,87 +318,88 @@ def _json_lines(path: Path, book: _Book, *, grows: bool = False) -> Iterator[dic
             if grows and not line.endswith(b"\n"):
                 return
             try:
-                one = json.loads(line)
+                content = json.loads(line)
             except ValueError as error:
-                book.wrong(f"{path.name}, line {number} is damaged: {error}")
+                check.report(f"{path.name}, line {number} is damaged: {error}")
                 continue
-            yield one
+            yield content
 
 
-def _check_metrics(run_dir: Path, book: _Book) -> None:
-    """Each step has one line of metrics, and each line of a step has its groups in the ledger."""
+def _check_metrics(run_dir: Path, check: _LedgerCheck) -> None:
+    """Check that a step has one line of metrics, and that each line's step is in the ledger."""
     stepped = {
         group.ended["step"]
-        for group in book.groups.values()
+        for group in check.groups.values()
         if group.ended is not None and group.stepped and not group.abandoned
     }
     lines: Counter[int] = Counter(
-        one["step"] for one in _json_lines(run_dir / "metrics.jsonl", book, grows=True)
+        line["step"] for line in _json_lines(run_dir / "metrics.jsonl", check, grows=True)
     )
     for step, number in lines.items():
         if number > 1:
-            book.wrong(f"metrics.jsonl has {number} lines for step {step}")
+            check.report(f"metrics.jsonl has {number} lines for step {step}")
         if step > 0 and step not in stepped:
-            book.wrong(f"metrics.jsonl has step {step}, of which the ledger knows nothing")
+            check.report(f"metrics.jsonl has step {step}, which is not in the ledger")
 
 
-def _check_trajectories(run_dir: Path, book: _Book) -> None:
-    """The recorded tokens bear out the ledger's versions, and are there of all that was trained on."""
+def _check_trajectories(run_dir: Path, check: _LedgerCheck) -> None:
+    """Check the recorded tokens' versions against the ledger, and that every trained episode is recorded."""
     recorded: Counter[tuple[int, str]] = Counter()
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
         versions: dict[str, set[int]] = defaultdict(set)
-        for one in _json_lines(path, book):
-            if one.get("state") != State.STEPPED:
+        for line in _json_lines(path, check):
+            if line.get("state") != State.STEPPED:
                 continue
-            recorded[int(path.stem.removeprefix("step_")), one["group_id"]] += 1
-            turns = [turn for turn in one["turns"] if turn["delivered"]]
-            versions[one["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
-            versions[one["group_id"]] |= {
+            recorded[int(path.stem.removeprefix("step_")), line["group_id"]] += 1
+            turns = [turn for turn in line["turns"] if turn["delivered"]]
+            versions[line["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
+            versions[line["group_id"]] |= {
                 turn["kv_version"] for turn in turns if turn.get("kv_version") is not None
             }
-            book.audit.trained_tokens += sum(len(turn["output_ids"]) for turn in turns)
-        for group, found in versions.items():
-            _check_versions(f"{path.name}: group {group}", found, book, book.groups.get(group))
-    _check_recorded(run_dir, book, recorded)
+            check.audit.trained_tokens += sum(len(turn["output_ids"]) for turn in turns)
+        for group, sampled in versions.items():
+            _check_versions(f"{path.name}: group {group}", sampled, check, check.groups.get(group))
+    _check_recorded(run_dir, check, recorded)
 
 
-def _check_recorded(run_dir: Path, book: _Book, recorded: Counter[tuple[int, str]]) -> None:
-    """Every episode that was stepped on is in its step's file; or aside, where a start that undoes the step
-    was cut short before it could say so."""
-    for name, group in book.groups.items():
+def _check_recorded(run_dir: Path, check: _LedgerCheck, recorded: Counter[tuple[int, str]]) -> None:
+    """Check that every trained episode is in its step's file.
+
+    A start that undoes the step may have moved the file and crashed before it recorded that.
+    """
+    for name, group in check.groups.items():
         if group.ended is None or not group.stepped or group.abandoned:
             continue
-        step, standing = group.ended["step"], book.standing(name)
-        aside = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))
-        if recorded[step, name] != standing and not (aside and not recorded[step, name]):
-            book.wrong(
-                f"group {name} was trained at step {step} with {standing} attempts, and "
+        step, trained = group.ended["step"], check.trained_attempts(name)
+        moved = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))
+        if recorded[step, name] != trained and not (moved and not recorded[step, name]):
+            check.report(
+                f"group {name} was trained at step {step} with {trained} attempts, and "
                 f"step_{step:06d}.jsonl has {recorded[step, name]} of them"
             )
 
 
-def _check_versions(where: str, versions: set[int], book: _Book, item: _Item | None) -> None:
-    if item is not None and item.ended is None and not book.finished:
-        return  # the step's file is written before its entries are
+def _check_versions(where: str, versions: set[int], check: _LedgerCheck, item: _Item | None) -> None:
+    if item is not None and item.ended is None and not check.finished:
+        return  # a step's file is written before its ledger entries
     if not versions:
-        book.wrong(f"{where} has no token")
+        check.report(f"{where} has no tokens")
         return
-    said = item.ended.get("oldest") if item is not None and item.ended is not None else None
-    if said != min(versions):
-        book.wrong(f"{where} has tokens of version {min(versions)}, the ledger says {said}")
-    if gone := versions & book.abandoned:
-        book.wrong(f"{where} has tokens of version {min(gone)}, which is abandoned")
+    recorded = item.ended.get("oldest") if item is not None and item.ended is not None else None
+    if recorded != min(versions):
+        check.report(f"{where} has tokens of version {min(versions)}, the ledger says {recorded}")
+    if abandoned := versions & check.abandoned:
+        check.report(f"{where} has tokens of version {min(abandoned)}, which is abandoned")
 
 
 def summary(audit: Audit) -> str:
-    """The audit in a line: the groups by state, and whether the book holds."""
+    """Format the audit as one line: the groups by state, and the verdict."""
     parts = [f"{number} {state}" for state in [*FINAL, State.LIVE] if (number := audit.groups[state.value])]
-    verdict = "the book holds" if audit.holds else f"the book does not hold: {audit.findings[0]}"
-    return f"audit: {audit.groups.total()} groups = {' + '.join(parts) or '0'}; {verdict}"
+    return f"audit: {audit.groups.total()} groups = {' + '.join(parts) or '0'}; {_verdict(audit)}"
 
 
 def table(audit: Audit) -> str:
-    """The audit as text: one row a state, then the findings."""
+    """Format the audit as text: one row per state, then the findings."""
     rows = [f"{'state':<12}{'groups':>10}{'attempts':>10}"]
     for state in [*FINAL, State.LIVE]:
         rows.append(f"{state.value:<12}{audit.groups[state.value]:>10}{audit.attempts[state.value]:>10}")
@@ -405,7 +410,11 @@ def table(audit: Audit) -> str:
         f"trained on, the oldest at staleness {audit.oldest_staleness}"
     )
     rows += [f"WRONG: {finding}" for finding in audit.findings]
-    rows.append(
-        "the book holds" if audit.holds else f"the book does not hold: {len(audit.findings)} findings"
-    )
+    rows.append(_verdict(audit))
     return "\n".join(rows)
+
+
+def _verdict(audit: Audit) -> str:
+    if audit.consistent:
+        return "the ledger is consistent"
+    return f"the ledger is inconsistent: {len(audit.findings)} findings, the first: {audit.findings[0]}"

@@ -1,4 +1,4 @@
-"""What the ledger holds: one entry per line, and the states in which slot attempts and groups end."""
+"""Ledger entries, and the states in which attempts and groups end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Literal, TypedDict, cast
 
 
 class State(StrEnum):
-    """Where a slot attempt or a group stands. All but `live` and `stepped` are final.
+    """State of an attempt or a group. All but `live` and `stepped` are final.
 
-    `stepped` becomes `trained` when a checkpoint's marker is written behind it; nothing else is
-    entered then, because the marker alone is the commit point. A resume from a marker before it puts it
-    back: it is live again, and ends once more.
+    `stepped` becomes `trained` when the next checkpoint's marker is written; the ledger gets no entry then,
+    because the marker alone is the commit point. A resume from an earlier marker reinstates the group: it is
+    live again, and ends once more.
     """
 
     LIVE = "live"
@@ -31,17 +31,16 @@ Kind = Literal["group", "attempt", "run"]
 class LedgerEntry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
-    * group issued: `task`, `index` (its place in the training split), `version`, `replaces`
-    * group ended: `state`, for `stepped` also `step`, `version`, `oldest`, `staleness`, and for `stale`
+    * group issued: `task`, `index` (in the training split), `version`, `replaces`
+    * group ended: `state`; if `stepped` also `step`, `version`, `oldest`, `staleness`; if `stale` also
       `version` (against which it was too stale), `oldest`, `newest`, `staleness`
-    * attempt issued: `group`, `slot`, `number` (1 for a slot's first)
-    * attempt ended: `state`, `outcome`, `why`, and `spared` where a failure in an outage is charged to nobody
-    * group put_back: a resume undid its step; it and the attempts that ended `stepped` with it are live again
-    * run quarantined / lifted: `task`, and why
-    * run paused / resumed: `why`; an outage begins and ends, no group starts meanwhile
-    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; of a started run also `position`
-      where it resumes (the ledger's position in the marker it goes on from), and the `rules` that hold from
-      there on: a run may be resumed with other ones
+    * attempt issued: `group`, `slot`, `number` (1 for the first of a slot)
+    * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
+    * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
+    * run quarantined / lifted: `task`, `why`
+    * run paused / resumed: `why`; an outage began or ended, and no group starts in between
+    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if started also `rules`, which may
+      differ from earlier ones, and `position`, the ledger's position in the marker it resumed from
     """
 
     seq: int

@@ -1,4 +1,4 @@
-"""Files of lines that are only ever added to, as a killed process leaves them."""
+"""Repair of append-only JSONL files after a crash."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def whole_lines(path: Path) -> tuple[int, int]:
-    """Bytes and number of the lines that end in a newline; none of a file that is not there."""
+def complete_lines(path: Path) -> tuple[int, int]:
+    """Return the size in bytes and the number of complete lines; zeros if the file does not exist."""
     if not path.exists():
         return 0, 0
     data = path.read_bytes()
@@ -15,7 +15,7 @@ def whole_lines(path: Path) -> tuple[int, int]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove what a killed process left of its last line, so that the next one begins a line of its own."""
-    kept, _ = whole_lines(path)
-    if path.exists() and path.stat().st_size > kept:
-        os.truncate(path, kept)
+    """Remove an incomplete last line, so that the next append starts a new line."""
+    size, _ = complete_lines(path)
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)

@@ -1,8 +1,8 @@
-"""The ledger: the book in which every slot attempt and every group is entered once and ends once.
+"""Append-only log of every attempt and group: each is entered once and ends once.
 
-`ledger.jsonl` is append-only, one entry a line, numbered by `seq`. The trainer alone writes it. A line
-is handed to the operating system before the decision it records takes effect, so a killed process
-loses nothing; `sync` makes it proof against a lost machine and is called before a checkpoint's marker.
+`ledger.jsonl` has one entry per line, numbered by `seq`. Only the trainer writes it. A line is passed to the
+operating system before the decision it records takes effect, so a killed process loses nothing. `sync`
+protects it against a lost machine, and is called before a checkpoint's marker is written.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ import orjson
 from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.ledger.entries import LedgerEntry
-from tidegate.trainer.ledger.jsonl import whole_lines
+from tidegate.trainer.ledger.jsonl import complete_lines
 
 
 class Ledger:
-    """Opens (or goes on with) the book at `path`. `position` is the `seq` of the next entry."""
+    """Opens or continues the ledger at `path`. `position` is the `seq` of the next entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        kept, self.position = whole_lines(path)
-        self.checksum = zlib.crc32(path.read_bytes()[:kept]) if kept else 0
+        size, self.position = complete_lines(path)
+        self.checksum = zlib.crc32(path.read_bytes()[:size]) if size else 0
         """CRC-32 of all entries so far."""
         self._file = open(path, "ab")  # noqa: SIM115 - owned until close()
-        # A line that was torn by a crash was never acted upon: what it announced did not happen.
-        self._file.truncate(kept)
+        # An incomplete line was never acted upon: its decision did not take effect.
+        self._file.truncate(size)
 
-    def book(self, one: LedgerEntry) -> None:
-        """Enter one entry; raises LedgerError where it cannot be written (a full disk, say)."""
-        line: LedgerEntry = {"seq": self.position, "time": round(time.time(), 3), **one}
+    def record(self, entry: LedgerEntry) -> None:
+        """Append an entry. Raises LedgerError if it cannot be written, for example to a full disk."""
+        line: LedgerEntry = {"seq": self.position, "time": round(time.time(), 3), **entry}
         try:
-            with failpoints.around(f"ledger.{one['kind']}.{one.get('state', one['event'])}"):
+            with failpoints.around(f"ledger.{entry['kind']}.{entry.get('state', entry['event'])}"):
                 data = orjson.dumps(line) + b"\n"
                 self._file.write(data)
                 self._file.flush()
-                if one["kind"] == "run":  # a version that was published is never given again
+                if entry["kind"] == "run":  # a published version must never be reused
                     self.sync()
         except OSError as error:
-            raise LedgerError(f"{self.path}: cannot enter {one.get('id')}: {error.strerror}") from error
+            raise LedgerError(f"{self.path}: cannot record {entry.get('id')}: {error.strerror}") from error
         self.position += 1
         self.checksum = zlib.crc32(data, self.checksum)
 
     def sync(self) -> None:
-        """Force everything entered so far to the disk."""
+        """Force all entries so far to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -67,16 +67,16 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:
-    """Every whole entry, in order; a torn last line is left out.
+    """Yield the entries in order, without an incomplete last line.
 
-    Raises LedgerError on a missing file or a damaged line before the last.
+    Raises LedgerError if the file is missing or another line is damaged.
     """
     if not path.exists():
         raise LedgerError(f"{path}: there is no ledger; is this the directory of a run?")
-    kept, _ = whole_lines(path)
+    size, _ = complete_lines(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file):
-            if file.tell() > kept:
+            if file.tell() > size:
                 return
             try:
                 yield cast(LedgerEntry, orjson.loads(line))

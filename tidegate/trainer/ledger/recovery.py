@@ -1,10 +1,9 @@
-"""Going on after a crash or a stop: what the ledger says, and what has to be put right in it.
+"""Recovery after a crash or a stop: reads the state from the ledger and adds the entries that repair it.
 
-The checkpoint's marker is the only commit point. Groups stepped on behind it are taken back: their step is
-lost, so they are live again, with the tokens that `trajectories/` keeps of them, and end once more. Versions
-behind the marker are an abandoned lineage: no token of theirs is trained on, and the restored weights are
-published under a number never used before. What ran when the processes died ends `cancelled`, and its tasks
-are issued again.
+A checkpoint's marker is the only commit point. Groups trained on after it are rolled back: their step is
+lost, so they are live again, with their tokens from `trajectories/`, and end once more. Versions published
+after the marker are abandoned: their tokens are not trained on, and the restored weights are published under
+a new number. Groups that ran when the processes exited end `cancelled`, and their tasks are issued again.
 """
 
 from __future__ import annotations
@@ -21,99 +20,101 @@ from tidegate.types import Outcome
 
 @dataclass(slots=True)
 class LedgerItem:
-    """A group or an attempt, as the entries so far tell it."""
+    """State of a group or an attempt after the entries so far."""
 
     issued: LedgerEntry
     state: State = State.LIVE
     ended_at: int = -1
-    """`seq` of its ending."""
+    """`seq` of the entry of its end."""
     outcome: str | None = None
-    taken_back: bool = False
-    """It ended `stepped` behind the marker that a later start went on from, and was not put back yet."""
+    rolled_back: bool = False
+    """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
 
     @property
     def final(self) -> State:
-        """Where it stands for a run that has left abandoned lineages behind and committed the rest."""
-        return State.TRAINED if self.state is State.STEPPED and not self.taken_back else self.state
+        """State after abandoned steps are excluded and all others are committed."""
+        return State.TRAINED if self.state is State.STEPPED and not self.rolled_back else self.state
 
 
 @dataclass(slots=True)
 class LedgerState:
-    """What an existing ledger tells. A run without one has an empty past."""
+    """State of a run after all entries of its ledger; empty for a new run."""
 
     epoch: int = 0
     groups: dict[str, LedgerItem] = field(default_factory=dict)
     attempts: dict[str, LedgerItem] = field(default_factory=dict)
     abandoned: set[int] = field(default_factory=set)
-    """Versions of lineages that were left behind."""
+    """Versions published after a marker that a later start resumed from."""
     quarantined: set[str] = field(default_factory=set)
-    """Tasks that are to blame themselves; older ledgers have others, given up in an outage."""
+    """Tasks quarantined for failures of their own; older ledgers also quarantined tasks in an outage."""
     _versions: list[tuple[int, int]] = field(default_factory=list)
-    """(`seq` of the entry, version) of everything published."""
+    """(`seq` of the entry, version) of every publish."""
     _members: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def highest_version(self) -> int:
         return max((version for _, version in self._versions), default=-1)
 
-    def read(self, one: LedgerEntry) -> None:
-        """Take in the next entry."""
-        if one["kind"] == "run":
-            self._read_run(one)
+    def apply(self, line: LedgerEntry) -> None:
+        """Update the state with the next entry."""
+        if line["kind"] == "run":
+            self._apply_run(line)
             return
-        items = self.groups if one["kind"] == "group" else self.attempts
-        if one["event"] == "issued":
-            items[one["id"]] = LedgerItem(one)
-            if one["kind"] == "attempt":
-                self._members.setdefault(one["group"], []).append(one["id"])
-        elif one["event"] == "put_back":
-            for known in self._with_members(one["id"]):
-                if known.state is State.STEPPED:
-                    known.state, known.taken_back = State.LIVE, False
+        items = self.groups if line["kind"] == "group" else self.attempts
+        if line["event"] == "issued":
+            items[line["id"]] = LedgerItem(line)
+            if line["kind"] == "attempt":
+                self._members.setdefault(line["group"], []).append(line["id"])
+        elif line["event"] == "put_back":
+            for item in self._with_members(line["id"]):
+                if item.state is State.STEPPED:
+                    item.state, item.rolled_back = State.LIVE, False
         else:
-            known = items[one["id"]]
-            known.state, known.ended_at, known.outcome = State(one["state"]), one["seq"], one.get("outcome")
+            item = items[line["id"]]
+            item.state, item.ended_at, item.outcome = State(line["state"]), line["seq"], line.get("outcome")
 
-    def _read_run(self, one: LedgerEntry) -> None:
-        self.epoch = max(self.epoch, one.get("epoch") or 0)
-        if one["event"] == "started":
-            self.abandon(one.get("position") or 0)
-        if one["event"] == "quarantined" and one.get("outcome") != Outcome.INFRA_ERROR:
-            self.quarantined.add(one["task"])
-        if one["event"] == "lifted":
-            self.quarantined.discard(one["task"])
-        if one["event"] in ("started", "publishing"):
-            self._versions.append((one["seq"], one["version"]))
+    def _apply_run(self, line: LedgerEntry) -> None:
+        self.epoch = max(self.epoch, line.get("epoch") or 0)
+        if line["event"] == "started":
+            self.abandon(line.get("position") or 0)
+        if line["event"] == "quarantined" and line.get("outcome") != Outcome.INFRA_ERROR:
+            self.quarantined.add(line["task"])
+        if line["event"] == "lifted":
+            self.quarantined.discard(line["task"])
+        if line["event"] in ("started", "publishing"):
+            self._versions.append((line["seq"], line["version"]))
 
     def abandon(self, position: int) -> None:
-        """A run goes on from the marker at `position`: what was stepped on or published behind it is lost.
+        """Abandon steps and versions after `position`, that of the marker that a run resumes from.
 
-        The version that a run begins with, entered first of all, stands even where there is no marker.
+        The run's first version, in the first entry, stays valid even without a marker.
         """
         self.abandoned |= {version for seq, version in self._versions if seq >= max(1, position)}
         for items in (self.groups, self.attempts):
-            for known in items.values():
-                known.taken_back |= known.state is State.STEPPED and known.ended_at >= position
+            for item in items.values():
+                item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
 
     def _with_members(self, group: str) -> list[LedgerItem]:
         return [self.groups[group], *(self.attempts[name] for name in self._members.get(group, []))]
 
-    def taken_back(self) -> list[str]:
-        """The groups to put back, in the order in which they were stepped on. The entries of one whose
-        attempts alone were entered were cut short by the crash."""
-        found = {
-            name: max(known.ended_at for known in self._with_members(name))
+    def rolled_back(self) -> list[str]:
+        """Return the groups to reinstate, in the order in which they were trained on.
+
+        A crash between two entries may leave a group whose attempts ended and which has not.
+        """
+        ended_at = {
+            name: max(item.ended_at for item in self._with_members(name))
             for name in self.groups
-            if any(known.taken_back for known in self._with_members(name))
+            if any(item.rolled_back for item in self._with_members(name))
         }
-        return sorted(found, key=found.__getitem__)
+        return sorted(ended_at, key=ended_at.__getitem__)
 
     def live(self) -> list[str]:
-        """The groups that have not ended."""
-        return [name for name, known in self.groups.items() if known.state is State.LIVE]
+        """Return the groups that have not ended."""
+        return [name for name, group in self.groups.items() if group.state is State.LIVE]
 
     def live_attempts(self, group: str) -> dict[int, str]:
-        """A group's attempts that have not ended, by slot. Once it was sealed they are what it is made of."""
+        """Return a group's live attempts by slot. Those of a sealed group are its successful ones."""
         members = self._members.get(group, [])
         return {
             self.attempts[name].issued["slot"]: name
@@ -122,37 +123,36 @@ class LedgerState:
         }
 
     def counts(self, items: Mapping[str, LedgerItem]) -> Counter[State]:
-        """By state. What stands of what was stepped on is trained."""
-        return Counter(known.final for known in items.values())
+        """Count items by state; `stepped` counts as `trained` unless rolled back."""
+        return Counter(item.final for item in items.values())
 
 
 def read_ledger_state(ledger: Path) -> LedgerState:
-    """Fold a ledger; an absent one gives an empty past. Raises LedgerError on a damaged one."""
+    """Read a ledger's state; empty if it does not exist. Raises LedgerError if it is damaged."""
     past = LedgerState()
-    if not ledger.exists():
-        return past
-    for one in read_ledger(ledger):
-        past.read(one)
+    if ledger.exists():
+        for line in read_ledger(ledger):
+            past.apply(line)
     return past
 
 
-def reinstate(past: LedgerState, group: str, book: Callable[[LedgerEntry], None]) -> None:
-    """What was stepped on with the group is live again."""
-    one = entry("group", "put_back", id=group)
-    book(one)
-    past.read(one)
+def reinstate(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+    """Make a rolled-back group and its attempts live again."""
+    line = entry("group", "put_back", id=group)
+    record(line)
+    past.apply(line)
 
 
-def cancel_lost(past: LedgerState, group: str, book: Callable[[LedgerEntry], None]) -> None:
-    """End a group that was live when the run died, its attempts first."""
+def cancel_lost(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+    """End a group that was live when the trainer exited, its attempts first."""
     cancelled = State.CANCELLED
     why = "the processes that ran it ended"
     for name in past.live_attempts(group).values():
         past.attempts[name].state = cancelled
-        book(
+        record(
             entry(
                 "attempt", "ended", id=name, state=cancelled.value, outcome=Outcome.CANCELLED.value, why=why
             )
         )
     past.groups[group].state = cancelled
-    book(entry("group", "ended", id=group, state=cancelled.value, why=why))
+    record(entry("group", "ended", id=group, state=cancelled.value, why=why))

@@ -1,4 +1,4 @@
-"""What became of the tokens that agents sampled for training: trained on, or wasted, and why."""
+"""Counts of the tokens sampled for training: trained on, or wasted, by cause."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ CAUSES = (State.STALE, State.FILTERED, State.FAILED, State.CANCELLED)
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Counts since the run was started or resumed. A reply that was aborted half-way was never received,
-    and is not counted."""
+    """Counts since the run was started or resumed. Aborted replies are never received and not counted."""
 
     trained: int = 0
     wasted: Counter[State] = field(default_factory=Counter)
     episodes: Counter[State] = field(default_factory=Counter)
-    """That the wasted ones were sampled in."""
+    """Episodes of the wasted tokens."""
 
-    def train(self, trajectories: Iterable[Trajectory]) -> None:
-        self.trained += sum(one.sampled_tokens() for one in trajectories)
+    def record_trained(self, trajectories: Iterable[Trajectory]) -> None:
+        self.trained += sum(trajectory.sampled_tokens() for trajectory in trajectories)
 
-    def waste(self, number: int, cause: State, episodes: int) -> None:
-        """`cause` is how the attempt or its group ended."""
+    def record_wasted(self, number: int, cause: State, episodes: int) -> None:
+        """Count `number` tokens as wasted; `cause` is how the attempt or its group ended."""
         self.wasted[cause] += number
         self.episodes[cause] += episodes
 
     def metrics(self) -> dict[str, float]:
-        """`goodput` is the trained share of what was sampled and has ended; the lengths are how far an
-        episode had come on average, to be compared with those trained on."""
+        """Return the counts as metrics.
+
+        `goodput` is the trained share of the sampled tokens of ended attempts. `selection/<cause>_length` is
+        the mean sampled length of the wasted episodes, to be compared with those trained on.
+        """
         ended = self.trained + self.wasted.total()
         return {
             "tokens/trained_total": float(self.trained),

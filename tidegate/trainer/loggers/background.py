@@ -1,4 +1,4 @@
-"""A logger in a thread of its own: whatever it does, the run neither waits for it nor dies of it."""
+"""Runs a metrics logger in a background thread, so a slow or failing logger cannot block or crash the run."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ from typing import Protocol
 
 from tidegate.observer import Silent
 
-MOST_WAITING = 1000
-"""Lines that wait for the logger; with more it is left out."""
+MAX_QUEUED = 1000
+"""Limit of queued lines; a logger that exceeds it is disabled."""
 CLOSE_S = 20.0
-"""How long the end of a run waits for what the logger still has to write."""
+"""Time limit for writing the queued lines at the end of a run."""
 START_DELAYS_S = (2.0, 10.0, 30.0)
-"""Seconds before each further try to start a logger: its server may be out of reach for a moment."""
+"""Seconds before each further attempt to start a logger, whose server may be unreachable for a moment."""
 
 
 class Logger(Protocol):
-    """Keeps the metrics of steps somewhere. It may block, and it may raise anything."""
+    """Stores the metrics of steps. It may block and raise any exception."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step, as in `metrics.jsonl`."""
+        """Store the metrics of one step, as in `metrics.jsonl`."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Finish; no further step follows."""
 
 
 class BackgroundLogger(Silent):
-    """Hands each step's metrics to a logger, in a thread that begins with the run.
+    """Passes each step's metrics to a logger in a background thread.
 
-    `make(step)` makes the logger, `step` being the one the run goes on from (0: it is new). It is called
-    again after each of `START_DELAYS_S` where it raises; steps queue meanwhile. If no try succeeds, or the
-    logger raises later or falls far behind, `say` gets one line about it, and the logger gets no more steps.
+    If `make` raises, it is called again after each of `START_DELAYS_S`, while steps are queued. If no attempt
+    succeeds, or the logger raises later or falls far behind, it is reported once and gets no more steps.
+
+    Args:
+        name: Name in messages.
+        make: Creates the logger, given the step that the run resumes from (0 for a new run).
+        report: Receives one-line messages about failures.
     """
 
-    def __init__(self, name: str, make: Callable[[int], Logger], say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, make: Callable[[int], Logger], report: Callable[[str], None]) -> None:
         self._name = name
         self._make = make
-        self._say = say
-        self._lines: queue.Queue[Mapping[str, float] | None] = queue.Queue(MOST_WAITING)
-        self._out = threading.Event()
+        self._report = report
+        self._lines: queue.Queue[Mapping[str, float] | None] = queue.Queue(MAX_QUEUED)
+        self._disabled = threading.Event()
         self._closing = threading.Event()
         self._step = 0
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
@@ -53,21 +57,21 @@ class BackgroundLogger(Silent):
         self._put(dict(metrics))
 
     def close(self) -> None:
-        if self._out.is_set() or not self._thread.is_alive():
+        if self._disabled.is_set() or not self._thread.is_alive():
             return
         self._closing.set()
         self._put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._leave_out(f"it has not ended within {CLOSE_S:g} s")
+            self._disable(f"it did not finish within {CLOSE_S:g} s")
 
     def _put(self, line: Mapping[str, float] | None) -> None:
-        if self._out.is_set():
+        if self._disabled.is_set():
             return
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            self._leave_out(f"{MOST_WAITING} steps wait for it")
+            self._disable(f"{MAX_QUEUED} steps are queued")
 
     def _work(self) -> None:
         try:
@@ -75,21 +79,21 @@ class BackgroundLogger(Silent):
             while (line := self._lines.get()) is not None:
                 logger.step(line)
             logger.close()
-        except Exception as error:  # noqa: BLE001 - the failure of a logger is news, and never the run's
-            self._leave_out(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - reported; a failing logger must not fail the run
+            self._disable(f"{type(error).__name__}: {error}")
 
     def _start(self) -> Logger:
-        """The logger. A run that ends cuts the delays short."""
+        """Create the logger. The end of the run skips the delays."""
         for delay in START_DELAYS_S:
             try:
                 return self._make(self._step)
-            except Exception as error:  # noqa: BLE001 - reported; the last try below raises
+            except Exception as error:  # noqa: BLE001 - reported; the last attempt below raises
                 why = f"{type(error).__name__}: {error}"
-                self._say(f"the logger {self._name} did not start ({why}); the next try is in {delay:g} s")
+                self._report(f"the logger {self._name} did not start ({why}); trying again in {delay:g} s")
             self._closing.wait(delay)
         return self._make(self._step)
 
-    def _leave_out(self, why: str) -> None:
-        if not self._out.is_set():
-            self._out.set()
-            self._say(f"the logger {self._name} is left out from here on: {why}")
+    def _disable(self, why: str) -> None:
+        if not self._disabled.is_set():
+            self._disabled.set()
+            self._report(f"the logger {self._name} is disabled: {why}")

@@ -1,4 +1,4 @@
-"""Several observers as one."""
+"""Combines several observers into one."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from tidegate.observer import Observer
 
 
 class CompositeObserver:
-    """Tells each of them everything, in order; they are closed in reverse, so that the first hears it all."""
+    """Forwards every call to each observer, in order; closes them in reverse order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
     def started(self, info: Mapping[str, object]) -> None:
-        for one in self.observers:
-            one.started(info)
+        for observer in self.observers:
+            observer.started(info)
 
     def note(self, text: str) -> None:
-        for one in self.observers:
-            one.note(text)
+        for observer in self.observers:
+            observer.note(text)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        for one in self.observers:
-            one.progress(what, done, total)
+        for observer in self.observers:
+            observer.progress(what, done, total)
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        for one in self.observers:
-            one.state(snapshot)
+        for observer in self.observers:
+            observer.state(snapshot)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        for one in self.observers:
-            one.step(metrics)
+        for observer in self.observers:
+            observer.step(metrics)
 
     def finished(self, result: Mapping[str, object]) -> None:
-        for one in self.observers:
-            one.finished(result)
+        for observer in self.observers:
+            observer.finished(result)
 
     def close(self) -> None:
-        for one in reversed(self.observers):
-            one.close()
+        for observer in reversed(self.observers):
+            observer.close()

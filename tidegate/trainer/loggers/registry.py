@@ -1,4 +1,4 @@
-"""The loggers by their names in `run.loggers`."""
+"""Creates the loggers named in `run.loggers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.trainer.loggers.background import BackgroundLogger, Logger
 
 
 def check_loggers(settings: Settings) -> None:
-    """Raises StartError for one whose package, which has its name, is not installed."""
+    """Raises StartError if the package of a logger is not installed."""
     for name in settings.run.loggers:
         if importlib.util.find_spec(name) is None:
             raise StartError(
@@ -19,13 +19,13 @@ def check_loggers(settings: Settings) -> None:
             )
 
 
-def loggers_of(settings: Settings, say: Callable[[str], None]) -> list[BackgroundLogger]:
-    """Those that the settings name; `say` hears of one that fails."""
+def make_loggers(settings: Settings, report: Callable[[str], None]) -> list[BackgroundLogger]:
+    """Create the loggers of the settings; `report` receives messages about failures."""
 
-    def aside(name: str) -> BackgroundLogger:
-        return BackgroundLogger(name, lambda step: MAKERS[name](settings, step), say)
+    def make(name: str) -> BackgroundLogger:
+        return BackgroundLogger(name, lambda step: FACTORIES[name](settings, step), report)
 
-    return [aside(name) for name in settings.run.loggers]
+    return [make(name) for name in settings.run.loggers]
 
 
 def _tensorboard(settings: Settings, step: int) -> Logger:
@@ -40,4 +40,4 @@ def _wandb(settings: Settings, step: int) -> Logger:
     return WeightsAndBiases(settings)
 
 
-MAKERS: dict[str, Callable[[Settings, int], Logger]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+FACTORIES: dict[str, Callable[[Settings, int], Logger]] = {"tensorboard": _tensorboard, "wandb": _wandb}

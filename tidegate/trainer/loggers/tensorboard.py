@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard: event files in the run's directory."""
+"""Writes metrics as TensorBoard event files in the run's directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """A scalar a metric, by the names of `metrics.jsonl`, under `<run>/tensorboard`.
+    """Writes a scalar per metric, named as in `metrics.jsonl`, to `<run>/tensorboard`.
 
-    What an earlier start of the run wrote of steps after `step`, where this one begins, is no longer shown.
+    Purges what an earlier start of the run wrote for steps after `step`, the one it resumes from.
     """
 
     def __init__(self, run_dir: Path, step: int) -> None:
@@ -29,7 +29,7 @@ class TensorBoard:
 
 
 def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What can be drawn over the steps: finite numbers, but for the step and the time."""
+    """Return the finite numbers among the metrics, without `step` and `time`."""
     return {
         name: float(value)
         for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT` and the like are wandb's own to read."""
+"""Sends metrics to Weights & Biases. wandb itself reads `WANDB_MODE`, `WANDB_PROJECT` and similar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tidegate.config import Settings
 
 
 class WeightsAndBiases:
-    """A wandb run for each start of a run; those of one run are a group.
+    """Opens a wandb run for each start of a run; those of one run form a group.
 
-    Of the settings it gets what cannot hold a key: neither the gateway's nor anybody's options.
+    It gets only settings that cannot contain secrets: no gateway settings, options or engine URLs.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -22,9 +22,9 @@ class WeightsAndBiases:
             group=settings.run.name,
             dir=str(settings.run_dir),
             config=_public(settings),
-            settings=wandb.Settings(console="off", silent=True),  # the terminal is the view's
+            settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
         )
-        # Steps are an axis and not wandb's own counter, which could not go back to a checkpoint.
+        # Use `step` as the axis: wandb's own counter cannot go back to a checkpoint.
         self._run.define_metric("*", step_metric="step")
 
     def step(self, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Dead letters: the tasks that were given up, what they asked, and why every attempt at them failed."""
+"""Dead letters: quarantined tasks with their messages and failed attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidegate.types import Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """One attempt of the slot that ran out of them."""
+    """One attempt of the slot whose budget is exhausted."""
 
     attempt: str
     outcome: Outcome
@@ -24,10 +24,10 @@ class Attempted:
 
 
 class DeadLetters:
-    """Appends a line a quarantined task to `dead_letters.jsonl`.
+    """Appends a line per quarantined task to `dead_letters.jsonl`.
 
-    It is written before the ledger has the quarantine: after a crash between the two the task is attempted
-    again, and may be in the file twice.
+    The line is written before the ledger entry of the quarantine. After a crash between the two the task is
+    attempted again and may be in the file twice.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,12 +37,12 @@ class DeadLetters:
     def write(self, task: Task, group: str, slot: int, attempts: Sequence[Attempted]) -> None:
         line = {
             "time": round(time.time(), 3), "task": task.id, "env": task.env, "messages": list(task.messages),
-            "group": group, "slot": slot, "attempts": [asdict(one) for one in attempts],
+            "group": group, "slot": slot, "attempts": [asdict(attempt) for attempt in attempts],
         }  # fmt: skip
         with failpoints.around("dead_letters"), open(self.path, "ab") as file:
             file.write(_encoded(line) + b"\n")
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
-    """Whatever a task is made of: one that no message could carry is what is given up first."""
+    """Encode any task, also one whose values have no JSON form or whose text is not valid Unicode."""
     return json.dumps(line, default=str, ensure_ascii=False).encode("utf-8", "replace")

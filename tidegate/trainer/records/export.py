@@ -1,4 +1,4 @@
-"""A run's trajectories for other tools: chats for supervised fine-tuning, or a table of token sequences."""
+"""Exports a run's trajectories: chats for supervised fine-tuning, or a table of token sequences."""
 
 from __future__ import annotations
 
@@ -12,36 +12,50 @@ import orjson
 from tidegate.errors import ConfigError, StorageError
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.records.trajectories import read_lines, recorded, step_files
+from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 
 def write_sft(run_dir: Path, out: Path, min_reward: float) -> int:
-    """Write a line `{"messages", "task_id", "reward", "step"}` for every episode of a batch, or dropped for
-    it, whose reward is at least `min_reward`; returns how many.
+    """Write the episodes with at least a given reward as JSONL: `messages`, `task_id`, `reward`, `step`.
 
-    `messages` is the conversation's newest branch, the model's last reply included, as the chat formats
-    of fine-tuning tools have it. Raises TidegateError where the run has no trajectories or `out` cannot be
-    written: then what was there before stays.
+    `messages` is the conversation's newest branch with the model's last reply, in the chat format of
+    fine-tuning tools. Episodes that were dropped for a batch are included.
+
+    Args:
+        run_dir: Directory of the run.
+        out: File to write; it stays unchanged if an error occurs.
+        min_reward: Least reward of an episode.
+
+    Returns:
+        Number of lines.
+
+    Raises:
+        TidegateError: The run has no trajectories, or `out` cannot be written.
     """
     written = 0
     step_files(run_dir)
-    with _written(out) as part, part.open("wb") as file:
+    with _replacing(out) as part, part.open("wb") as file:
         for step, line in _episodes(run_dir):
             if line["reward"] is not None and line["reward"] >= min_reward and line["messages"]:
-                kept = {name: line[name] for name in ("messages", "task_id", "reward")}
-                file.write(orjson.dumps({**kept, "step": step}) + b"\n")
+                chat = {name: line[name] for name in ("messages", "task_id", "reward")}
+                file.write(orjson.dumps({**chat, "step": step}) + b"\n")
                 written += 1
     return written
 
 
 def write_parquet(run_dir: Path, out: Path) -> int:
-    """Write a row for every token sequence of every episode; returns how many.
+    """Write a Parquet table with a row per token sequence of every episode.
 
-    Beside what names the episode (step, state, group, slot, task, env, outcome, reward): `input_ids`,
-    `trained` (the mask, of episodes that were dropped too; all False where an episode of the batch was left
-    out of training), `logprobs` (log μ, 0 where context), `versions` (−1 where context) and
-    `advantages`, lists of equal length. Raises ConfigError where pyarrow is missing, TidegateError as
-    `write_sft`.
+    Columns are those of the episode (step, state, group, slot, task, env, outcome, reward) and lists of equal
+    length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an episode of the batch
+    that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for context) and `advantages`.
+
+    Returns:
+        Number of rows.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        TidegateError: As in `write_sft`.
     """
     try:
         import pyarrow as pa
@@ -51,7 +65,7 @@ def write_parquet(run_dir: Path, out: Path) -> int:
     schema = _schema(pa)
     written = 0
     files = step_files(run_dir)
-    with _written(out) as part, parquet.ParquetWriter(part, schema) as writer:
+    with _replacing(out) as part, parquet.ParquetWriter(part, schema) as writer:
         for path in files.items():
             rows = list(_rows(*path))
             writer.write_table(pa.Table.from_pylist(rows, schema))
@@ -60,25 +74,25 @@ def write_parquet(run_dir: Path, out: Path) -> int:
 
 
 @contextlib.contextmanager
-def _written(out: Path) -> Iterator[Path]:
-    """Where to write what comes in the place of `out` when it is whole. Raises StorageError."""
+def _replacing(out: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `out` on success. Raises StorageError."""
     part = out.with_name(f".{out.name}.part")
     try:
         yield part
         part.replace(out)
     except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
 
 
 def _schema(pa: Any) -> Any:
-    text, whole, real = pa.string(), pa.int32(), pa.float32()
+    text, integer, real = pa.string(), pa.int32(), pa.float32()
     return pa.schema(
         {
-            "step": whole, "state": text, "session_id": text, "group_id": text, "slot": whole,
+            "step": integer, "state": text, "session_id": text, "group_id": text, "slot": integer,
             "task_id": text, "env": text, "outcome": text, "reward": pa.float64(),
-            "input_ids": pa.list_(whole), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
+            "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
         }
     )  # fmt: skip
@@ -92,7 +106,7 @@ def _episodes(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
     for line in read_lines(path):
-        trajectory = recorded(line)
+        trajectory = decode_trajectory(line)
         advantage = line.get("turn_advantages", line["advantage"])
         left_out = advantage is None and line["state"] == State.STEPPED
         for row in rows_of(trajectory, 0.0 if advantage is None else advantage):

@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, one flat JSON object a step."""
+"""Metrics of a run: `metrics.jsonl`, one flat JSON object per step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Value = float | int | bool | str | None
 
 
 class MetricsLog:
-    """Appends a line a step, each flushed at once, so that others can follow the file.
+    """Appends a line per step and flushes it at once, so that the file can be followed.
 
-    What a killed process left of its last line is removed when the file is opened.
+    Opening the file removes an incomplete last line.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -32,11 +32,16 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append the line of one step: `step`, `version`, `time` (Unix seconds; now, if absent), metrics.
+        """Append the line of one step.
 
-        Numbers of numpy and torch become plain ones; NaN and infinities become null, since JSON has
-        none. Raises KeyError for a line without step or version, TypeError for a value that is not flat,
-        TidegateError where it cannot be written.
+        Args:
+            line: `step`, `version`, `time` (Unix seconds; by default now) and metrics. NumPy and torch
+                scalars become Python numbers; NaN and infinities become null.
+
+        Raises:
+            KeyError: The line has no step or version.
+            TypeError: A value is not flat.
+            TidegateError: The file cannot be written.
         """
         head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
         plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
@@ -45,10 +50,10 @@ class MetricsLog:
                 self._file.write(json.dumps(plain, allow_nan=False) + "\n")
                 self._file.flush()
         except OSError as error:
-            raise TidegateError(f"{self.path} cannot be written: {error}") from error
+            raise TidegateError(f"cannot write {self.path}: {error}") from error
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines of later steps, which a resumed run is about to make again; returns how many."""
+        """Drop the lines of later steps, which a resumed run takes again. Returns the number dropped."""
         lines = read_metrics(self.path.parent)
         kept = [line for line in lines if line["step"] <= step]
         self._file.close()
@@ -75,28 +80,27 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run, in the order written; none if there is no file yet.
+    """Return the lines of a run in order; empty if there is no file yet.
 
-    A last line without its end, which is being written or was cut short, is left out. Raises
-    TidegateError for any other line that is not a JSON object with a step.
+    An incomplete last line is left out. Raises TidegateError if another one is not an object with `step`.
     """
     path = run_dir / FILE
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    whole, _, _ = text.rpartition("\n")
-    return [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
+    complete, _, _ = text.rpartition("\n")
+    return [_parse(line, path, number) for number, line in enumerate(complete.splitlines(), start=1)]
 
 
 def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except ValueError as error:
         raise TidegateError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(found, dict) or "step" not in found:
-        raise TidegateError(f"{path}, line {number}: not a line of metrics, for it names no step")
-    return found
+    if not isinstance(content, dict) or "step" not in content:
+        raise TidegateError(f"{path}, line {number}: not a line of metrics: it has no step")
+    return content
 
 
 def _plain(name: str, value: Any) -> Value:
@@ -106,4 +110,6 @@ def _plain(name: str, value: Any) -> Value:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    raise TypeError(f"metric {name!r} is a {type(value).__name__}; metrics are flat numbers and texts")
+    raise TypeError(
+        f"metric {name!r} is a {type(value).__name__}; metrics must be numbers, text, booleans or None"
+    )

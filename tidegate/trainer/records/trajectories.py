@@ -1,9 +1,8 @@
-"""`trajectories/`: every episode that was trained on, dropped or failed, as people and tools read it.
+"""`trajectories/`: files of every episode that was trained on, dropped or failed.
 
-A line holds all of a trajectory, ids and logprobs exactly: `recorded` reads it back as it was. A step's file
-is there before the ledger says that the step was taken, so that a resume finds the tokens of every group
-that it puts back. It moves the files of steps that are lost to `taken_back/`, out of the way of the steps
-that take their place.
+A line holds a complete trajectory, from which `decode_trajectory` restores ids and logprobs exactly. A step's
+file is written before the ledger records the step, so that a resume finds the tokens of every group that it
+reinstates. A resume moves the files of undone steps to `taken_back/`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from tidegate.trainer.ledger.jsonl import drop_torn_line
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
 LONGEST_ANSWER = 2_000
-"""Characters of a gold answer's JSON (of a text: its own) that a line holds."""
+"""Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""
 
 
 class TrajectoryFiles:
-    """Writes `step_N.jsonl` (a batch, and what was dropped for it), `eval_N.jsonl`, and what was never
-    leased: `failed.jsonl` and `stale.jsonl`."""
+    """Writes `step_N.jsonl` (a batch and the groups dropped for it), `eval_N.jsonl`, and `failed.jsonl` and
+    `stale.jsonl` (episodes that were never leased)."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / "trajectories"
-        self._aside = self.directory / "taken_back"
+        self._undone = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lost = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
         for path in self._lost.values():
@@ -42,50 +41,50 @@ class TrajectoryFiles:
 
     def batch(self, batch: Batch, step: int) -> None:
         trained = [
-            {"state": State.STEPPED.value, **_credited(advantage), **readable(trajectory)}
+            {"state": State.STEPPED.value, **_advantage_fields(advantage), **encode_trajectory(trajectory)}
             for group, values in zip(batch.groups, batch.advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
         ]
         dropped = [
-            {"state": state.value, "advantage": None, **readable(trajectory)}
+            {"state": state.value, "advantage": None, **encode_trajectory(trajectory)}
             for group, state in batch.dropped
             for trajectory in group.trajectories
         ]
         self._write(f"step_{step:06d}.jsonl", [*trained, *dropped])
 
     def evaluation(self, step: int, episodes: Iterable[tuple[str, str, Trajectory]]) -> None:
-        """`episodes` are (evaluation set, mode, trajectory)."""
+        """Write an evaluation's episodes: (evaluation set, mode, trajectory)."""
         lines = [
-            {"eval_set": eval_set, "mode": mode, **readable(trajectory)}
+            {"eval_set": eval_set, "mode": mode, **encode_trajectory(trajectory)}
             for eval_set, mode, trajectory in episodes
         ]
         self._write(f"eval_{step:06d}.jsonl", lines)
 
-    def take_back(self, after: int, epoch: int) -> None:
-        """Set the files of all steps after `after` aside, as the run's start `epoch` undoes those steps."""
+    def set_aside(self, after: int, epoch: int) -> None:
+        """Move the files of all steps after `after` aside, as the start `epoch` undoes those steps."""
         for path in self.directory.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > after:
-                self._aside.mkdir(exist_ok=True)
+                self._undone.mkdir(exist_ok=True)
                 with failpoints.around("trajectories.taken_back"):
-                    path.replace(self._aside / f"{epoch}_{path.name}")
+                    path.replace(self._undone / f"{epoch}_{path.name}")
 
-    def taken_back(self, names: Collection[str]) -> dict[str, Group]:
-        """The groups of these names that were members of batches of steps that are lost."""
+    def read_set_aside(self, names: Collection[str]) -> dict[str, Group]:
+        """Return the named groups that were in batches of undone steps."""
         members: dict[str, dict[str, Trajectory]] = {}
-        for path in sorted(self._aside.glob("*.jsonl")) if names else ():
+        for path in sorted(self._undone.glob("*.jsonl")) if names else ():
             for line in read_lines(path):
                 if line["state"] == State.STEPPED.value and line["group_id"] in names:
-                    members.setdefault(line["group_id"], {})[line["session_id"]] = recorded(line)
+                    members.setdefault(line["group_id"], {})[line["session_id"]] = decode_trajectory(line)
         return {
-            name: Group(name, next(iter(found.values())).task_id, list(found.values()))
-            for name, found in members.items()
+            name: Group(name, next(iter(by_session.values())).task_id, list(by_session.values()))
+            for name, by_session in members.items()
         }
 
     def lost(self, trajectory: Trajectory, state: State) -> None:
-        """Append an episode that failed, or that went stale before its group was leased."""
+        """Append an episode that failed, or became stale before its group was leased."""
         attempt = trajectory.metadata.get("attempt")
         with failpoints.around(f"trajectories.{state}"), open(self._lost[state], "ab") as file:
-            file.write(_line({"state": state.value, "attempt": attempt, **readable(trajectory)}))
+            file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         part = self.directory / f"{name}.part"
@@ -95,38 +94,38 @@ class TrajectoryFiles:
 
 
 def bounded_answer(answer: Any) -> Any:
-    """A gold answer as a line holds it: the value, or the start of its text and how much was cut.
+    """Return a gold answer for a line: the value, or if it is too long its start and the omitted length.
 
     Values without a JSON form (sets, 2**70, keys that are not text) become text.
     """
     try:
-        written = orjson.dumps(answer, default=str)
+        encoded = orjson.dumps(answer, default=str)
     except orjson.JSONEncodeError:
         answer = repr(answer)
-        written = orjson.dumps(answer)
-    text = answer if isinstance(answer, str) else written.decode()
+        encoded = orjson.dumps(answer)
+    text = answer if isinstance(answer, str) else encoded.decode()
     if len(text) <= LONGEST_ANSWER:
-        return orjson.loads(written)
+        return orjson.loads(encoded)
     return f"{text[:LONGEST_ANSWER]} … ({len(text) - LONGEST_ANSWER:,} more characters)"
 
 
-def readable(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as what goes into a line; numbers of numpy stay so."""
+def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as the content of a line; numpy arrays stay as they are."""
     wire = trajectory.to_wire()
-    wire["turns"] = [_turn(turn) for turn in trajectory.turns]
+    wire["turns"] = [_encode_turn(turn) for turn in trajectory.turns]
     return wire
 
 
-def recorded(line: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a line of `trajectories/`, bit for bit."""
-    known = {field.name for field in fields(Trajectory)}
-    wire = {name: value for name, value in line.items() if name in known}
-    wire["turns"] = [_turn_of(turn) for turn in wire["turns"]]
+def decode_trajectory(line: Mapping[str, Any]) -> Trajectory:
+    """Restore the trajectory of a line of `trajectories/`, bit for bit."""
+    names = {field.name for field in fields(Trajectory)}
+    wire = {name: value for name, value in line.items() if name in names}
+    wire["turns"] = [_decode_turn(turn) for turn in wire["turns"]]
     return Trajectory(**{**wire, "outcome": Outcome(wire["outcome"])})
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a file of `trajectories/`. Raises TidegateError for one that is damaged."""
+    """Yield the lines of a file of `trajectories/`. Raises TidegateError if one is damaged."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -136,26 +135,29 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
-    """The batches of a run by their step, in order; raises TidegateError where there is none."""
-    found = {int(path.stem[5:]): path for path in (run_dir / "trajectories").glob("step_*.jsonl")}
-    if not found:
-        raise TidegateError(f"{run_dir}: no trajectories there; is this the directory of a run that trained?")
-    return dict(sorted(found.items()))
+    """Return the files of a run's batches by step, in order. Raises TidegateError if there are none."""
+    files = {int(path.stem[5:]): path for path in (run_dir / "trajectories").glob("step_*.jsonl")}
+    if not files:
+        raise TidegateError(f"{run_dir} has no trajectories; is this the directory of a run that trained?")
+    return dict(sorted(files.items()))
 
 
 def _line(content: Mapping[str, Any]) -> bytes:
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
-def _credited(advantage: Advantage) -> dict[str, Any]:
-    """An episode's advantage is its first turn's; None: it was not trained on. Where single turns were
-    rewarded `turn_advantages` has all of them."""
+def _advantage_fields(advantage: Advantage) -> dict[str, Any]:
+    """Return the fields of an episode's advantage.
+
+    `advantage` is the first turn's, or None if the episode was not trained on. `turn_advantages` has those of
+    all turns if they differ.
+    """
     if not isinstance(advantage, list):
         return {"advantage": advantage}
     return {"advantage": advantage[0], "turn_advantages": advantage}
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _encode_turn(turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
         "parent": turn.parent,
@@ -179,7 +181,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _turn_of(line: Mapping[str, Any]) -> Turn:
+def _decode_turn(line: Mapping[str, Any]) -> Turn:
     mask = line["output_mask"]
     return Turn(
         **{

@@ -13,13 +13,13 @@ from tidegate.types import MODEL_NAME, Sampling, Split, Task
 
 @dataclass(slots=True)
 class Episodes:
-    """Runs one session of the agent on a task: open → run → finish. Used by rollout and evaluation."""
+    """Runs episodes for rollout and evaluation: open a session, run the agent, finish the session."""
 
     gateway: GatewayClient
     worker: AgentRunner
     deadline_s: float
     epoch: int | None = None
-    """Of the trainer that runs them: they end `cancelled` when a newer one comes."""
+    """Epoch of the trainer; when a newer one begins, the episodes end `cancelled`."""
 
     async def run(
         self,
@@ -33,9 +33,20 @@ class Episodes:
         seed: int | None = None,
         on_open: Callable[[str], None] = lambda _: None,
     ) -> SessionSummary:
-        """One attempt, under one deadline from set-up to reward. Raises GatewayError only.
+        """Run one attempt, with one deadline from set-up to reward.
 
-        `on_open` is told the session's id as soon as there is one.
+        Args:
+            name: Name of the attempt.
+            task: Task of the episode.
+            sampling: Sampling parameters of the session.
+            split: Split of the task.
+            group_id: Group of the attempt; None in an evaluation.
+            slot: Slot of the attempt in its group.
+            seed: Seed of the session's sampling and of the agent.
+            on_open: Called with the session's id when it is open.
+
+        Raises:
+            GatewayError: No other exception is raised.
         """
         access = await self.gateway.open_session(
             task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
@@ -63,5 +74,5 @@ class Episodes:
 
 
 def attempt_seed(run_seed: int, attempt: str) -> int:
-    """A seed of its own for every attempt, the same in every run with the same seed."""
+    """Return the seed of an attempt, the same in every run with the same seed."""
     return random.Random(f"{run_seed}/{attempt}").getrandbits(31)

@@ -1,8 +1,8 @@
-"""Evaluation: the agent on held-out problems, through the same gateway, never trained on.
+"""Evaluation: runs the agent on held-out tasks through the same gateway.
 
-`eval/reward` is the mean reward sampled as in training, `eval/reward_greedy` at temperature 0, and
-`eval/reward_<set>` that of a further held-out set. Episodes that failed are counted in `eval/failed` and
-are no part of a mean.
+`eval/reward` is the mean reward with training sampling, `eval/reward_greedy` that at temperature 0, and
+`eval/reward_<set>` that of a further held-out set. Failed episodes are excluded from means and counted in
+`eval/failed`.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import Episodes, attempt_seed
-from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, LOOK_S, backoff_s
+from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 GREEDY = 0.0
 GREEDY_SET = "greedy"
-"""What no held-out set may be called."""
+"""Reserved: the name of no held-out set."""
 Episode = tuple[str, str, Trajectory]
 """Evaluation set, mode (`sampled` or `greedy`), trajectory."""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What came of one evaluation."""
+    """Result of one evaluation."""
 
     metrics: dict[str, float]
     episodes: list[Episode]
     reasons: Counter[str]
-    """Why episodes failed."""
+    """Failure reason → number of episodes."""
 
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates with bounded concurrency under one deadline; a failing evaluation is data, not an error."""
+    """Runs evaluations with bounded concurrency and one deadline. Failed episodes are counted, not raised."""
 
     settings: Settings
     episodes: Episodes
     sets: dict[str, list[Task]]
     observer: Observer
-    keep: Callable[[int, list[Episode]], None]
+    save: Callable[[int, list[Episode]], None]
     engines_down: Callable[[], bool] = lambda: False
-    """Time in which no engine serves does not count against the deadline."""
+    """While it returns True, time does not count against the deadline."""
     last_progress: float = 0.0
     _done: int = 0
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a set's score would have the name of another one."""
+        """Raises ConfigError if two scores would have the same name."""
         if GREEDY_SET in self.sets:
             raise ConfigError(
-                f"the environment has a held-out set {GREEDY_SET!r}, whose score would be named "
-                "eval/reward_greedy, as the main set's at temperature 0: give it another name in eval_sets()"
+                f"the environment's held-out set {GREEDY_SET!r} would have the score eval/reward_greedy, as "
+                "has the main set at temperature 0: give it another name in eval_sets()"
             )
 
     async def full(self, step: int) -> Evaluation:
-        """Every held-out set sampled, the main one greedily too."""
+        """Evaluate every held-out set sampled, and the main one also greedily."""
         count = self.settings.eval.tasks
         plan = [(name, "sampled", tasks[:count]) for name, tasks in self.sets.items()]
         plan.append(("", "greedy", self.sets[""][:count]))
         return await self._evaluate(step, plan)
 
     async def interim(self, step: int) -> Evaluation:
-        """The main held-out set, sampled, with fewer problems."""
+        """Evaluate the main held-out set, sampled, with fewer tasks."""
         return await self._evaluate(
             step, [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
         )
@@ -81,20 +81,20 @@ class Evaluator:
     async def _evaluate(self, step: int, plan: Sequence[tuple[str, str, list[Task]]]) -> Evaluation:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
         reasons: Counter[str] = Counter()
-        wanted = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
+        planned = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
         self._done, began = 0, time.monotonic()
 
-        async def one(name: str, mode: str, number: int, task: Task) -> Episode | None:
+        async def run(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
-                found = await self._episode(
-                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, again=step > 0
+                trajectory = await self._episode(
+                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, retry=step > 0
                 )
             self._done += 1
             self.last_progress = time.monotonic()
-            self.observer.progress("evaluation", self._done, len(wanted))
-            return None if found is None else (name, mode, found)
+            self.observer.progress("evaluation", self._done, len(planned))
+            return None if trajectory is None else (name, mode, trajectory)
 
-        running = [asyncio.create_task(one(*each)) for each in wanted]
+        running = [asyncio.create_task(run(*episode)) for episode in planned]
         try:
             await self._wait(running)
         finally:
@@ -108,28 +108,28 @@ class Evaluator:
             if isinstance(result, Exception):
                 raise result
         episodes = [result for result in ended if isinstance(result, tuple)]
-        self.keep(step, episodes)
-        metrics = _metrics(plan, episodes, len(wanted)) | {"eval/seconds": time.monotonic() - began}
+        self.save(step, episodes)
+        metrics = _metrics(plan, episodes, len(planned)) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
     async def _wait(self, running: list[asyncio.Task[Episode | None]]) -> None:
         pending, left = set(running), self.settings.eval.deadline_s
         while pending and left > 0:
             down, began = self.engines_down(), time.monotonic()
-            _, pending = await asyncio.wait(pending, timeout=min(left, LOOK_S))
+            _, pending = await asyncio.wait(pending, timeout=min(left, POLL_S))
             left -= 0.0 if down else time.monotonic() - began
 
     async def _episode(
-        self, name: str, mode: str, task: Task, reasons: Counter[str], again: bool
+        self, name: str, mode: str, task: Task, reasons: Counter[str], retry: bool
     ) -> Trajectory | None:
-        """With `again` one that infrastructure ended is repeated, as long as the evaluation lasts."""
+        """Run an episode; with `retry`, repeat it after each `infra_error` until the evaluation ends."""
         for tries in itertools.count(1):
             try:
-                trajectory = await self._try(name, mode, task)
+                trajectory = await self._attempt(name, mode, task)
             except GatewayError as error:
                 reasons[str(error)] += 1
                 return None
-            if trajectory.outcome is not Outcome.INFRA_ERROR or not again:
+            if trajectory.outcome is not Outcome.INFRA_ERROR or not retry:
                 break
             self.last_progress = time.monotonic()
             await asyncio.sleep(backoff_s(tries, self._jitter, INFRA_BACKOFF_MAX_S))
@@ -137,7 +137,7 @@ class Evaluator:
             reasons[f"{trajectory.outcome}: {trajectory.error}"] += 1
         return trajectory
 
-    async def _try(self, name: str, mode: str, task: Task) -> Trajectory:
+    async def _attempt(self, name: str, mode: str, task: Task) -> Trajectory:
         sampling, gateway = self.settings.sampling, self.episodes.gateway
         temperature = GREEDY if mode == "greedy" else sampling.temperature
         summary = await self.episodes.run(
@@ -145,7 +145,7 @@ class Evaluator:
             task,
             Sampling(temperature, max_tokens=sampling.max_tokens),
             "eval",
-            seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # alike at every step
+            seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # the same at every step
         )
         trajectory = await gateway.trajectory(summary.session_id)
         trajectory.answer = bounded_answer(task.answer)
@@ -154,7 +154,7 @@ class Evaluator:
 
 
 def _metrics(
-    plan: Sequence[tuple[str, str, list[Task]]], episodes: list[Episode], wanted: int
+    plan: Sequence[tuple[str, str, list[Task]]], episodes: list[Episode], planned: int
 ) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, mode, _ in plan:
@@ -163,14 +163,14 @@ def _metrics(
         if rewards:
             metrics[key] = float(np.mean(rewards))
             metrics[key.replace("reward", "episodes")] = float(len(rewards))
-    told = [
+    unparseable = [
         t.metrics["unparseable"]
         for s, m, t in episodes
         if (s, m) == ("", "sampled") and t.reward is not None and "unparseable" in t.metrics
     ]
-    if told:  # wrong because nothing could be read, and not because what was read is wrong
-        metrics["eval/unparseable"] = float(np.mean(told))
-    metrics["eval/failed"] = float(wanted - sum(t.reward is not None for _, _, t in episodes))
+    if unparseable:
+        metrics["eval/unparseable"] = float(np.mean(unparseable))
+    metrics["eval/failed"] = float(planned - sum(t.reward is not None for _, _, t in episodes))
     versions = [v for _, _, t in episodes for turn in t.turns for v, _, _ in turn.version_spans]
     if versions:
         metrics["eval/version_min"], metrics["eval/version_max"] = float(min(versions)), float(max(versions))

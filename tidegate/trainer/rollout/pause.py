@@ -1,4 +1,4 @@
-"""The pause that an outage makes: who waits, what is said of it, and how long it may last."""
+"""Pauses the run during an outage, reports the pause and limits its length."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from tidegate.trainer.admission.core import Admission
 BACKOFF_S = 0.25
 BACKOFF_MAX_S = 8.0
 INFRA_BACKOFF_MAX_S = 60.0
-LOOK_S = 1.0
-"""How often those who wait look again, at the latest."""
+POLL_S = 1.0
+"""Longest interval between two checks of waiting tasks."""
 NO_ENGINE = "no engine serves"
 
 
 @dataclass(slots=True)
 class Pause:
-    """Follows admission's view of outages. `look` is called after whatever may have changed it."""
+    """Pause of the run while admission sees an outage. Call `update` after every possible change of it."""
 
     admission: Admission
     note: Callable[[str], None]
     limit_s: float
     clock: Callable[[], float] = time.monotonic
     count: int = 0
-    """Outages so far."""
-    _over_s: float = 0.0
+    """Number of outages so far."""
+    _past_s: float = 0.0
     _since: float | None = None
     _probes: int = 0
-    """That failed in this outage."""
-    _rest_until: float = 0.0
+    """Failed probes in this outage."""
+    _next_probe: float = 0.0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
-    def on(self) -> bool:
+    def active(self) -> bool:
         return self._since is not None
 
     @property
@@ -48,59 +48,60 @@ class Pause:
 
     @property
     def seconds(self) -> float:
-        """Of all outages, the present one included."""
-        return self._over_s + (0.0 if self._since is None else self.clock() - self._since)
+        """Total duration of all outages, including the current one."""
+        return self._past_s + (0.0 if self._since is None else self.clock() - self._since)
 
-    def engines(self, serving: bool) -> None:
-        """Whether any engine serves."""
-        self.admission.outage.report(None if serving else NO_ENGINE)
-        self.look()
+    def set_serving(self, serving: bool) -> None:
+        """Report whether any engine serves."""
+        self.admission.outage.set_down(None if serving else NO_ENGINE)
+        self.update()
 
-    def look(self, probe_failed: bool = False) -> None:
-        """Note the beginning and the end of an outage; a failed probe keeps the next one waiting."""
+    def update(self, probe_failed: bool = False) -> None:
+        """Report the beginning and end of an outage; a failed probe delays the next one."""
         why, now = self.admission.outage.why, self.clock()
         if why is not None and self._since is None:
-            self.count, self._since, self._probes, self._rest_until = self.count + 1, now, 0, now
-            self.note(f"paused, as an outage is on: {why}. No group starts until it is over")
+            self.count, self._since, self._probes, self._next_probe = self.count + 1, now, 0, now
+            self.note(f"paused by an outage: {why}. No group starts until it is over")
         elif why is None and self._since is not None:
             self.note(f"resumed: the outage lasted {now - self._since:.0f} s")
-            self._over_s, self._since = self._over_s + now - self._since, None
-        if probe_failed and self.on:
+            self._past_s, self._since = self._past_s + now - self._since, None
+        if probe_failed and self.active:
             self._probes += 1
-            self._rest_until = now + backoff_s(self._probes, self._jitter)
+            self._next_probe = now + backoff_s(self._probes, self._jitter)
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def turn(self) -> None:
-        """Wait until an attempt may start: at once, but in an outage."""
-        while not self._free():
+    async def wait(self) -> None:
+        """Wait until an attempt may start; outside an outage return at once."""
+        while not self._may_start():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self._changed.wait()
 
-    def _free(self) -> bool:
-        rests = self.on and self.clock() < self._rest_until
-        return self.admission.outage.may_attempt() and not rests
+    def _may_start(self) -> bool:
+        backing_off = self.active and self.clock() < self._next_probe
+        return self.admission.outage.may_attempt() and not backing_off
 
     def check(self) -> None:
-        """Raises OutageError where the outage has lasted too long."""
+        """Raises OutageError if the outage has lasted longer than `limit_s`."""
         if self._since is not None and self.clock() - self._since > self.limit_s:
             raise OutageError(
-                f"the outage has lasted {self.clock() - self._since:.0f} s, and trainer.outage_s = "
-                f"{self.limit_s:g} is the limit: {self.admission.outage.why}. When it is over, go on "
-                "with --resume"
+                f"the outage has lasted {self.clock() - self._since:.0f} s, longer than trainer.outage_s = "
+                f"{self.limit_s:g}: {self.admission.outage.why}. When it is over, continue with --resume"
             )
 
     def metrics(self) -> dict[str, float]:
         return {
-            "outage/now": float(self.on),
+            "outage/now": float(self.active),
             "outage/count": float(self.count),
             "outage/seconds": self.seconds,
         }
 
 
 def backoff_s(failures: int, rng: random.Random, longest_s: float = BACKOFF_MAX_S) -> float:
-    """Seconds until what failed so often is attempted again: twice as long each time, up to a bound,
-    and drawn from the upper half, so that slots which failed together do not come back together."""
+    """Return the seconds to wait after `failures`: doubled each time, up to a bound, with jitter.
+
+    The jitter keeps slots that failed together from retrying together.
+    """
     longest = min(longest_s, BACKOFF_S * 2 ** max(1, failures))
     return rng.uniform(longest / 2, longest)

@@ -1,7 +1,7 @@
-"""Rollout: keeps as many groups of agents running as admission allows.
+"""Rollout: keeps as many groups of episodes running as admission allows.
 
-A group opens its sessions, runs the agent on each, has each finished and rewarded, attempts failed slots
-again, and is sealed when every slot is settled. Groups don't wait for each other.
+Each slot of a group runs episodes until one succeeds or a failure budget is exhausted. The group is sealed
+when every slot is settled. Groups are independent of each other.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 MAX_SKIPPED = 10_000
-"""So many quarantined tasks in a row mean that there is no other one."""
+"""Number of quarantined tasks in a row after which all tasks are assumed to be quarantined."""
 
 
 class Tasks(Protocol):
-    """What rollout needs of an environment."""
+    """Source of training tasks; an environment is one."""
 
     def train_task(self, index: int) -> Task: ...
 
 
 @dataclass(slots=True)
 class Rollout:
-    """Owns the running groups. `run()` lasts until it is cancelled or nothing can succeed; after `stop()` it
-    starts nothing more."""
+    """Owns the running groups. `run()` lasts until it is cancelled or raises; `stop()` is final."""
 
     settings: Settings
     admission: Admission
     episodes: Episodes
     tasks: Tasks
     record: Callable[[Trajectory, State], None]
-    """Keeps an episode that failed, or that went stale before its group was leased."""
+    """Saves an episode that failed, or became stale before its group was leased."""
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
-    """Told of a task, and of a group's slot and its attempts, before the task is quarantined."""
+    """Called with a task, group, slot and its attempts before the task is quarantined."""
     pause: Pause
     tokens: TokenCounts = field(default_factory=TokenCounts)
     sessions: dict[str, str] = field(default_factory=dict)
-    """Session id of every attempt that is live."""
+    """Session id of every live attempt."""
     finished_episodes: int = 0
     sampled_tokens: int = 0
     last_failure: str = ""
@@ -66,32 +65,32 @@ class Rollout:
     _stopped: bool = False
 
     async def run(self) -> None:
-        """Start groups while admission allows; raises HopelessError where everything fails."""
+        """Start groups while admission allows. Raises HopelessError if training cannot progress."""
         try:
             while True:
                 self._wake.clear()
                 self._raise_if_broken()
                 while not self._stopped and self.admission.blocked_by() is None:
-                    self._start(self.admission.next_ticket())
+                    self._start(self.admission.next_task_slot())
                 await self._wake.wait()
         finally:
             await self.stop()
 
     def wake(self) -> None:
-        """Something left the count: another group may start."""
+        """Check again whether a group may start."""
         self._wake.set()
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
-        if (why := self.admission.hopeless()) is not None:
+        if (why := self.admission.no_progress_reason()) is not None:
             failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
-            raise HopelessError(f"nothing can be learned, for {why}{failure}")
+            raise HopelessError(f"training stopped: {why}{failure}")
 
-    def _start(self, ticket: TaskSlot) -> None:
-        task = self._task(ticket.index)
-        group = self.admission.start_group(ticket, task.id)
-        if group is None:  # quarantined; its ticket is spent
+    def _start(self, task_slot: TaskSlot) -> None:
+        task = self._task(task_slot.index)
+        group = self.admission.start_group(task_slot, task.id)
+        if group is None:  # quarantined
             self._skipped += 1
             if self._skipped > MAX_SKIPPED:
                 raise HopelessError(f"every task is quarantined; the last reason: {self.last_failure}")
@@ -108,12 +107,12 @@ class Rollout:
             raise
         except Exception as error:
             raise TrainingError(
-                f"the environment gave no training task {index}, and training tasks have no end: {error!r}; "
-                "see train_task in tidegate/envs/base.py"
+                f"the environment returned no training task {index}: {error!r}; train_task() must accept any "
+                "index, see tidegate/envs/base.py"
             ) from error
 
     def answer(self, index: int) -> Any:
-        """The gold answer of a training task, as trajectory files hold it."""
+        """Return the gold answer of a training task, as in trajectory files."""
         return bounded_answer(self._task(index).answer)
 
     def _ended(self, running: asyncio.Task[None]) -> None:
@@ -123,15 +122,15 @@ class Rollout:
         self.wake()
 
     async def _group(self, group: GroupState, task: Task) -> None:
-        """Run every slot; seal the group when admission says that it is ready."""
+        """Run every slot, and seal the group when it is ready."""
         slots = [asyncio.create_task(self._slot(group, task, n)) for n in range(len(group.slots))]
         try:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
                 if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
-                    await self._drop(group.id, State.FAILED, group.ticket.index)
+                    await self._drop(group.id, State.FAILED, group.task_slot.index)
                     return
-            sessions = [self.sessions.pop(attempt) for attempt in group.standing()]
+            sessions = [self.sessions.pop(attempt) for attempt in group.successful_attempts()]
             await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
             self.last_progress = time.monotonic()
         finally:
@@ -147,17 +146,17 @@ class Rollout:
         """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
         tried: list[Attempted] = []
         while True:
-            await self.pause.turn()
+            await self.pause.wait()
             attempt = self.admission.start_attempt(group.id, slot)
             outcome, why = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
-            if self.admission.gives_up(attempt, outcome):
+            if self.admission.exhausts_attempts(attempt, outcome):
                 self.dead_letter(task, group.id, slot, tried)
             probe = attempt == self.admission.outage.probe
             verdict = self.admission.end_attempt(attempt, outcome, why)
-            self.pause.look(probe_failed=probe)
-            self.wake()  # its place may be free, or an outage over
+            self.pause.update(probe_failed=probe)
+            self.wake()  # a slot may be free, or an outage over
             if verdict is not AttemptVerdict.RETRY:
                 return verdict
             self.sessions.pop(attempt, None)
@@ -165,7 +164,7 @@ class Rollout:
 
     def _backoff_s(self, slot: Slot, outcome: Outcome) -> float:
         if outcome is Outcome.INFRA_ERROR:
-            return backoff_s(slot.mishaps, self._jitter, INFRA_BACKOFF_MAX_S)
+            return backoff_s(slot.infra_failures, self._jitter, INFRA_BACKOFF_MAX_S)
         return backoff_s(slot.failures, self._jitter)
 
     async def _attempt(
@@ -186,12 +185,14 @@ class Rollout:
         if not summary.outcome.trainable:
             self.last_failure = f"{summary.outcome}: {summary.error}"
             cancelled = summary.outcome is Outcome.CANCELLED
-            self.tokens.waste(summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1)
-            await self._keep_failure(summary, task)
+            self.tokens.record_wasted(
+                summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1
+            )
+            await self._save_failure(summary, task)
         return summary.outcome, summary.error
 
-    async def _keep_failure(self, summary: SessionSummary, task: Task) -> None:
-        """A failed episode is kept for people to read, then forgotten by the gateway."""
+    async def _save_failure(self, summary: SessionSummary, task: Task) -> None:
+        """Save a failed episode to a file and delete its session."""
         gateway = self.episodes.gateway
         try:
             trajectory = await gateway.trajectory(summary.session_id)
@@ -202,26 +203,26 @@ class Rollout:
             self.last_failure += f" (its trajectory could not be read: {error})"
 
     async def _drop(self, group_id: str, state: State, index: int | None = None) -> None:
-        """Have the gateway forget a group that ended in `state`, and abort what it still generates.
+        """Drop a group that ended in `state` from the gateway, which aborts its generations.
 
-        Its episodes are recorded where the `index` of its task is given.
+        Its episodes are saved if the `index` of its task is given.
         """
         try:
             dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
         except GatewayError as error:
-            # The gateway frees the group itself when its sessions expire.
+            # The gateway drops the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"
             return
-        self.tokens.waste(sum(one.sampled_tokens() for one in dropped), state, len(dropped))
+        sampled = sum(trajectory.sampled_tokens() for trajectory in dropped)
+        self.tokens.record_wasted(sampled, state, len(dropped))
         if index is not None:
-            for one in dropped:
-                one.answer = self.answer(index)
-                self.record(one, state)
+            for trajectory in dropped:
+                trajectory.answer = self.answer(index)
+                self.record(trajectory, state)
 
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
-        """End groups that `version` makes inadmissible, by their oldest sampled version, and abort what they
-        still generate."""
-        indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
+        """End groups that `version` makes stale, given their oldest sampled version, and drop them."""
+        indices = {group_id: self.admission.groups[group_id].task_slot.index for group_id in oldest}
         for group_id, sampled in oldest.items():
             running = self._running.get(group_id)
             self.admission.end_stale(group_id, version, sampled)
@@ -232,10 +233,10 @@ class Rollout:
 
     async def stop(self) -> None:
         """End every running group as `cancelled`, and start no other."""
-        self._stopped = True  # before the groups end: each that does makes room for another one
+        self._stopped = True  # before the groups end, as each end makes room for another
         running = list(self._running.values())
-        for one in running:
-            one.cancel()
+        for task in running:
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         groups = self.admission.groups.items()
         unfinished = [name for name, group in groups if group.phase is not Phase.UNPUBLISHED]
@@ -244,12 +245,12 @@ class Rollout:
         await asyncio.gather(*(self._drop(group_id, State.CANCELLED) for group_id in unfinished))
 
 
-async def cancel_doomed(
+async def cancel_stale_groups(
     version: int,
     admission: Admission,
     gateway: GatewayClient,
     end: Callable[[int, Mapping[str, int | None]], Awaitable[None]],
 ) -> None:
-    """Before `version` is published: end what it would make inadmissible."""
+    """End the groups that will be stale once `version` is published."""
     oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
-    await end(version, {group_id: oldest[group_id] for group_id in admission.doomed(version, oldest)})
+    await end(version, {group_id: oldest[group_id] for group_id in admission.will_be_stale(version, oldest)})

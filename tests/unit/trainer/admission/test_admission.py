@@ -14,7 +14,7 @@ from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, TaskSlot
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.recovery import LedgerState
-from tidegate.trainer.start import Start, rules_of
+from tidegate.trainer.start import Start, admission_rules
 from tidegate.types import Outcome
 
 
@@ -33,8 +33,8 @@ class Driver:
         self.core = Admission(rules(**changes), self.book.append)
 
     def start(self) -> str:
-        ticket = self.core.next_ticket()
-        group = self.core.start_group(ticket, f"task{ticket.index}")
+        task_slot = self.core.next_task_slot()
+        group = self.core.start_group(task_slot, f"task{task_slot.index}")
         assert group is not None
         return group.id
 
@@ -53,7 +53,7 @@ class Driver:
         return group
 
     def publish(self, step: int) -> None:
-        self.core.publish(self.core.publishing(step))
+        self.core.publish(self.core.reserve_version(step))
 
     def ends(self, kind: str = "group") -> Counter[str]:
         return Counter(one["state"] for one in self.book if one["kind"] == kind and one["event"] == "ended")
@@ -64,12 +64,12 @@ def test_gate_holds_at_the_formula_and_opens_at_the_publish() -> None:
     assert driver.core.rules.capacity == (1 + 1) * 2 * 2
     groups = [driver.ready(0) for _ in range(8)]
     assert driver.core.blocked_by() is not None
-    with pytest.raises(LedgerError, match="against the gate"):
+    with pytest.raises(LedgerError, match="cannot start a group for task task8: 8 groups are outstanding"):
         driver.start()
-    cut = driver.core.cut()
-    assert cut is not None
-    assert cut.groups == groups[:2]
-    driver.core.step(cut, 1)
+    selection = driver.core.select_batch()
+    assert selection is not None
+    assert selection.groups == groups[:2]
+    driver.core.step(selection, 1)
     assert driver.core.blocked_by() is not None, "a step alone makes no room: its version is not live"
     driver.publish(1)
     assert driver.core.blocked_by() is None
@@ -78,10 +78,10 @@ def test_gate_holds_at_the_formula_and_opens_at_the_publish() -> None:
 def test_on_policy_is_exactly_synchronous() -> None:
     driver = Driver(max_staleness=0)
     driver.ready(0), driver.ready(0)
-    cut = driver.core.cut()
-    assert cut is not None
+    selection = driver.core.select_batch()
+    assert selection is not None
     assert driver.core.blocked_by() is not None
-    driver.core.step(cut, 1)
+    driver.core.step(selection, 1)
     assert driver.core.blocked_by() is not None
     driver.publish(1)
     assert driver.core.blocked_by() is None
@@ -92,7 +92,7 @@ def test_bound_is_hard_and_unknown_or_future_versions_are_never_fresh(
     oldest: int | None, fresh: bool
 ) -> None:
     driver = Driver(max_staleness=1)
-    driver.core.version = driver.core._announced = 6
+    driver.core.version = driver.core._reserved = 6
     assert driver.core.admissible(oldest) is fresh
 
 
@@ -106,27 +106,27 @@ def test_without_a_bound_everything_known_is_admissible() -> None:
 def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
     driver = Driver(max_staleness=0, max_stale_retries=1)
     first, second = driver.ready(0), driver.ready(0)
-    driver.core.version = driver.core._announced = 1
-    assert driver.core.cut() is None
+    driver.core.version = driver.core._reserved = 1
+    assert driver.core.select_batch() is None
     assert driver.ends() == {"stale": 2}
-    again = driver.core.next_ticket()
+    again = driver.core.next_task_slot()
     assert again == TaskSlot(0, first, 1)
-    assert driver.core.next_ticket() == TaskSlot(1, second, 1)
+    assert driver.core.next_task_slot() == TaskSlot(1, second, 1)
     group = driver.core.start_group(again, "task0")
     assert group is not None
     assert driver.book[-1]["replaces"] == first
     driver.core.end_stale(group.id)
-    assert driver.core.next_ticket() == TaskSlot(2), "its budget is spent: another task takes the place"
+    assert driver.core.next_task_slot() == TaskSlot(2), "its budget is spent: another task takes the place"
 
 
 def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
     driver = Driver(max_staleness=3)
     slow = driver.start()
     done = [driver.ready(0) for _ in range(3)]
-    cut = driver.core.cut()
-    assert cut is not None
-    assert cut.groups == done[:2], "an unfinished group never blocks a finished one"
-    assert driver.core.cut() is None
+    selection = driver.core.select_batch()
+    assert selection is not None
+    assert selection.groups == done[:2], "an unfinished group never blocks a finished one"
+    assert driver.core.select_batch() is None
     assert driver.finish(slow) is AttemptVerdict.READY
 
 
@@ -152,7 +152,7 @@ def test_partial_group_is_ready_when_enough_slots_stand() -> None:
     assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is AttemptVerdict.WAIT
     assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is AttemptVerdict.WAIT
     assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is AttemptVerdict.READY
-    assert len(core.groups[group].standing()) == 2
+    assert len(core.groups[group].successful_attempts()) == 2
 
 
 def test_all_failed_group_is_never_ready_and_its_running_attempts_end() -> None:
@@ -180,18 +180,18 @@ def test_cancelled_attempts_do_not_count_against_the_slot() -> None:
 def test_only_what_can_never_be_admitted_is_doomed() -> None:
     driver = Driver(max_staleness=1)
     old, new, fresh = driver.start(), driver.start(), driver.start()
-    assert driver.core.doomed(3, {old: 1, new: 2, fresh: None, "unknown": 0}) == [old]
+    assert driver.core.will_be_stale(3, {old: 1, new: 2, fresh: None, "unknown": 0}) == [old]
 
 
 def test_hopeless_only_after_a_run_of_failures() -> None:
     driver = Driver(max_attempts=1)
     for _ in range(7):
         driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert driver.core.hopeless() is None
+    assert driver.core.no_progress_reason() is None
     driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert "8 groups all failed" in str(driver.core.hopeless())
+    assert "8 groups all failed" in str(driver.core.no_progress_reason())
     driver.finish(driver.start())
-    assert driver.core.hopeless() is None
+    assert driver.core.no_progress_reason() is None
 
 
 def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
@@ -202,29 +202,29 @@ def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
             driver.core.filter_group(driver.ready(0))
 
     filtered(319)
-    assert driver.core.hopeless() is None
+    assert driver.core.no_progress_reason() is None
     filtered(1)
-    assert "320 groups were filtered" in str(driver.core.hopeless())
+    assert "320 groups were filtered" in str(driver.core.no_progress_reason())
     for _ in range(10):
         driver.ready(0)
-    cut = driver.core.cut()
-    assert cut is not None
-    driver.core.step(cut, 1)
-    assert driver.core.hopeless() is None
+    selection = driver.core.select_batch()
+    assert selection is not None
+    driver.core.step(selection, 1)
+    assert driver.core.no_progress_reason() is None
 
 
 def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
     driver = Driver(max_attempts=2)
     group = driver.start()
     first = driver.core.start_attempt(group, 0)
-    assert not driver.core.gives_up(first, Outcome.TIMEOUT)
+    assert not driver.core.exhausts_attempts(first, Outcome.TIMEOUT)
     driver.core.end_attempt(first, Outcome.TIMEOUT)
-    assert not driver.core.gives_up(first, Outcome.TIMEOUT), "it ended already"
+    assert not driver.core.exhausts_attempts(first, Outcome.TIMEOUT), "it ended already"
     second, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert not driver.core.gives_up(second, Outcome.CANCELLED)
-    assert not driver.core.gives_up(second, Outcome.COMPLETED)
-    assert not driver.core.gives_up(other, Outcome.TIMEOUT)
-    assert driver.core.gives_up(second, Outcome.TIMEOUT)
+    assert not driver.core.exhausts_attempts(second, Outcome.CANCELLED)
+    assert not driver.core.exhausts_attempts(second, Outcome.COMPLETED)
+    assert not driver.core.exhausts_attempts(other, Outcome.TIMEOUT)
+    assert driver.core.exhausts_attempts(second, Outcome.TIMEOUT)
     driver.core.end_attempt(second, Outcome.TIMEOUT)
     assert driver.core.quarantined == {"task0"}
 
@@ -233,21 +233,21 @@ def test_a_task_is_given_up_once() -> None:
     driver = Driver(max_attempts=1, group_size=3)
     group = driver.start()
     one, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert driver.core.gives_up(one, Outcome.TIMEOUT)
+    assert driver.core.exhausts_attempts(one, Outcome.TIMEOUT)
     driver.core.end_attempt(one, Outcome.TIMEOUT)
-    assert not driver.core.gives_up(other, Outcome.TIMEOUT), "the group may still be partial"
+    assert not driver.core.exhausts_attempts(other, Outcome.TIMEOUT), "the group may still be partial"
 
 
 def test_versions_only_rise_and_are_announced_first() -> None:
     driver = Driver()
     with pytest.raises(LedgerError):
         driver.core.publish(1)
-    version = driver.core.publishing(1)
+    version = driver.core.reserve_version(1)
     driver.core.publish(version)
     with pytest.raises(LedgerError):
         driver.core.publish(version)
     assert [one["version"] for one in driver.book if one["event"] == "publishing"] == [1]
-    failed, again = driver.core.publishing(2), driver.core.publishing(2)
+    failed, again = driver.core.reserve_version(2), driver.core.reserve_version(2)
     assert (failed, again) == (2, 3), "a number whose publish failed is spent"
 
 
@@ -259,7 +259,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.abandoned = {7, 8}
-    assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
+    assert [resumed.next_task_slot().index for _ in range(3)] == [0, 1, 2]
     assert resumed.admissible(6)
     assert not resumed.admissible(7)
     assert not resumed.admissible(8)
@@ -274,10 +274,12 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
 def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
     driver = Driver()
     first = driver.start()
-    index = driver.core.groups[first].ticket.index
+    index = driver.core.groups[first].task_slot.index
     driver.core.cancel_group(first)
-    assert [ticket.index for ticket in driver.core.progress().tickets] == [index]
-    assert driver.core.next_ticket() == TaskSlot(index, None, 0)  # not as its replacement: nothing was stale
+    assert [task_slot.index for task_slot in driver.core.progress().task_slots] == [index]
+    assert driver.core.next_task_slot() == TaskSlot(
+        index, None, 0
+    )  # not as its replacement: nothing was stale
     assert driver.ends() == {"cancelled": 1}
 
 
@@ -289,9 +291,9 @@ def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced()
     groups.append(driver.ready(0))
     for step in (1, 2):
         assert driver.core.blocked_by() is not None
-        cut = driver.core.cut()
-        assert cut is not None
-        driver.core.step(cut, step)
+        selection = driver.core.select_batch()
+        assert selection is not None
+        driver.core.step(selection, step)
         driver.publish(step)
     assert (driver.core.outstanding(), driver.core.blocked_by() is not None) == (0, True)
     assert driver.ends() == {"stepped": 4, "filtered": 1}, "exactly the groups that two steps take"
@@ -299,9 +301,9 @@ def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced()
 
 def test_a_resumed_run_starts_the_groups_of_the_steps_that_are_left() -> None:
     resumed = Admission(rules(max_staleness=5, steps=10), lambda _: None, epoch=2, version=9, step=9)
-    for ticket in range(2):
+    for task_slot in range(2):
         assert resumed.blocked_by() is None
-        resumed.start_group(resumed.next_ticket(), f"task{ticket}")
+        resumed.start_group(resumed.next_task_slot(), f"task{task_slot}")
     assert resumed.blocked_by() is not None
 
 
@@ -310,7 +312,7 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
     settings = load_settings(
         None, ["--model.path=x", f"--trainer.dynamic_sampling={str(dynamic_sampling).lower()}"]
     )
-    assert rules_of(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
+    assert admission_rules(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
 
 
 def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:
@@ -319,8 +321,8 @@ def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -
     assert driver.finish(ready) is AttemptVerdict.READY
     assert driver.finish(leased) is AttemptVerdict.READY
     driver.core.lease(leased, 0)
-    assert driver.core.doomed(2, {running: 0, ready: 0, leased: 0}) == [running, ready]
-    assert driver.core.doomed(1, {running: 0, ready: 0}) == []
+    assert driver.core.will_be_stale(2, {running: 0, ready: 0, leased: 0}) == [running, ready]
+    assert driver.core.will_be_stale(1, {running: 0, ready: 0}) == []
 
 
 @pytest.mark.parametrize("end", ["stale", "filtered", "failed"])
@@ -339,18 +341,18 @@ def test_whatever_drops_a_group_makes_room_for_exactly_one_other(end: str) -> No
         driver.core.end_stale(dropped)
     other = driver.ready(0)
     assert driver.core.blocked_by() is not None, "one for one"
-    cut = driver.core.cut()
-    assert cut is not None
-    assert cut.groups == [kept, other]
+    selection = driver.core.select_batch()
+    assert selection is not None
+    assert selection.groups == [kept, other]
     assert driver.ends() == {end: 1}
 
 
 def test_commit_makes_stepped_groups_and_attempts_trained() -> None:
     driver = Driver()
     driver.ready(0), driver.ready(0)
-    cut = driver.core.cut()
-    assert cut is not None
-    driver.core.step(cut, 1)
+    selection = driver.core.select_batch()
+    assert selection is not None
+    driver.core.step(selection, 1)
     assert driver.core.attempt_counts["stepped"] == 4
     driver.core.commit()
     assert (driver.core.group_counts["trained"], driver.core.attempt_counts["trained"]) == (2, 4)
@@ -363,14 +365,14 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
     past = LedgerState()
     for seq, one in enumerate(driver.book):
-        past.read({**one, "seq": seq})
+        past.apply({**one, "seq": seq})
     again = Start(Path(), version=1, past=past)
-    assert again.open_book(driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
+    assert again.restore_admission(driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
     again.lift_quarantine = True
-    core = again.open_book(driver.book.append, driver.core.rules, {}).admission
-    assert core.start_group(core.next_ticket(), task) is not None
+    core = again.restore_admission(driver.book.append, driver.core.rules, {}).admission
+    assert core.start_group(core.next_task_slot(), task) is not None
     assert {"event": "lifted", "task": task}.items() <= driver.book[-2].items()
-    past.read({**driver.book[-2], "seq": len(driver.book)})
+    past.apply({**driver.book[-2], "seq": len(driver.book)})
     assert past.quarantined == set(), "the next resume knows of it too"
 
 
@@ -410,8 +412,8 @@ def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> Non
         "the first of its own"
     )
     last = driver.core.start_attempt(group, 0)
-    assert driver.core.gives_up(last, Outcome.AGENT_ERROR)
-    assert not driver.core.gives_up(last, Outcome.INFRA_ERROR)
+    assert driver.core.exhausts_attempts(last, Outcome.AGENT_ERROR)
+    assert not driver.core.exhausts_attempts(last, Outcome.INFRA_ERROR)
     assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptVerdict.FAILED
     assert driver.core.quarantined == set()
     assert driver.ends() == {"failed": 1}
@@ -433,7 +435,7 @@ def test_an_outage_pauses_issuing_and_one_probe_at_a_time_finds_its_end() -> Non
     for _ in range(20):  # as many as it takes: no slot's budget is touched
         probe = core.start_attempt(groups[0], 0)
         assert not core.outage.may_attempt()
-        with pytest.raises(LedgerError, match="started in an outage"):
+        with pytest.raises(LedgerError, match=r"cannot start .* in an outage: "):
             core.start_attempt(groups[1], 0)
         assert core.end_attempt(probe, Outcome.INFRA_ERROR) is AttemptVerdict.RETRY
     core.end_attempt(core.start_attempt(groups[0], 0), Outcome.COMPLETED)
@@ -447,7 +449,7 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     driver = Driver(max_attempts=1, groups_per_batch=8)
     core, groups = driver.core, outage(driver)
     probe = core.start_attempt(groups[0], 0)
-    assert core.gives_up(probe, Outcome.AGENT_ERROR)
+    assert core.exhausts_attempts(probe, Outcome.AGENT_ERROR)
     assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
     assert core.outage.why is None
     assert core.quarantined == {"task0"}
@@ -468,27 +470,27 @@ def test_what_fails_while_nothing_can_be_sampled_is_charged_to_nobody() -> None:
     driver = Driver(max_attempts=1)
     core, group = driver.core, driver.start()
     one, other = core.start_attempt(group, 0), core.start_attempt(group, 1)
-    core.outage.report("no engine serves")
+    core.outage.set_down("no engine serves")
     assert "no engine serves" in str(core.blocked_by())
     for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
-        assert not core.gives_up(attempt, outcome)
+        assert not core.exhausts_attempts(attempt, outcome)
         assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
     assert not core.outage.may_attempt()
     assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]
-    core.outage.report(None)
+    core.outage.set_down(None)
     assert driver.finish(group) is AttemptVerdict.READY
 
 
 def test_an_older_ledgers_quarantine_for_an_outage_does_not_outlive_a_resume() -> None:
     past = LedgerState()
     for seq, outcome in enumerate(("infra_error", "agent_error")):
-        past.read({**entry("run", "quarantined", task=outcome, outcome=outcome), "seq": seq})
+        past.apply({**entry("run", "quarantined", task=outcome, outcome=outcome), "seq": seq})
     assert past.quarantined == {"agent_error"}
 
 
 def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() -> None:
     driver = Driver(max_staleness=1)
-    version = driver.core.publishing(1)
+    version = driver.core.reserve_version(1)
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
     driver.core.publish(version)
     assert driver.core.blocked_by() is None

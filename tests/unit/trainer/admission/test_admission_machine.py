@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
     def outage(self) -> None:
         """Nothing can be sampled any more, or it can again."""
         self._event(
-            lambda: self.world.core.outage.report(None if self.world.core.outage.down else "no engine")
+            lambda: self.world.core.outage.set_down(None if self.world.core.outage.down else "no engine")
         )
         self._event(self.world.attempt_waiting)
 

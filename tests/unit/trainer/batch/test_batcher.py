@@ -33,7 +33,7 @@ class Gateway:
     acked: list[tuple[str, str]] = field(default_factory=list)
 
     async def lease(self, *_: Any) -> list[Group]:
-        group = self.admission.start_group(self.admission.next_ticket(), f"t{len(self.rewards)}")
+        group = self.admission.start_group(self.admission.next_task_slot(), f"t{len(self.rewards)}")
         assert group is not None
         for slot in range(2):
             self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)
@@ -56,12 +56,12 @@ def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Bat
     admission = Admission(rules, book.append)
     gateway = Gateway(admission, rewards)
     credit = GroupCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
-    return Batcher(cast(Any, gateway), admission, lambda: None, credit.keeps), gateway, book
+    return Batcher(cast(Any, gateway), admission, lambda: None, credit.should_train), gateway, book
 
 
 async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
     batches, gateway, book = gathered([ALIKE, APART, ALIKE, APART], dynamic_sampling=True)
-    batch = await batches.next()
+    batch = await batches.next_batch()
     assert [group.rewards() for group in batch.groups] == [APART, APART]
     assert [group.rewards() for group, _ in batch.dropped] == [ALIKE, ALIKE]
     ended = [(one["id"], one["state"]) for one in book if one["kind"] == "group" and one["event"] == "ended"]
@@ -79,7 +79,7 @@ async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
 async def test_every_leased_group_has_the_answer_of_its_task() -> None:
     batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
     batches.answer = "answer {}".format
-    batch = await batches.next()
+    batch = await batches.next_batch()
     groups = [*(group for group, _ in batch.dropped), *batch.groups]
     assert [[one.answer for one in group.trajectories] for group in groups] == [
         [f"answer {index}"] * 2 for index in range(3)
@@ -88,7 +88,7 @@ async def test_every_leased_group_has_the_answer_of_its_task() -> None:
 
 async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advantage_zero() -> None:
     batches, gateway, _ = gathered([ALIKE, APART, APART], dynamic_sampling=False)
-    batch = await batches.next()
+    batch = await batches.next_batch()
     assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
     assert (batch.dropped, gateway.acked) == ([], [])
     batch.advantages = GroupCredit(TrainerSettings())(batch.groups)
@@ -106,7 +106,7 @@ async def test_the_share_of_groups_without_variance_is_told_either_way(
     recorder = Recorder(
         MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
     )
-    found = recorder.batch_metrics(await batches.next(), 1)
+    found = recorder.batch_metrics(await batches.next_batch(), 1)
     assert found["reward/zero_variance_ratio"] == pytest.approx(1 / 3 if dynamic_sampling else 1 / 2)
 
 
@@ -115,7 +115,7 @@ async def test_groups_that_are_all_solved_and_all_failed_are_two_numbers(tmp_pat
     recorder = Recorder(
         MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
     )
-    found = recorder.batch_metrics(await batches.next(), 1)
+    found = recorder.batch_metrics(await batches.next_batch(), 1)
     assert (found["reward/all_solved_ratio"], found["reward/all_failed_ratio"]) == (1 / 5, 2 / 5)
 
 
@@ -129,7 +129,7 @@ async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:
         return [leased.pop()] if leased else await own()
 
     batches.gateway = cast(Any, SimpleNamespace(lease=lease, ack=gateway.ack))
-    batch = await batches.next()
+    batch = await batches.next_batch()
     assert [group.id for group in batch.groups] == ["g1-000001", "g1-000002"]
     assert batch.dropped == []
     assert gateway.acked == [("lease-theirs", "unknown")]

@@ -77,7 +77,7 @@ def test_credit_by_turn_is_its_definition(drawn):
 
 def test_equal_sums_by_different_turns_still_teach():
     made = group(episode(1.0, (1.0, 0.0)), episode(1.0, (0.0, 1.0)))
-    assert credit().keeps(made)
+    assert credit().should_train(made)
     ((first, second),) = credit()([made])
     assert first == pytest.approx([0.0, -1.0], abs=1e-5)
     assert second == pytest.approx([0.0, 1.0], abs=1e-5)
@@ -99,8 +99,8 @@ def test_what_teaches_nothing_is_not_kept():
     for one in late.trajectories:
         one.outcome = Outcome.TRUNCATED
     plain, masking = credit(), credit(truncated_episodes="mask", dynamic_sampling=False)
-    assert [plain.keeps(one) for one in (alike, apart, late)] == [False, True, True]
-    assert [masking.keeps(one) for one in (alike, apart, late)] == [True, True, False]
+    assert [plain.should_train(one) for one in (alike, apart, late)] == [False, True, True]
+    assert [masking.should_train(one) for one in (alike, apart, late)] == [True, True, False]
 
 
 def test_length_is_penalised_softly():

@@ -37,9 +37,9 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "trajectories").mkdir()
     with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
         rules = Rules(2, 2, 2, 1, max_attempts=2)
-        core = Admission(rules, ledger.book)
-        started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.proved())
-        ledger.book(started)
+        core = Admission(rules, ledger.record)
+        started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.audited())
+        ledger.record(started)
         metrics.write('{"step": 0}\n')
         for step in range(1, 4):
             _step(tmp_path, core, step)
@@ -48,15 +48,15 @@ def run_dir(tmp_path: Path) -> Path:
                 marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
                 marker.parent.mkdir(parents=True)
                 marker.write_text(json.dumps({"ledger": ledger.position}))
-        ledger.book(entry("run", "ended", step=3, version=core.version))
+        ledger.record(entry("run", "ended", step=3, version=core.version))
     return tmp_path
 
 
 def _step(run_dir: Path, core: Admission, step: int) -> None:
     found = []
     for number in range(2):
-        ticket = core.next_ticket()
-        group = core.start_group(ticket, f"task{ticket.index}")
+        task_slot = core.next_task_slot()
+        group = core.start_group(task_slot, f"task{task_slot.index}")
         assert group is not None
         if number == 0:
             core.end_attempt(core.start_attempt(group.id, 0), Outcome.TIMEOUT, "slow")
@@ -65,22 +65,22 @@ def _step(run_dir: Path, core: Admission, step: int) -> None:
             turns = [{"delivered": True, "version_spans": [[core.version, 0, 3]], "output_ids": [1, 2, 3]}]
             found.append({"state": "stepped", "group_id": group.id, "turns": turns})
         core.lease(group.id, core.version)
-    cut = core.cut()
-    assert cut is not None
+    selection = core.select_batch()
+    assert selection is not None
     (run_dir / "trajectories" / f"step_{step:06d}.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in found)
     )
-    core.step(cut, step)
-    core.publish(core.publishing(step))
+    core.step(selection, step)
+    core.publish(core.reserve_version(step))
 
 
 def test_an_honest_run_holds(run_dir: Path) -> None:
     audit = audit_run(run_dir)
-    assert audit.holds, table(audit)
+    assert audit.consistent, table(audit)
     assert dict(audit.groups) == {"trained": 4, "stepped": 2}, "what lies behind the marker is not trained"
     assert dict(audit.attempts) == {"trained": 8, "stepped": 4, "failed": 3}
     assert (audit.steps, audit.versions, audit.trained_tokens) == (3, 3, 36)
-    assert table(audit).endswith("the book holds")
+    assert table(audit).endswith("the ledger is consistent")
 
 
 def _index(book: list[dict[str, Any]], **wanted: Any) -> int:
@@ -192,28 +192,28 @@ def _resume(run_dir: Path, *ends: str) -> None:
     metrics = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(metrics[:-1]))
     with Ledger(run_dir / "ledger.jsonl") as ledger:
-        ledger.book(entry("run", "started", epoch=2, step=2, version=4, position=position))
+        ledger.record(entry("run", "started", epoch=2, step=2, version=4, position=position))
         for group in groups:
-            ledger.book(entry("group", "put_back", id=group))
+            ledger.record(entry("group", "put_back", id=group))
         for group, end in zip(groups, ends, strict=True):
             for slot in (0, 1):
                 name = next(
                     one["id"] for one in book if one.get("group") == group and one["slot"] == slot
                     and any(e.get("id") == one["id"] and e.get("state") == "stepped" for e in book)
                 )  # fmt: skip
-                ledger.book(entry("attempt", "ended", id=name, state=end, outcome="completed"))
+                ledger.record(entry("attempt", "ended", id=name, state=end, outcome="completed"))
             details = {"step": 3, "version": 4, "oldest": 3, "staleness": 1} if end == "stepped" else {}
-            ledger.book(entry("group", "ended", id=group, state=end, **details))
-        ledger.book(entry("run", "ended", step=2, version=4))
+            ledger.record(entry("group", "ended", id=group, state=end, **details))
+        ledger.record(entry("run", "ended", step=2, version=4))
 
 
 def test_what_a_resume_puts_back_ends_once_more(run_dir: Path) -> None:
     _resume(run_dir, "stale", "stale")
     audit = audit_run(run_dir)
-    assert audit.holds, table(audit)
+    assert audit.consistent, table(audit)
     assert dict(audit.groups) == {"trained": 4, "stale": 2}
     assert dict(audit.attempts) == {"trained": 8, "stale": 4, "failed": 3}
-    assert summary(audit) == "audit: 6 groups = 4 trained + 2 stale; the book holds"
+    assert summary(audit) == "audit: 6 groups = 4 trained + 2 stale; the ledger is consistent"
 
 
 def _put_back_a_trained_one(book: list[dict[str, Any]]) -> None:
@@ -261,7 +261,7 @@ def test_a_step_that_was_written_down_and_not_entered_yet_is_no_finding(run_dir:
     del book[_index(book, kind="group", state="stepped", step=3) :]
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
-    assert audit_run(run_dir).holds
+    assert audit_run(run_dir).consistent
 
 
 def test_a_run_that_was_resumed_with_other_settings_is_held_against_those_of_each_part(
@@ -280,7 +280,7 @@ def test_a_run_that_was_resumed_with_other_settings_is_held_against_those_of_eac
     trained.write_text(trained.read_text().replace("[[2, 0, 3]]", "[[1, 0, 3]]", 1))
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
     audit = audit_run(run_dir)
-    assert audit.holds, table(audit)
+    assert audit.consistent, table(audit)
     rules = {"groups_per_batch": 2, "group_size": 2, "min_group_size": 2, "max_staleness": 0}
     book[0]["rules"] = {**rules, "max_attempts": 2}
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
@@ -301,7 +301,7 @@ def test_keys_and_values_of_older_weights_count_as_in_the_ledger(run_dir: Path) 
     episode["turns"][0]["kv_version"] = 1
     trained.write_text(json.dumps(episode) + "\n" + rest)
     audit = audit_run(run_dir)
-    assert audit.holds, table(audit)
+    assert audit.consistent, table(audit)
 
 
 def _cut_step(run_dir: Path) -> None:
@@ -355,7 +355,7 @@ def test_what_a_killed_run_leaves_is_no_finding(run_dir: Path) -> None:
     aside.mkdir()
     (run_dir / "trajectories" / "step_000003.jsonl").rename(aside / "2_step_000003.jsonl")
     audit = audit_run(run_dir)
-    assert audit.holds, table(audit)
+    assert audit.consistent, table(audit)
 
 
 def test_tokens_that_belie_the_ledger_are_found(run_dir: Path) -> None:
@@ -373,12 +373,12 @@ def test_metrics_of_a_step_that_never_was_are_found(run_dir: Path) -> None:
 def test_a_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
-        ledger.book(entry("group", "issued", id="a"))
+        ledger.record(entry("group", "issued", id="a"))
     with open(path, "ab") as file:
         file.write(b'{"seq": 1, "kind": "gro')
     with Ledger(path) as ledger:
         assert ledger.position == 1
-        ledger.book(entry("group", "issued", id="b"))
+        ledger.record(entry("group", "issued", id="b"))
     assert [(one["seq"], one["id"]) for one in read_ledger(path)] == [(0, "a"), (1, "b")]
 
 
@@ -402,7 +402,7 @@ def test_a_full_disk_is_an_error_that_names_the_entry(
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         real = ledger._file
         monkeypatch.setattr(ledger, "_file", _FullDisk())
-        with pytest.raises(LedgerError, match="cannot enter g1: No space left"):
-            ledger.book(entry("group", "issued", id="g1"))
+        with pytest.raises(LedgerError, match="cannot record g1: No space left"):
+            ledger.record(entry("group", "issued", id="g1"))
         assert ledger.position == 0
         monkeypatch.setattr(ledger, "_file", real)

@@ -9,13 +9,13 @@ import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.jsonl import drop_torn_line, whole_lines
+from tidegate.trainer.ledger.jsonl import complete_lines, drop_torn_line
 from tidegate.trainer.records.trajectories import (
     LONGEST_ANSWER,
     TrajectoryFiles,
     bounded_answer,
+    decode_trajectory,
     read_lines,
-    recorded,
 )
 
 
@@ -25,14 +25,14 @@ from tidegate.trainer.records.trajectories import (
 def test_a_torn_line_is_dropped_and_no_other(tmp_path: Path, content: bytes, kept: bytes) -> None:
     path = tmp_path / "lines"
     path.write_bytes(content)
-    assert whole_lines(path) == (len(kept), kept.count(b"\n"))
+    assert complete_lines(path) == (len(kept), kept.count(b"\n"))
     drop_torn_line(path)
     assert path.read_bytes() == kept
 
 
 def test_where_there_is_no_file_none_is_made(tmp_path: Path) -> None:
     drop_torn_line(tmp_path / "lines")
-    assert whole_lines(tmp_path / "lines") == (0, 0)
+    assert complete_lines(tmp_path / "lines") == (0, 0)
     assert not (tmp_path / "lines").exists()
 
 
@@ -70,6 +70,6 @@ def test_a_line_has_the_gold_answer_and_an_older_one_is_read_without(tmp_path: P
     failed.answer = ["4", "four"]
     TrajectoryFiles(tmp_path).lost(failed, State.FAILED)
     (line,) = read_lines(tmp_path / "trajectories" / "failed.jsonl")
-    assert line["answer"] == recorded(line).answer == ["4", "four"]
+    assert line["answer"] == decode_trajectory(line).answer == ["4", "four"]
     del line["answer"]
-    assert recorded(line).answer is None
+    assert decode_trajectory(line).answer is None

@@ -22,7 +22,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.start import ResumedRun, Start, rules_of, take_over
+from tidegate.trainer.start import ResumedRun, Start, admission_rules, take_over
 from tidegate.types import Group, Trajectory
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
@@ -31,7 +31,7 @@ RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=
 def written(path: Path, entries: list[LedgerEntry]) -> LedgerState:
     with Ledger(path) as ledger:
         for one in entries:
-            ledger.book(one)
+            ledger.record(one)
     return read_ledger_state(path)
 
 
@@ -75,7 +75,7 @@ def tokens(name: str, *versions: int) -> Group:
 def start_of(entries: list[LedgerEntry], position: int, cursor: int) -> Start:
     past = LedgerState()
     for seq, one in enumerate(entries):
-        past.read({"seq": seq, **one})
+        past.apply({"seq": seq, **one})
     state = {"ledger": position, "cursor": cursor, "tickets": [], "quarantined": []}
     past.abandon(position)
     return Start(Path(), 1, past.highest_version + 1, past, Checkpoint(Path(), 1, state))
@@ -87,7 +87,7 @@ def resumed(
     """The book after a resume from the marker at `position`; and what it entered."""
     start = start_of(entries, position, cursor)
     book: list[LedgerEntry] = []
-    opened = start.open_book(book.append, RULES, {group.id: group for group in kept}, ready)
+    opened = start.restore_admission(book.append, RULES, {group.id: group for group in kept}, ready)
     return opened, book
 
 
@@ -97,7 +97,7 @@ def ends(book: list[LedgerEntry], kind: str = "group") -> dict[str, str]:
 
 def test_an_absent_ledger_is_an_empty_past(tmp_path: Path) -> None:
     past = read_ledger_state(tmp_path / "none.jsonl")
-    assert (past.epoch, past.highest_version, past.live(), past.taken_back()) == (0, -1, [], [])
+    assert (past.epoch, past.highest_version, past.live(), past.rolled_back()) == (0, -1, [], [])
 
 
 def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
     past.abandon(len(first))
     assert past.counts(past.groups) == {State.TRAINED: 1, State.STEPPED: 1}
     assert past.counts(past.attempts) == {State.TRAINED: 2, State.STEPPED: 2}
-    assert past.taken_back() == ["b"]
+    assert past.rolled_back() == ["b"]
 
 
 def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None
         entry("group", "put_back", id="b"), *again,
     ]  # fmt: skip
     past = written(tmp_path / "l", entries[: -len(again)])
-    assert (past.live(), past.taken_back(), past.live_attempts("b")) == (["b"], [], {0: "b.0.1", 1: "b.1.1"})
+    assert (past.live(), past.rolled_back(), past.live_attempts("b")) == (["b"], [], {0: "b.0.1", 1: "b.1.1"})
     past = read_ledger_state(written_path(tmp_path / "m", entries))
     past.abandon(len(entries))
     assert past.counts(past.groups) == {State.TRAINED: 2}
@@ -156,7 +156,7 @@ def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
 def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *stepped("g", 1)[:-2]])
     past.abandon(0)
-    assert (past.live(), past.taken_back()) == (["g"], ["g"])
+    assert (past.live(), past.rolled_back()) == (["g"], ["g"])
     reinstate(past, "g", lambda _: None)
     assert past.live_attempts("g") == {0: "g.0.1", 1: "g.1.1"}
 
@@ -167,10 +167,10 @@ def test_a_group_behind_the_marker_goes_on_and_its_task_is_not_issued_again() ->
     opened, book = resumed(entries, len(first), [tokens("b", 0)], cursor=1)
     core = opened.admission
     assert [(one["event"], one.get("id")) for one in book] == [("started", None), ("put_back", "b")]
-    assert [group.id for group in opened.held] == ["b"]
+    assert [group.id for group in opened.leased] == ["b"]
     assert core.groups["b"].phase is Phase.LEASED
     assert (core.group_counts["live"], core.attempt_counts["live"], core.group_counts["stepped"]) == (1, 2, 0)
-    assert [core.next_ticket() for _ in range(3)] == [TaskSlot(1), TaskSlot(3), TaskSlot(4)]
+    assert [core.next_task_slot() for _ in range(3)] == [TaskSlot(1), TaskSlot(3), TaskSlot(4)]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
     assert opened.admission.version == 4
     assert ends(book) == {"b": "stale"}, why
     assert ends(book, "attempt") == {"b.0.1": "stale", "b.1.1": "stale"}
-    assert (opened.held, opened.stale) == ([], ["b"])
-    assert opened.admission.next_ticket() == TaskSlot(0, "b", 1)
+    assert (opened.leased, opened.stale) == ([], ["b"])
+    assert opened.admission.next_task_slot() == TaskSlot(0, "b", 1)
 
 
 def test_what_had_not_ended_goes_on_where_its_tokens_are_and_is_cancelled_elsewhere() -> None:
@@ -261,10 +261,10 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
         "step_000001.jsonl",
     ]
     batches = Batcher(cast(Any, gateway), opened.admission, lambda: None, lambda _: True)
-    for group in opened.held:
-        batches.hold(group)
-    batch = await batches.next()
-    assert batch.cut.groups == ["b", "c"]
+    for group in opened.leased:
+        batches.add(group)
+    batch = await batches.next_batch()
+    assert batch.selection.groups == ["b", "c"]
     assert [one.to_wire() for one in batch.groups[0].trajectories] == [
         one.to_wire() for one in kept.trajectories
     ], "bit for bit"
@@ -284,9 +284,9 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
     start = Start.of(settings(tmp_path), resume=True)
     assert (start.step, start.version, start.checkpoint) == (0, 4, None)
     with Ledger(run_dir / "ledger.jsonl") as ledger:
-        admission = start.open_book(ledger.book, rules_of(settings(tmp_path)), {}).admission
+        admission = start.restore_admission(ledger.record, admission_rules(settings(tmp_path)), {}).admission
         assert (admission.epoch, admission.version, admission.abandoned) == (2, 4, {3})
-        assert admission.publishing(1) == 5
+        assert admission.reserve_version(1) == 5
     *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")
     assert begun["rules"] == {
         "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3,
@@ -309,11 +309,11 @@ def committed_run(tmp_path: Path) -> tuple[Path, int]:
     run_dir.mkdir()
     with Ledger(run_dir / "ledger.jsonl") as ledger:
         for one in [started(1), *stepped("a", 1)]:
-            ledger.book(one)
+            ledger.record(one)
         state = {"ledger": ledger.position, "ledger_checksum": ledger.checksum}
         position = ledger.position
         for one in [published(1), published(2)]:
-            ledger.book(one)
+            ledger.record(one)
     marker = run_dir / "checkpoints" / "step_1" / "COMMITTED"
     marker.parent.mkdir(parents=True)
     marker.write_text(json.dumps({**state, "step": 1, "cursor": 1, "tickets": [], "quarantined": []}))

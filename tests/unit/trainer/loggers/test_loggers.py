@@ -23,7 +23,7 @@ from tidegate.observer import Silent
 from tidegate.trainer.loggers import background
 from tidegate.trainer.loggers.background import BackgroundLogger
 from tidegate.trainer.loggers.composite import CompositeObserver
-from tidegate.trainer.loggers.registry import check_loggers, loggers_of
+from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
 BLOCK = 32_768
@@ -57,7 +57,7 @@ class Ear(Silent):
 def observed(settings: Settings, steps: range, resumed_from: int | None = None) -> Ear:
     """Tell the settings' loggers of so many steps, as a run does."""
     ear = Ear()
-    observer = CompositeObserver([ear, *loggers_of(settings, ear.note)])
+    observer = CompositeObserver([ear, *make_loggers(settings, ear.note)])
     observer.started({"resumed_from": resumed_from})
     for step in steps:
         observer.step(line(step, mismatch_kl=math.nan, logprob_max_error=None))
@@ -158,8 +158,7 @@ def test_a_logger_that_does_not_start_at_first_gets_every_step(monkeypatch: pyte
     assert kept.steps == list(range(20))
     assert (
         ear.notes
-        == ["the logger mine did not start (ConnectionError: no route to host); the next try is in 0.01 s"]
-        * 2
+        == ["the logger mine did not start (ConnectionError: no route to host); trying again in 0.01 s"] * 2
     )
 
 
@@ -174,7 +173,7 @@ def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start(
     one.started({"resumed_from": None})
     assert tried.wait(20)
     one.close()
-    assert ear.notes[-1] == "the logger mine is left out from here on: ConnectionError: no route to host"
+    assert ear.notes[-1] == "the logger mine is disabled: ConnectionError: no route to host"
 
 
 @pytest.mark.parametrize(
@@ -191,13 +190,13 @@ def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
         observer.step(line(step))
     observer.close()
     assert ear.steps == list(range(20))
-    assert ear.notes == [f"the logger mine is left out from here on: {why}"]
+    assert ear.notes == [f"the logger mine is disabled: {why}"]
 
 
-@pytest.mark.parametrize(("steps", "why"), [(3, "has not ended within 0.1 s"), (50, "10 steps wait for it")])
+@pytest.mark.parametrize(("steps", "why"), [(3, "did not finish within 0.1 s"), (50, "10 steps are queued")])
 def test_a_logger_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, steps: int, why: str) -> None:
     monkeypatch.setattr(background, "CLOSE_S", 0.1)
-    monkeypatch.setattr(background, "MOST_WAITING", 10)
+    monkeypatch.setattr(background, "MAX_QUEUED", 10)
     let_go = threading.Event()
     ear = Ear()
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tidegate.errors import EngineError, StalledError
-from tidegate.trainer.loop import unless, whole
+from tidegate.trainer.loop import run_to_completion, unless_stopped
 from tidegate.trainer.processes.supervisor import TaskSupervisor, watchdog
 
 
@@ -97,7 +97,7 @@ async def test_whole_runs_to_its_end_when_cancelled() -> None:
         await go.wait()
         steps.append("done")
 
-    task = asyncio.create_task(whole(indivisible()))
+    task = asyncio.create_task(run_to_completion(indivisible()))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def test_whole_runs_to_its_end_when_cancelled() -> None:
 
 async def test_an_error_in_what_is_whole_is_not_lost_by_a_cancellation() -> None:
     go = asyncio.Event()
-    task = asyncio.create_task(whole(fails(go)))
+    task = asyncio.create_task(run_to_completion(fails(go)))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)
@@ -129,7 +129,7 @@ async def test_unless_gives_up_the_wait_when_stopped() -> None:
             cancelled.append(True)
         return 1
 
-    task = asyncio.create_task(unless(stop, waited()))
+    task = asyncio.create_task(unless_stopped(stop, waited()))
     await asyncio.sleep(0)
     stop.set()
     assert await task is None
@@ -140,6 +140,6 @@ async def test_unless_gives_the_result_and_raises_the_error() -> None:
     async def five() -> int:
         return 5
 
-    assert await unless(asyncio.Event(), five()) == 5
+    assert await unless_stopped(asyncio.Event(), five()) == 5
     with pytest.raises(EngineError):
-        await unless(asyncio.Event(), fails())
+        await unless_stopped(asyncio.Event(), fails())

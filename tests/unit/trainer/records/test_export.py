@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tests.unit.viewer.dashboard_run import write_dashboard_run
 from tidegate.cli import main
 from tidegate.trainer.batch.rows import rows_of
-from tidegate.trainer.records.trajectories import read_lines, readable, recorded, step_files
+from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory, read_lines, step_files
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 
@@ -29,8 +29,8 @@ def one_turn(logprobs: np.ndarray) -> Trajectory:
 def test_a_recorded_trajectory_is_the_same_bit_for_bit() -> None:
     logprobs = -np.random.default_rng(0).exponential(size=500).astype(np.float32)
     before = one_turn(logprobs)
-    line = orjson.loads(orjson.dumps(readable(before), option=orjson.OPT_SERIALIZE_NUMPY))
-    after = recorded({**line, "state": "stepped", "advantage": 1.0})
+    line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
+    after = decode_trajectory({**line, "state": "stepped", "advantage": 1.0})
     assert after.turns[0].logprobs.tobytes() == logprobs.tobytes()
     assert after.to_wire() == before.to_wire()
 
@@ -59,7 +59,7 @@ def test_parquet_holds_every_sequence_with_its_tokens(tmp_path: Path) -> None:
         row
         for path in step_files(tmp_path / "run").values()
         for line in read_lines(path)
-        for row in rows_of(recorded(line), line["advantage"] or 0.0)
+        for row in rows_of(decode_trajectory(line), line["advantage"] or 0.0)
     ]
     assert len(table) == len(expected)
     for found, row in zip(table, expected, strict=True):
@@ -73,7 +73,7 @@ def test_an_episode_of_the_batch_that_was_left_out_is_marked_as_not_trained(tmp_
     """`truncated_episodes = "mask"`: its reward counted in the group, its tokens did not."""
     turn = np.full(4, -0.5, dtype=np.float32)
     lines = [
-        {"state": state, "advantage": advantage, **readable(one_turn(turn))}
+        {"state": state, "advantage": advantage, **encode_trajectory(one_turn(turn))}
         for state, advantage in (("stepped", None), ("stepped", 0.5), ("filtered", None))
     ]
     (tmp_path / "trajectories").mkdir()
@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_leaves_what_was_there(
     said = capsys.readouterr().err
     assert "not JSON" in said
     assert "nowhere: there is no such directory" in said
-    assert "out cannot be written" in said
+    assert f"cannot write {tmp_path}/no/out: " in said
     assert out.read_text() == "before"
     assert not list(tmp_path.glob(".*"))
 
@@ -110,4 +110,4 @@ def test_a_directory_without_trajectories_is_refused(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(tmp_path), kind]) != 0
-    assert "no trajectories there" in capsys.readouterr().err
+    assert "has no trajectories" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     with pytest.raises(TidegateError, match="line 2"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"stap": 1}\n')
-    with pytest.raises(TidegateError, match="names no step"):
+    with pytest.raises(TidegateError, match="it has no step"):
         read_metrics(tmp_path)
 
 

@@ -121,7 +121,7 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
     tokens = TokenCounts()
     assert not [name for name in tokens.metrics() if name.startswith("selection/")]
     for number, cause, episodes in [(30, State.FAILED, 1), (10, State.FAILED, 1), (64, State.STALE, 8)]:
-        tokens.waste(number, cause, episodes)
+        tokens.record_wasted(number, cause, episodes)
     told = tokens.metrics()
     assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
 
@@ -159,8 +159,8 @@ def _of_a_step_with_a_reference(directory: Path) -> dict[str, float]:
 
 def _of_what_was_lost() -> dict[str, float]:
     tokens = TokenCounts()
-    tokens.waste(1, State.STALE, 1)
-    tokens.waste(1, State.FAILED, 1)
+    tokens.record_wasted(1, State.STALE, 1)
+    tokens.record_wasted(1, State.FAILED, 1)
     return {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}
 
 

@@ -22,7 +22,7 @@ from tidegate.trainer.rollout import pause as pauses
 from tidegate.trainer.rollout import rollout as module
 from tidegate.trainer.rollout.episodes import Episodes
 from tidegate.trainer.rollout.pause import Pause
-from tidegate.trainer.rollout.rollout import Rollout, cancel_doomed
+from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
 from tidegate.types import Outcome, Task, Trajectory
 
 EPOCH = 3
@@ -170,7 +170,7 @@ async def test_an_environment_that_gives_no_task_stops_the_run_and_says_so(
 
     stage = make(Script())
     stage.rollout.tasks = Ending()
-    with pytest.raises(TrainingError, match=r"no training task 1, .*IndexError\('list index"):
+    with pytest.raises(TrainingError, match=r"no training task 1: IndexError\('list index"):
         await stage.until(lambda: False)
 
 
@@ -241,8 +241,8 @@ async def test_an_outage_pauses_the_run_and_spends_no_task(make: Callable[..., S
     stage = make(script, groups_per_batch=4)
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(script.opened) > 40)
-        assert stage.rollout.pause.on
-        with pytest.raises(OutageError, match=r"8 of the last 8 attempts.*go on with --resume"):
+        assert stage.rollout.pause.active
+        with pytest.raises(OutageError, match=r"8 of the last 8 attempts.*continue with --resume"):
             replace(stage.rollout.pause, limit_s=-1.0).check()
         script.outcome = lambda _: Outcome.COMPLETED
         await stage.settle(rollout, lambda: len(script.sealed) == 4)
@@ -256,12 +256,12 @@ async def test_an_outage_pauses_the_run_and_spends_no_task(make: Callable[..., S
 
 async def test_while_no_engine_serves_no_attempt_starts(make: Callable[..., Stage]) -> None:
     stage = make(Script())
-    stage.rollout.pause.engines(False)
+    stage.rollout.pause.set_serving(False)
     async with stage.running() as rollout:
         while stage.rollout._wake.is_set():  # noqa: ASYNC110 - as it looks it starts at once what it may
             await asyncio.sleep(0)
         assert (stage.script.opened, stage.core.groups) == ([], {})
-        stage.rollout.pause.engines(True)
+        stage.rollout.pause.set_serving(True)
         stage.rollout.wake()
         await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
 
@@ -281,8 +281,8 @@ async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: C
     stage = make(Script(hold=asyncio.Event()))
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
-        version = stage.core.publishing(1)
-        await cancel_doomed(version, stage.core, cast(Any, stage.script), stage.rollout.end_stale)
+        version = stage.core.reserve_version(1)
+        await cancel_stale_groups(version, stage.core, cast(Any, stage.script), stage.rollout.end_stale)
         stage.core.publish(version)
         assert stage.core.group_counts["stale"] == 2
         assert stage.script.dropped == ["g1-000001", "g1-000002"]
@@ -385,6 +385,7 @@ async def test_where_every_group_is_filtered_it_says_so(make: Callable[..., Stag
         stage.core.filter_group("g1-000001")
         stage.rollout.wake()
         with pytest.raises(
-            HopelessError, match=r"256 groups were filtered since the last step.* all alike .*cut short"
+            HopelessError,
+            match=r"256 groups were filtered since .* all alike .*truncated and masked",
         ):
             await stage.settle(rollout, lambda: False)
