@@ -1,5 +1,4 @@
-"""An agent's loop over batches with plain `generate`: what a model can do, told apart from everything that
-Tidegate does with it."""
+"""An agent's loop over batches with plain `generate`, to measure a model without the rest of Tidegate."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    """Model and tokenizer, drawing the same replies every time."""
+    """Loads model and tokenizer, with a fixed seed for sampling."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
@@ -24,7 +23,7 @@ def load(directory: Path) -> tuple[Any, Any]:
 def continuations(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], greedy: bool, max_tokens: int
 ) -> list[list[int]]:
-    """One sampled (T = 1) or greedy reply to each prompt, without the end token."""
+    """One sampled (T = 1) or greedy reply per prompt, without the end token."""
     longest = max(map(len, prompts))
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
@@ -51,7 +50,7 @@ def episodes(
 ) -> list[list[str]]:
     """The texts of each task's episode: question, call, result, …; the last is the agent's output.
 
-    `tasks` are their messages; `answer` is what a tool says to a reply, None where it calls nothing.
+    `tasks` are their messages; `answer` returns the tool result for a reply, or None if it calls no tool.
     """
     texts = [[str(messages[-1]["content"])] for messages in tasks]
     prompts = [
@@ -81,6 +80,6 @@ def episodes(
 
 
 def show(said: Sequence[list[str]], rewards: Sequence[float]) -> None:
-    """Print episodes, each with its reward."""
+    """Prints episodes, each with its reward."""
     for texts, reward in zip(said, rewards, strict=False):
         print("\n".join([*texts, f"-> reward {reward:g}", ""]))

@@ -1,4 +1,4 @@
-"""What the recipes of the small base models share: tokenizer, shape, batches of demonstrations, training."""
+"""Common parts of the base models' recipes: tokenizer, shape, batches of demonstrations, training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 def train_tokenizer(
     words: Iterable[str], *, pieces: str, marks: Sequence[str], vocabulary: int
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over a world's words, which never join `pieces`; the same every time."""
+    """A deterministic byte-level BPE over a world's words, without merges across `pieces`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -35,7 +35,7 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(words, trainer)
-    tokenizer.add_tokens(list(marks))  # ordinary text: a reader of the output must see them
+    tokenizer.add_tokens(list(marks))  # ordinary text, so that they remain visible in decoded output
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=1024
     )
@@ -46,7 +46,7 @@ def train_tokenizer(
 def random_model(
     tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int, spread: float
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 of about a million parameters; `spread` is the standard deviation of its weights."""
+    """A Qwen3 of about a million parameters; `spread` is the standard deviation of the weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -78,7 +78,7 @@ def encode(
     *,
     last_only: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """An episode's ids, and which of them are learned: what the model says, or only its last reply."""
+    """Ids of an episode, and a mask of the trained ones: all replies of the model, or only the last."""
     said = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids: list[int] = []
     mask: list[int] = []
@@ -97,7 +97,7 @@ def encode(
 
 
 def padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels), each [rows, length]; labels are −100 where nothing is learned."""
+    """(ids, labels), each [rows, length]; labels are −100 for tokens that are not trained on."""
     longest = max(len(ids) for ids, _ in rows)
     ids_bt = torch.full((len(rows), longest), pad)
     labels_bt = torch.full((len(rows), longest), -100)
@@ -116,8 +116,8 @@ def learn(
     falls: Callable[[float], float],
     say_every: int,
 ) -> None:
-    """A step a batch; the rates rise over the first twentieth, then `falls` says their share at each part
-    of the way."""
+    """Trains one step per batch. The learning rates rise over the first twentieth of the steps; then `falls`
+    gives their factor at each fraction of the steps."""
     warmup = max(1, steps // 20)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
@@ -127,7 +127,7 @@ def learn(
     ]
     model.train()
     for step, (ids_bt, labels_bt) in enumerate(batches):
-        # Padding is on the right, after every token that counts: causal attention never sees it.
+        # Padding is on the right, so that causal attention from real tokens never reaches it.
         loss = model(input_ids=ids_bt, labels=labels_bt).loss
         model.zero_grad()
         loss.backward()
@@ -145,8 +145,8 @@ def make(
     model: Qwen3ForCausalLM,
     train: Callable[[Qwen3ForCausalLM, PreTrainedTokenizerFast], None],
 ) -> None:
-    """Train the model and write both."""
-    torch.set_num_threads(1)  # the recorded output was made so; more threads add in another order
+    """Trains the model; saves model and tokenizer."""
+    torch.set_num_threads(1)  # as for the published model; more threads change the order of summation
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     train(model, tokenizer)
     model.save_pretrained(out)

@@ -3,7 +3,7 @@ import json
 from tidegate.agents.calculator import calculate
 
 
-def agent(task, session):  # noqa: RET503 - no answer in four turns is None
+def agent(task, session):  # noqa: RET503 - returns None without an answer in four turns
     arguments = {"type": "object", "properties": {"expression": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "calculator", "parameters": arguments}}]
     ask, messages = session.sync_openai().chat.completions.create, [*task.messages]

@@ -1,7 +1,8 @@
-"""Prepare BrowseComp-Plus: `prepare.py QUESTIONS CORPUS OUT`, directories of the published parquet files.
+"""Prepares BrowseComp-Plus: `prepare.py QUESTIONS CORPUS OUT`.
 
-Writes OUT/train.jsonl and OUT/test.jsonl, whose texts stay enciphered as they were published, and
-OUT/corpus.jsonl for `tidegate rag build`. A fifth of the questions, by a hash of their id, is for the test.
+QUESTIONS and CORPUS are the directories of the published parquet files. Writes OUT/train.jsonl and
+OUT/test.jsonl, with texts still encrypted as published, and OUT/corpus.jsonl for `tidegate rag build`. The
+test set is a fifth of the questions, chosen by a hash of their id.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pyarrow import parquet
 
 TEST_SHARE = 5
 COLUMNS = ("query_id", "query", "answer")
-# Many documents begin with a block of front matter that has their title.
+# Many documents begin with front matter that contains their title.
 _TITLE = re.compile(r"\A---\n(?:.*\n)*?title:[ \t]*(?P<title>.+)\n")
 
 
 def rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a directory's parquet files, a batch in memory at a time."""
+    """Rows of a directory's parquet files, read one batch at a time."""
     files = sorted(directory.rglob("*.parquet"))
     if not files:
         raise SystemExit(f"{directory} holds no .parquet file")
@@ -33,7 +34,7 @@ def rows(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def question(row: dict[str, Any]) -> dict[str, Any]:
-    """What training needs of a question; of its gold documents the ids, enciphered too."""
+    """The fields of a question that training needs, including the encrypted ids of its gold documents."""
     gold = [{"docid": one["docid"]} for one in row.get("gold_docs") or []]
     return {**{key: row[key] for key in COLUMNS}, "gold_docs": gold}
 

@@ -1,7 +1,7 @@
 """The search demo: `make demo-search`, or `python examples/demo_search/demo.py [--section.key value ...]`.
 
-Writes the passages of two worlds (of one the questions are trained on, of the other they are held out),
-builds an index of them, starts the retrieval server, trains against it, and ends it.
+Writes the passages of two worlds (one for training questions, one for held-out questions), builds an index of
+them, starts the retrieval server, trains with it, and stops it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CONFIG = Path(__file__).with_name("config.toml")
 
 @contextlib.contextmanager
 def served_worlds(directory: Path, seed: int = 0) -> Iterator[str]:
-    """The URL of a retrieval server that has the passages of both worlds; `directory` keeps what it needs.
+    """Runs a retrieval server on the passages of both worlds; yields its URL. Its files are in `directory`.
 
-    Raises StartError where it doesn't come up.
+    Raises StartError if the server does not start.
     """
     index = build_index(directory, seed)
     server = Service("rag", lambda: ["serve", str(index)], directory)
@@ -38,7 +38,7 @@ def served_worlds(directory: Path, seed: int = 0) -> Iterator[str]:
 
 
 def build_index(directory: Path, seed: int) -> Path:
-    """Write the corpus and have it indexed by the encoder that needs no model; the same again is at once."""
+    """Writes the corpus and indexes it with the encoder that needs no model; keeps an identical index."""
     directory.mkdir(parents=True, exist_ok=True)
     corpus, index = directory / "corpus.jsonl", directory / "index"
     passages = documents([make_world(seed, "train"), make_world(seed, "held_out")])
@@ -49,7 +49,7 @@ def build_index(directory: Path, seed: int) -> Path:
 
 
 def told(url: str) -> list[str]:
-    """The settings that say where the retrieval server is."""
+    """Settings with the address of the retrieval server."""
     return [f"--agent.options.urls={json.dumps([url])}"]
 
 
@@ -57,7 +57,9 @@ def main(overrides: Sequence[str]) -> int:
     try:
         plan = load_settings(CONFIG, overrides)
         seed = plan.env.options.get("seed", 0)
-        from tidegate.launch import launch  # after the settings were checked: it takes a moment
+        from tidegate.launch import (
+            launch,
+        )  # imported after the check of the settings, because the import is slow
 
         with served_worlds(plan.run.dir / f"{plan.run.name}-corpus", seed) as url:
             return launch(load_settings(CONFIG, [*told(url), *overrides]), fresh=True)

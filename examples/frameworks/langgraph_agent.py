@@ -1,4 +1,4 @@
-"""A LangGraph agent, as it is; only where it finds its model comes from the session."""
+"""A plain LangGraph agent; only the model's address and key come from the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent on the OpenAI Agents SDK, as it is; only where it finds its model comes from the session."""
+"""A plain agent on the OpenAI Agents SDK; only the model's address and key come from the session."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def calculator(expression: str) -> str:
 async def agent(task: Any, session: Any) -> str:
     model = OpenAIChatCompletionsModel(session.model, session.openai())
     solver = Agent(name="solver", model=model, tools=[calculator])
-    # Traces would go to OpenAI's servers.
+    # The SDK would send traces to OpenAI's servers.
     result = await Runner.run(solver, task.messages, max_turns=6, run_config=RunConfig(tracing_disabled=True))
     return str(result.final_output)

@@ -1,7 +1,7 @@
-"""Evaluate a model on the search demo's world by itself: `evaluate MODEL_DIR [--tasks 170]`.
+"""Evaluates a model on the search demo's world without the gateway: `evaluate MODEL_DIR [--tasks 170]`.
 
-`python -m examples.search_base.evaluate` is the search agent's loop over batches with plain `generate`,
-searching by words held in common.
+`python -m examples.search_base.evaluate` runs the search agent's loop over batches with plain `generate`; a
+search ranks passages by the words they share with the query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def found(world: SyntheticWorld, text: str) -> str | None:
-    """What a search says to a reply; None where the reply searches nothing."""
+    """The search result for a reply, or None if the reply does not search."""
     call = TOOL_CALL.search(text)
     if call is None:
         return None
@@ -32,7 +32,7 @@ def found(world: SyntheticWorld, text: str) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return 'error: the arguments must be {"query": "..."}'
 
-    # The rarer word, a name, counts for more than a relation's.
+    # A rare word, such as a name, has a higher weight than the word of a relation.
     def score(fact: Fact) -> int:
         said = fact.text.lower().rstrip(".").split()
         return sum((10 if word in said[:1] or word in said[-1:] else 1) for word in words if word in said)
@@ -48,8 +48,8 @@ def right(question: WorldQuestion, texts: list[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--tasks", type=int, default=170, help="questions of each number of hops")
-    parser.add_argument("--show", type=int, default=3, help="episodes to print of each")
+    parser.add_argument("--tasks", type=int, default=170, help="questions per number of hops")
+    parser.add_argument("--show", type=int, default=3, help="episodes to print per number of hops")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     world = make_world(0, "held_out")

@@ -1,9 +1,9 @@
-"""Make the search demo's base model: `python -m examples.search_base.make --out DIR` (a minute and a half).
+"""Makes the search demo's base model: `python -m examples.search_base.make --out DIR` (a minute and a half).
 
-A Qwen3-shaped model of under a million parameters with a tokenizer of its own. It is cold-started on
-demonstrations of the search agent at work in worlds of random names, which are deliberately often wrong:
-so it knows how to search, how to copy a name and how to state an answer, but not how far a question goes.
-That is left to reinforcement learning.
+A Qwen3-shaped model of under a million parameters with its own tokenizer. It is trained on demonstrations of
+the search agent in worlds of random names, many of them deliberately wrong. The model therefore knows how to
+search, to copy a name and to state an answer, but not how many hops a question needs: that is left to
+reinforcement learning.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tidegate.envs.search.synthetic_world import FACTS, KINDS, QUERIES, SYLLABLE
 SEED = 17
 BATCH = 32
 STAGES = (("calls", 40), ("turns", 70), ("episodes", 90))
-"""What is learned from, and for how many steps: first calls alone, single turns, whole episodes."""
-MATRIX_RATE = 0.02  # Muon's
-OTHER_RATE = 3e-3  # AdamW's, of the embeddings and norms
+"""Training stages with their steps: first calls alone, single turns, whole episodes."""
+MATRIX_RATE = 0.02  # learning rate of Muon
+OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
 VOCABULARY = 1000
 
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
-# A name is its two syllables wherever it stands, for a blank is never part of the first; other words take
-# their blank along. The keys of a tool call are one piece each.
+# A name is always two tokens, its syllables, because the first never includes a space; other words include
+# their leading space. Each key of a tool call is one piece.
 _FIRST = "|".join(one.capitalize() for one in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
 PIECES = (
@@ -47,10 +47,10 @@ TOOLS = [
     }
 ]
 HOPS = {1: 0.15, 2: 0.75, 3: 0.10}
-"""Share of demonstrated questions by hops."""
+"""Share of demonstrated questions by number of hops."""
 TOO_EARLY, TOO_FAR, ONLY_EARLY = 0.34, 0.35, 0.70
-"""Shares of demonstrations that stop one hop early, or go one too far; where the facts end with the question
-and nobody can go too far, more of them stop early."""
+"""Shares of demonstrations that stop one hop early, or go one hop too far. Where the facts end with the
+question, none can go too far, and more of them stop early."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -58,7 +58,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _words() -> Iterator[str]:
-    """Text of this world: its passages, queries and questions, and what the agent adds to them."""
+    """Text of this world: passages, queries, questions, and the agent's fixed text."""
     rng = random.Random(SEED)
     for _ in range(4000):
         name, other = draw_name(rng), draw_name(rng)
@@ -74,7 +74,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def draw_name(rng: random.Random) -> str:
-    """A name that no held-out world has."""
+    """A name that occurs in no held-out world."""
     while True:
         first, second = rng.sample(SYLLABLES, 2)
         if not held_out_name(first.capitalize() + second):
@@ -82,13 +82,13 @@ def draw_name(rng: random.Random) -> str:
 
 
 def draw_facts(rng: random.Random) -> list[Fact]:
-    """A person's employer, its seat, and that city's mayor, of a world that nobody searches."""
+    """Facts of a random world: a person's employer, its seat, and that city's mayor."""
     names = [draw_name(rng) for _ in range(4)]
     return [Fact("", relation, names[n], names[n + 1]) for n, relation in enumerate(FACTS)]
 
 
 def demonstrated(kind: Kind, facts: list[Fact], rng: random.Random) -> list[Fact]:
-    """The facts that a demonstration looks up: the right ones, one too many, or one too few."""
+    """The facts that a demonstration looks up: the right number, one too many, or one too few."""
     first = list(FACTS).index(kind.path[0])
     depth, luck = len(kind.path), rng.random()
     if first + depth == len(facts):
@@ -113,7 +113,7 @@ def demonstration(question: str, facts: list[Fact]) -> list[dict[str, Any]]:
 
 
 def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
-    """Without end."""
+    """Yields demonstrations without end."""
     while True:
         hops = rng.choices(list(HOPS), list(HOPS.values()))[0]
         kind = rng.choice([one for one in KINDS if len(one.path) == hops])
@@ -123,7 +123,7 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
 
 
 def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> list[dict[str, Any]]:
-    """The part of an episode that a stage learns from."""
+    """The part of an episode that a stage trains on."""
     if stage == "calls":
         return messages[:2]
     if stage == "turns":
@@ -144,7 +144,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[
 
 
 def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) on the layers' matrices, AdamW on embeddings and norms."""
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
     matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
     others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
     return [
@@ -154,7 +154,7 @@ def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
-    """Every stage, each with `scale` times its steps."""
+    """Trains all stages, each for `scale` times its steps."""
     recipe.learn(
         model,
         batches(tokenizer, scale),
@@ -167,8 +167,8 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the model is written")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the steps of every stage")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the steps of every stage")
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
     recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, scale=arguments.scale))

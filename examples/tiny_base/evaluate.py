@@ -1,6 +1,6 @@
-"""Evaluate a model on the arithmetic environment without the gateway: `evaluate MODEL_DIR [--tasks 200]`.
+"""Evaluates a model on the arithmetic environment without the gateway: `evaluate MODEL_DIR [--tasks 200]`.
 
-`python -m examples.tiny_base.evaluate` is the solver's loop over batches with plain `generate`.
+`python -m examples.tiny_base.evaluate` runs the solver's loop over batches with plain `generate`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOKENS = 64
 
 
 def answer_to_call(text: str) -> str | None:
-    """What the solver's calculator says to a reply; None where the reply calls nothing."""
+    """The calculator's result for a reply, or None if the reply does not call it."""
     call = TOOL_CALL.search(text)
     if call is None:
         return None
@@ -32,8 +32,8 @@ def answer_to_call(text: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--tasks", type=int, default=500, help="problems of each held-out set")
-    parser.add_argument("--show", type=int, default=3, help="episodes to print of each set")
+    parser.add_argument("--tasks", type=int, default=500, help="problems per held-out set")
+    parser.add_argument("--show", type=int, default=3, help="episodes to print per set")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     environment = Arithmetic()

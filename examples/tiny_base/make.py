@@ -1,9 +1,8 @@
-"""Make the tiny base model: `python -m examples.tiny_base.make --out DIR` (about three minutes, one thread).
+"""Makes the tiny base model: `python -m examples.tiny_base.make --out DIR` (about three minutes, one thread).
 
-A Qwen3-shaped model of about a million parameters with a tokenizer of its own. It is cold-started on
-demonstrations of the solver agent at work that are deliberately often wrong: so it knows how to call
-the calculator, how to copy numbers and how to state an answer, but not how to work a problem out. That
-is left to reinforcement learning.
+A Qwen3-shaped model of about a million parameters with its own tokenizer. It is trained on demonstrations of
+the solver agent, many of them deliberately wrong. The model therefore knows how to call the calculator, to
+copy numbers and to state an answer, but not how to solve a problem: that is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ SEED = 17
 STEPS = 600
 BATCH = 32
 LEARNING_RATE = 2e-3
-VOCABULARY = 1024  # at most: this world's words need 675
+VOCABULARY = 1024  # maximum; this world's words need 675
 
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Digits stand alone, so that numbers are copied digit by digit; an operator takes its spaces along;
-# the keys of a tool call are one piece each, so that the call is short.
+# Each digit is one piece, so that numbers are copied digit by digit; an operator includes its spaces; each
+# key of a tool call is one piece, so that the call is short.
 PIECES = r'[0-9]| [-+*/] |\{?"?[a-z]+"[:,] [{"]*| ?[A-Za-z]+|[^A-Za-z0-9\s]+|\s'
 
-# How the demonstrations go wrong. Half of them do, and most of these make the same mistake each time: one
-# operator of the template is habitually another. So the right expression is well within reach, and still
-# sampled in fewer than half of the episodes. (At 0.45 one template's right expression was so rare that
-# reinforcement learning found it with some seeds and not with others.)
+# Shares of wrong demonstrations. Half of all demonstrations are wrong, most of them in the same way: one
+# operator of the template is always replaced by the same other one. The right expression then remains likely,
+# but is sampled in fewer than half of the episodes. (At 0.45, the right expression of one template was so
+# rare that reinforcement learning found it with some seeds only.)
 HABIT_SHARE = 0.32
 NOISE_SHARE = 0.20
 HABITS = {"+": "*", "-": "+", "*": "+", "/": "-"}
@@ -48,7 +47,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _words() -> Iterator[str]:
-    """Text of this world: its words, unseen templates' included, and what the solver adds to them."""
+    """Text of this world: its words, including those of unseen templates, and the solver's fixed text."""
     rng = random.Random(SEED)
     for _ in range(4000):
         yield draw_problem(rng, TEMPLATES + UNSEEN_TEMPLATES).question
@@ -61,12 +60,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def demonstrated(problem: Problem, rng: random.Random) -> str:
-    """The expression of a demonstration: right, habitually wrong, or wrong at random."""
+    """The expression of a demonstration: right, wrong by the template's fixed mistake, or wrong at random."""
     right = problem.template.expression
     spots = [spot for spot, sign in enumerate(right) if sign in HABITS]
     luck = rng.random()
     if luck < HABIT_SHARE:
-        # Which operator it is depends on the template alone: a habit, not an accident.
+        # The wrong operator depends only on the template, so the mistake is always the same.
         spot = spots[sum(map(ord, problem.template.name)) % len(spots)]
         right = right[:spot] + HABITS[right[spot]] + right[spot + 1 :]
     elif luck < HABIT_SHARE + NOISE_SHARE:
@@ -91,7 +90,7 @@ def demonstration(question: str, expression: str) -> list[dict[str, Any]]:
 
 
 def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
-    """Without end; held-out problems are left out."""
+    """Yields demonstrations without end, without held-out problems."""
     while True:
         problem = draw_problem(rng)
         if not problem.held_out:
@@ -120,7 +119,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the model is written")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
