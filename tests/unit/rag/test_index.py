@@ -263,7 +263,7 @@ def test_a_manifest_that_is_none_is_refused(whole: Path, tmp_path: Path, text: s
 def test_counts_that_differ_are_refused(whole: Path, tmp_path: Path) -> None:
     directory, manifest = copied(whole, tmp_path)
     manifest.model_copy(update={"documents": 99}).write(directory)
-    with pytest.raises(CorpusError, match="is of 99 documents, but holds 100 documents"):
+    with pytest.raises(CorpusError, match="the manifest has 99 documents, but the files hold 100 documents"):
         Searcher.open(directory, threads=1)
 
 

@@ -96,7 +96,7 @@ def build_bm25(corpus: Corpus, directory: Path, progress: OnProgress) -> None:
 
 
 class _Tokens:
-    """Word ids of every document, read from the file; has the interface of bm25s' `Tokenized`."""
+    """Word ids of every document, read from the file; has `ids` and `vocab` like bm25s' `Tokenized`."""
 
     def __init__(self, path: Path, ends: npt.NDArray[np.int64], vocab: dict[str, int]) -> None:
         self._path = path

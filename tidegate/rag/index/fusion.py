@@ -9,7 +9,7 @@ Ranking = Sequence[tuple[int, float]]
 """(row, score), best first."""
 
 OFFSET = 60
-"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, 2009); larger values are flatter."""
+"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, 2009); larger: flatter weights."""
 DEPTH = 100
 """Minimum depth of each ranking."""
 

@@ -57,7 +57,8 @@ def check_kind(kind: IndexKind, count: int) -> None:
     """Raises ConfigError if there are too few documents for the index type."""
     if kind == "ivf-pq" and count < PQ_MIN_DOCUMENTS:
         raise ConfigError(
-            f"ivf-pq has a minimum of {PQ_MIN_DOCUMENTS:,} documents, and there are {count:,}: use flat"
+            f"ivf-pq has a minimum of {PQ_MIN_DOCUMENTS:,} documents, and there are {count:,}: use"
+            " --index flat"
         )
 
 

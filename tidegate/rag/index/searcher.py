@@ -79,7 +79,7 @@ class Searcher:
         counts |= {"documents with BM25": bm25.count} if bm25 else {}
         if any(count != manifest.documents for count in counts.values()):
             raise CorpusError(
-                f"{directory} is of {manifest.documents:,} documents, but holds"
+                f"{directory}: the manifest has {manifest.documents:,} documents, but the files hold"
                 f" {', '.join(f'{count:,} {what}' for what, count in counts.items())}: build the index again"
             )
         return cls(manifest, corpus, dense, bm25)
