@@ -147,7 +147,7 @@ def measure(settings: Settings, arm: str, target: float, tasks: int) -> dict[str
         },
         "informative": 1 - float(np.mean([line["reward/zero_variance_ratio"] for line in lines])),
         "rewards": {step: round(reward, 3) for step, reward in rewards.items()},
-        "audit": audit_run(settings.run_dir).holds,
+        "audit": audit_run(settings.run_dir).consistent,
     }
 
 

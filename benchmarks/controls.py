@@ -75,19 +75,19 @@ def train(settings: Settings, credit: Credit | None = None) -> dict[str, Any]:
     metrics = read_metrics(settings.run_dir)
     others = {
         key.removeprefix("eval/reward_"): value
-        for key, value in result.after.items()
+        for key, value in result.final_eval.items()
         if key.startswith("eval/reward_") and not key.endswith("_greedy")
     }
     errors = [line["logprob_max_error"] for line in metrics if line.get("logprob_max_error") is not None]
     return {
         "run": settings.run.name,
-        "before": result.before["eval/reward"],
-        "after": result.after["eval/reward"],
-        "before_greedy": result.before["eval/reward_greedy"],
-        "after_greedy": result.after["eval/reward_greedy"],
+        "before": result.initial_eval["eval/reward"],
+        "after": result.final_eval["eval/reward"],
+        "before_greedy": result.initial_eval["eval/reward_greedy"],
+        "after_greedy": result.final_eval["eval/reward_greedy"],
         **others,
         "logprob_max_error": max(errors, default=None),
-        "audit": audit_run(settings.run_dir).holds,
+        "audit": audit_run(settings.run_dir).consistent,
         "seconds": round(time.monotonic() - began, 1),
     }
 

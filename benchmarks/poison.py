@@ -86,8 +86,8 @@ def train(settings: Settings) -> dict[str, float]:
     environment = load_environment(settings.env.use, settings.env.options)
     result = asyncio.run(Run(settings, environment, view).train())
     return {
-        "before": result.before["eval/reward"],
-        "after": result.after["eval/reward"],
+        "before": result.initial_eval["eval/reward"],
+        "after": result.final_eval["eval/reward"],
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -111,7 +111,7 @@ def main() -> int:
     try:
         trained = train(settings)
         book = Book.of(settings.run_dir).figures(settings.trainer.max_attempts)
-        holds = audit_run(settings.run_dir).holds
+        holds = audit_run(settings.run_dir).consistent
     finally:
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)
