@@ -138,7 +138,7 @@ def _session(session: GatewaySession) -> SessionPart:
             node.turn.parent,
             node.request.idempotency_key,
             node.turn.delivered,
-            node.in_doubt,
+            node.delivery_unknown,
         )
         for node in session.tree.nodes
     ]

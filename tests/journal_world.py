@@ -221,7 +221,7 @@ class World:
         texts = [await self._reply(call) for call in calls]
         for call in calls if answered else ():
             turns.deliver(session, call)
-            turns.sent(session, call)
+            turns.on_sent(session, call)
         return texts
 
     async def _reply(self, call: PendingTurn) -> str:

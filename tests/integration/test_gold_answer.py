@@ -67,7 +67,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     settings = load_settings(None, ["--model.path=x"])
     rules = Rules(groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=0)
     admission = Admission(rules, lambda _: None)
-    await stage.client.enter(admission.epoch)
+    await stage.client.begin_epoch(admission.epoch)
     await stage.client.admit_engine(stage.engine.url, True)
     worker = await AgentWorker.start(f"{agent}:spy", {}, run_dir / "logs" / "agent.log")
     episodes = Episodes(stage.client, worker, 60.0, epoch=admission.epoch)

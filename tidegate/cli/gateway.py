@@ -126,7 +126,7 @@ def _options(
         limits=SessionLimits(**limits),
         journal=journal,
         pool=PoolOptions(shards=shards),
-        mark=id_prefix(index) if shards > 1 else "",
+        id_prefix=id_prefix(index) if shards > 1 else "",
     )
 
 

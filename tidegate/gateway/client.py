@@ -1,4 +1,4 @@
-"""The control plane's client: what a trainer calls."""
+"""Client of the gateway's control plane, as used by the trainer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from tidegate.errors import GatewayError
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
 ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
-"""The environment variable in which a gateway is given its admin key."""
+"""Name of the environment variable that holds a gateway's admin key."""
 CALL_S = 30.0
 FINISH_S = 60.0
-"""How long a call to finish may take, half of which it waits for the reward; then it asks again."""
+"""Seconds that a `finish` request may take. After half of them without a reward it is sent again."""
 _TRIES = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class SessionAccess:
-    """What an agent is handed: where to call, and its secret."""
+    """Address and key with which an agent calls its session.
+
+    Attributes:
+        session_id: Id of the session.
+        base_url: Base URL of the session's OpenAI-compatible API.
+        api_key: Secret key of the session.
+    """
 
     session_id: str
     base_url: str
@@ -39,7 +45,20 @@ class SessionAccess:
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """A finished session in brief; `oldest_version` None: unknown for some token, or no turn."""
+    """Summary of a finished session.
+
+    Attributes:
+        session_id: Id of the session.
+        outcome: How the session ended.
+        reward: Its reward; None unless the outcome is trainable.
+        reward_parts: Parts of the reward, by name.
+        agent_reward: Reward returned by the agent itself, if any.
+        turns: Number of recorded turns.
+        sampled_tokens: Number of sampled tokens.
+        oldest_version: Oldest policy version among them; None if unknown for a token, or without turns.
+        error: Description of the error, if there was one.
+        seconds: Duration of the session in seconds.
+    """
 
     session_id: str
     outcome: Outcome
@@ -55,7 +74,7 @@ class SessionSummary:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group in a listing; `state` is `live`, `ready` or `leased`."""
+    """A group in a listing; `state` is `live`, `ready` or `leased`, `sessions` are ids."""
 
     id: str
     state: str
@@ -64,9 +83,16 @@ class GroupRow:
 
 
 class GatewayClient:
-    """Calls one gateway. Every call has a deadline, and until then it is repeated with back-off.
+    """Calls the control plane of one gateway.
 
-    Made within a running event loop or before it; `close` (or `async with`) frees its connections.
+    Every call has a deadline, until which it is repeated with backoff. Close the client with `close` or
+    `async with`. All methods raise GatewayError if the gateway cannot be reached or refuses the call; its
+    `status` is the HTTP status, if there is one.
+
+    Args:
+        url: Address of the gateway.
+        admin_key: The gateway's admin key, if it has one.
+        call_s: Deadline of a call in seconds.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
@@ -74,10 +100,10 @@ class GatewayClient:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
         self._call_s = call_s
         self._http: aiohttp.ClientSession | None = None
-        self._answered = False
-        self._gone: str | None = None
-        self._limits: set[asyncio.Timeout] = set()
-        """Of the calls under way."""
+        self._has_responded = False
+        self._abort_reason: str | None = None
+        self._timeouts: set[asyncio.Timeout] = set()
+        """Timeouts of the calls in progress."""
 
     async def __aenter__(self) -> GatewayClient:
         return self
@@ -87,10 +113,10 @@ class GatewayClient:
     ) -> None:
         await self.close()
 
-    def give_up(self, why: str) -> None:
-        """It does not come back: the calls under way, and all others, fail at once."""
-        self._gone = why
-        for limit in self._limits:
+    def abort(self, reason: str) -> None:
+        """Makes running and future calls raise GatewayError(reason): the gateway was lost for good."""
+        self._abort_reason = reason
+        for limit in self._timeouts:
             limit.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
@@ -116,11 +142,27 @@ class GatewayClient:
         untrained_models: Sequence[str] = (),
         epoch: int | None = None,
     ) -> SessionAccess:
-        """Open a session; `limits` are its budgets: `turns`, `tokens`, `seconds`, `calls`. Calls with a model
-        name in `untrained_models` are recorded and not trained on.
+        """Opens a session.
 
-        With a trainer's `epoch` it ends `cancelled` when a newer trainer comes; 410 where one has come.
-        Repeated when its answer is lost: a session that nobody was told of expires by itself.
+        Args:
+            task: Task of the episode.
+            env: Name of the environment; by default the task's.
+            group_id: Group to which the session belongs.
+            slot: Slot of the group.
+            split: `train` or `eval`; in `train` the session's sampling overrides the agent's.
+            sampling: Sampling parameters of the session.
+            deadline_s: Seconds until the session ends; by default the gateway's setting.
+            metadata: JSON object that is stored with the trajectory.
+            seed: Seed from which each turn's sampling seed is derived.
+            limits: Budgets of the session: `turns`, `tokens`, `seconds` and `calls` (concurrent ones).
+            untrained_models: Model names whose calls are recorded and not trained on.
+            epoch: Epoch of the calling trainer; a newer trainer cancels the session.
+
+        Returns:
+            Address and key of the session. A session whose response was lost expires by itself.
+
+        Raises:
+            GatewayError: status 410 if a newer trainer took over or the group accepts no more sessions.
         """
         body = {
             "task": None if task is None else task.to_wire(),
@@ -150,10 +192,21 @@ class GatewayClient:
         epoch: int | None = None,
         timeout_s: float = FINISH_S,
     ) -> SessionSummary:
-        """End a session and have it rewarded, however long the rewards of others before it take.
+        """Ends a session and waits for its reward.
 
-        `timeout_s`: how long the gateway may be silent. Raises GatewayError: 404 where it is not there any
-        more, 410 where a trainer newer than `epoch` came.
+        Args:
+            session_id: Id of the session.
+            output: The agent's output.
+            outcome: The reported outcome; by default the gateway decides.
+            reward: Reward returned by the agent.
+            metrics: Metrics of the episode, by name.
+            error: Description of the error, if there was one.
+            epoch: Epoch of the calling trainer.
+            timeout_s: Seconds without a response after which the call fails. Waiting for a slow reward does
+                not count.
+
+        Raises:
+            GatewayError: status 404 if the session does not exist, 410 if a newer trainer took over.
         """
         body = {
             "output": output,
@@ -165,24 +218,24 @@ class GatewayClient:
             "wait_s": timeout_s / 2,
         }
         row: dict[str, Any] = {}
-        while "outcome" not in row:  # it is still being rewarded
+        while "outcome" not in row:  # its reward is still being computed
             row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
         return SessionSummary(**{**row, "outcome": Outcome(row["outcome"])})
 
     async def post_reward(
         self, session_id: str, value: float, name: str = "reward", turn: int | None = None
     ) -> None:
-        """Post a part of a running session's reward, or of one of its turns, by index."""
+        """Posts a part of a running session's reward, or of the reward of the turn with index `turn`."""
         body = {"value": value, "name": name, "turn": turn}
         await self._json("POST", f"/sessions/{_quote(session_id)}/reward", body)
 
     async def trajectory(self, session_id: str) -> Trajectory:
-        """A finished session's trajectory."""
+        """Returns a finished session's trajectory."""
         data = await self._call("GET", f"/sessions/{_quote(session_id)}/trajectory")
         return Trajectory.from_wire(msgpack.unpackb(data))
 
     async def delete_session(self, session_id: str) -> None:
-        """Abort and forget a session. Idempotent."""
+        """Aborts and deletes a session. Idempotent."""
         await self._call("DELETE", f"/sessions/{_quote(session_id)}")
 
     # -- groups ----------------------------------------------------------------------------------
@@ -190,38 +243,41 @@ class GatewayClient:
     async def seal_group(
         self, group_id: str, task_id: str, sessions: Sequence[str], epoch: int | None = None
     ) -> None:
-        """Make a group of finished sessions ready to be leased. Idempotent. 410 as in `finish`."""
+        """Makes a group of finished sessions ready to be leased. Idempotent. Raises 410 as `finish`."""
         body = {"task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch}
         await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
 
     async def drop_group(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
-        """End a group with all of its sessions, live ones too; return what each had recorded, replies that
-        were complete. Idempotent: the second time there are none. 410 as in `finish`."""
+        """Ends a group and all of its sessions, including running ones. Idempotent. Raises 410 as `finish`.
+
+        Returns:
+            The sessions' trajectories with the complete replies recorded so far; empty if repeated.
+        """
         data = await self._call("DELETE", f"/groups/{_quote(group_id)}", {"trainer_epoch": epoch})
         return [Trajectory.from_wire(wire) for wire in msgpack.unpackb(data)["trajectories"]]
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
 
-    async def enter(self, epoch: int) -> None:
-        """A trainer begins: what older ones leased is ready again, what they ran ends `cancelled`.
+    async def begin_epoch(self, epoch: int) -> None:
+        """Announces a trainer: leases of older trainers are released and their sessions cancelled.
 
-        Any call that carries the epoch does the same. Raises GatewayError (410) where a newer one has come.
+        Any call with a new epoch has the same effect. Raises GatewayError (410) if a newer trainer took over.
         """
         await self.lease(epoch, 0)
 
     async def lease(self, epoch: int, max: int, wait_s: float = 0.0) -> list[Group]:
-        """Up to `max` ready groups, waiting up to `wait_s` for the first one.
+        """Leases up to `max` ready groups, waiting up to `wait_s` seconds for the first one.
 
-        Raises GatewayError with status 410 where a newer trainer holds the groups.
+        Raises GatewayError (410) if a newer trainer took over.
         """
-        # An answer that was lost on its way is given again to the same key.
+        # A repeated request with the same key gets the response that was lost.
         body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s, "key": secrets.token_hex(8)}
         data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
         return [Group.from_wire(wire) for wire in msgpack.unpackb(data)["groups"]]
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
-        """End a lease: the gateway frees the group. Idempotent."""
+        """Ends a lease, and with it the group. Idempotent."""
         body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome)}
         await self._json("POST", "/groups/ack", body)
 
@@ -230,18 +286,23 @@ class GatewayClient:
     async def add_engine(
         self, url: str, control: Sequence[str] = (), *, admitted: bool | None = None
     ) -> dict[str, Any]:
-        """Take an engine in; its row. `control`: where `url` is a router, the engines behind it. Idempotent.
+        """Adds an engine. Idempotent.
 
-        `admitted` is for who leads the gateway, a trainer: whether the engine is at the live version and
-        gets calls. From then on what is added without it waits to be admitted.
+        Args:
+            url: Address of the engine or router.
+            control: Addresses of the engines behind a router.
+            admitted: For trainers: whether the engine has the live version and receives calls. Once it was
+                given, engines that are added without it wait to be admitted.
+
+        Returns:
+            The engine as listed by `list_engines`.
         """
         body = {"url": url, "control": list(control), "admitted": admitted}
         row: dict[str, Any] = await self._json("POST", "/engines", body)
         return row
 
     async def admit_engine(self, url: str, admitted: bool) -> None:
-        """Whether an engine that is there gets calls, a trainer's word; raises GatewayError (404) where it
-        is not there."""
+        """For trainers: sets whether an engine receives calls. Raises GatewayError (404) if unknown."""
         await self._json("PATCH", "/engines", {"url": url, "admitted": admitted})
 
     async def remove_engine(self, url: str) -> None:
@@ -252,12 +313,12 @@ class GatewayClient:
         return rows
 
     async def health(self) -> dict[str, str]:
-        """`instance` and `status`; raises GatewayError where the gateway says that it is not well."""
+        """Returns `instance` and `status`. Raises GatewayError if the gateway is unhealthy."""
         row: dict[str, str] = await self._json("GET", "/health")
         return row
 
     async def metrics(self) -> str:
-        """The Prometheus text."""
+        """Returns the gateway's metrics in Prometheus text format."""
         return (await self._call("GET", "/metrics")).decode()
 
     # -- HTTP ------------------------------------------------------------------------------------
@@ -266,70 +327,70 @@ class GatewayClient:
         return json.loads(await self._call(method, path, body, timeout_s))
 
     async def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """One call, repeated with back-off until its deadline: a gateway that is restarted comes back.
+        """Sends a request and repeats it with backoff until its deadline, as a gateway may be restarting.
 
-        One that never answered is given up after a few tries, as its address is likely wrong.
+        If the gateway never responded before, the call fails after a few tries: its address is likely wrong.
         """
         seconds = timeout_s if timeout_s is not None else self._call_s
-        wait, tries, last = _FIRST_WAIT_S, 0, "is silent"
+        wait, tries, last = _FIRST_WAIT_S, 0, "no response"
         try:
-            async with self._limit(seconds):
+            async with self._timeout(seconds):
                 while True:
                     try:
-                        answer = await self._once(method, path, body)
-                        self._answered = True
-                        return answer
+                        content = await self._send(method, path, body)
+                        self._has_responded = True
+                        return content
                     except (aiohttp.ClientError, OSError) as error:
-                        tries, last = tries + 1, f"cannot be reached: {error}"
-                        if tries >= _TRIES and not self._answered:
-                            raise GatewayError(f"the gateway at {self.url} {last}") from error
+                        tries, last = tries + 1, f"connection failed: {error}"
+                        if tries >= _TRIES and not self._has_responded:
+                            raise GatewayError(f"cannot reach the gateway at {self.url}: {error}") from error
                     except GatewayError as error:
                         if error.status != 503 or path == "/health":
                             raise
-                        last = f"says: {error}"
+                        last = f"503: {error}"
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
                     wait = min(wait * 2, _LONGEST_WAIT_S)
         except TimeoutError:
-            if self._gone is not None:
-                raise GatewayError(self._gone) from None
+            if self._abort_reason is not None:
+                raise GatewayError(self._abort_reason) from None
             raise GatewayError(
-                f"the gateway at {self.url} did not answer {method} {path} within {seconds:g} s: it {last}"
+                f"{method} {path}: the gateway at {self.url} did not respond within {seconds:g} s ({last})"
             ) from None
 
     @contextlib.asynccontextmanager
-    async def _limit(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError after so long, or once the gateway is given up."""
-        async with asyncio.timeout(seconds if self._gone is None else 0) as limit:
-            self._limits.add(limit)
+    async def _timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError after `seconds`, or on `abort`."""
+        async with asyncio.timeout(seconds if self._abort_reason is None else 0) as limit:
+            self._timeouts.add(limit)
             try:
                 yield
             finally:
-                self._limits.discard(limit)
+                self._timeouts.discard(limit)
 
-    async def _once(self, method: str, path: str, body: Any) -> bytes:
+    async def _send(self, method: str, path: str, body: Any) -> bytes:
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
             self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
-        # Python's json, not orjson: a reward that is NaN must arrive as such, to be refused as such.
+        # Python's json, as orjson would turn a NaN reward, which the gateway must refuse, into null.
         try:
             data = None if body is None else json.dumps(body).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise GatewayError(f"{method} {path}: what was to be sent is no JSON: {error}") from error
+            raise GatewayError(f"{method} {path}: the body cannot be encoded as JSON: {error}") from error
         headers = {"Content-Type": "application/json"}
         async with self._http.request(method, self.url + path, data=data, headers=headers) as response:
-            answer = await response.read()
+            content = await response.read()
             if response.status >= 400:
-                raise GatewayError(_message(answer, response.status), status=response.status)
-            return answer
+                raise GatewayError(_message(content, response.status), status=response.status)
+            return content
 
 
 def _quote(part: str) -> str:
     return quote(part, safe="")
 
 
-def _message(answer: bytes, status: int) -> str:
+def _message(content: bytes, status: int) -> str:
     try:
-        return str(json.loads(answer)["error"]["message"])
+        return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the gateway answered {status}: {answer[:200].decode(errors='replace')}"
+        return f"the gateway responded with status {status}: {content[:200].decode(errors='replace')}"

@@ -1,4 +1,4 @@
-"""What the gateway refuses on the data plane; each dialect gives it the dialect's own shape."""
+"""Errors that the data plane returns to agents; each dialect formats them in its own way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tidegate.errors import TidegateError
 
 
 class ApiError(TidegateError):
-    """A call that is answered with an error.
+    """An error response to a call.
 
-    Unless it may be retried, `status` is never 408, 409, 429 or 5xx, which SDKs retry on their own.
+    Unless `retryable`, `status` must not be 408, 409, 429 or 5xx, which SDKs retry on their own.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class ApiError(TidegateError):
         self.retryable = retryable
 
 
-def unsupported(param: str, why: str) -> ApiError:
-    """A parameter or content that cannot be honoured, refused by name."""
-    return ApiError(f"{param}: {why}", code="unsupported_parameter", param=param)
+def unsupported(param: str, reason: str) -> ApiError:
+    """Returns the error for an unsupported parameter or content."""
+    return ApiError(f"{param}: {reason}", code="unsupported_parameter", param=param)
 
 
 def wrong_key() -> ApiError:
     return ApiError(
-        "the API key does not open this session",
+        "the API key is not valid for this session",
         status=401,
         type="authentication_error",
         code="invalid_api_key",
@@ -48,16 +48,16 @@ def wrong_key() -> ApiError:
 
 def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(
-        f"model: {name!r} is not served here; the only model is {served!r}"[:300],
+        f"model: {name!r} is not served; the only model is {served!r}"[:300],
         status=404,
         code="model_not_found",
         param="model",
     )
 
 
-def session_closed(why: str) -> ApiError:
+def session_closed(reason: str) -> ApiError:
     return ApiError(
-        f"this session is over ({why}); its turns are no longer recorded",
+        f"this session is over ({reason}); it accepts no more calls",
         status=403,
         type="session_over",
         code="session_over",
@@ -67,19 +67,22 @@ def session_closed(why: str) -> ApiError:
 def context_exceeded(prompt_tokens: int, max_context: int, at_least: bool = False) -> ApiError:
     return ApiError(
         f"This model's maximum context length is {max_context} tokens, and the prompt alone has "
-        f"{'at least ' * at_least}{prompt_tokens}. Shorten the messages; nothing is ever cut from them.",
+        f"{'at least ' * at_least}{prompt_tokens}. Shorten the messages; the gateway never truncates them.",
         code="context_length_exceeded",
         param="messages",
     )
 
 
-def refused_by_engine(asked: Mapping[str, str], reason: str) -> ApiError | None:
-    """The refusal of what the agent asked for, by the agent's own name for it; `asked` maps engines' names
-    to those. None where the engine's reason names nothing of it: then the agent is not to blame."""
-    for name, param in asked.items():
+def refused_by_engine(requested: Mapping[str, str], reason: str) -> ApiError | None:
+    """Returns the error for a parameter that the engine refuses, under the agent's name for it.
+
+    `requested` maps the engine's parameter names to the agent's. Returns None if the engine's reason names
+    none of them: then the agent is not at fault.
+    """
+    for name, param in requested.items():
         words = f"{name}|grammar" if name == "json_schema" else name
         if re.search(rf"\b({words})\b", reason):
-            return unsupported(param, f"the engine refuses it: {reason}")
+            return unsupported(param, f"refused by the engine: {reason}")
     return None
 
 
@@ -88,10 +91,10 @@ def engine_failure(message: str) -> ApiError:
 
 
 def queue_full(message: str) -> ApiError:
-    """Nothing of it was sampled, and the line gets shorter: a retry may be let in."""
+    """Returns the error for a full queue. Nothing was sampled, and a retry may succeed."""
     return ApiError(message, status=503, type="overloaded", code="queue_full", retryable=True)
 
 
 def not_recorded(message: str) -> ApiError:
-    """The reply is there but could not be written down, so it is kept back: a retry may have it."""
+    """Returns the error for a reply that the journal could not record. A retry may get the reply."""
     return ApiError(message, status=503, type="journal_error", code="journal_error", retryable=True)

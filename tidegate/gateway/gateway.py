@@ -1,4 +1,4 @@
-"""The gateway: what the routes, whatever their dialect, are made of."""
+"""Implements the operations of a gateway, on which the HTTP routes are built."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ SWEEP_S = 1.0
 
 
 class Gateway:
-    """One gateway's state. Made anywhere; `start` and `close` bracket its work on one event loop."""
+    """State of one gateway. `start` and `close` must be called on the event loop that it runs on."""
 
     def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
         self.options = options
         self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
-        self.form, self.form_why = choose(options.tool_parser, self.renderer.write)
-        """What replies call the model; asked of the file system once, not with every reply."""
+        self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.write)
         self.instance = new_id()
         self.metrics = GatewayMetrics()
         self.sessions = SessionStore()
@@ -53,24 +52,24 @@ class Gateway:
 
     @property
     def failed(self) -> str | None:
-        """What is wrong with the gateway itself; `/health` then says so."""
+        """Failure of the gateway itself, which `/health` reports; None if there is none."""
         return self._failed or self.journal.problem
 
     async def start(self) -> None:
-        """Begin where the journal ends. Raises StartError where it cannot be used."""
-        certificate = await asyncio.to_thread(check_conformance, self.renderer)
-        log.info("chat template: %s", certificate.line())
-        log.info("tool calls: %s, %s", self.form.name, self.form_why)
+        """Restores the journal's state and starts. Raises StartError if the journal cannot be used."""
+        report = await asyncio.to_thread(check_conformance, self.renderer)
+        log.info("chat template: %s", report.line())
+        log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
         recovered = self.journal.start()
         self.groups = GroupStore(
             self.journal,
             self.sessions.of_group,
             recovered,
-            self.options.mark,
-            superseded=lambda: self.endings.cancel_older(),
+            self.options.id_prefix,
+            superseded=lambda: self.finisher.cancel_older(),
         )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
-        self.endings = SessionFinisher(
+        self.finisher = SessionFinisher(
             self.journal,
             self.sessions,
             self.groups,
@@ -79,27 +78,27 @@ class Gateway:
             grace_s=self.options.grace_s,
             retention_s=self.options.retention_s,
         )
-        self.pool = EnginePool(self.options.pool, self._died)
+        self.pool = EnginePool(self.options.pool, self._fail)
         self.turns = TurnPipeline(
             self.renderer,
             self.pool,
             self.metrics,
             self.journal,
-            self.form,
+            self.tool_format,
             model_context(self.options.model),
             self.options.structured_output,
         )
         await self.pool.start()
         self.pool.led = recovered.led
-        for placed in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
-            await self.pool.add(placed)
-        self._take_up(recovered)
+        for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
+            await self.pool.add(record)
+        self._resume_sessions(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
-        self._sweeper.add_done_callback(self._sweeper_ended)
+        self._sweeper.add_done_callback(self._on_sweeper_done)
 
     async def close(self) -> None:
         for session in self.sessions.all():
-            session.close("the gateway stops")
+            session.close("the gateway stopped")
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -107,15 +106,15 @@ class Gateway:
         await self.pool.close()
         await self.journal.close()
 
-    def _take_up(self, recovered: Recovered) -> None:
-        """Go on with the sessions that another gateway began; those that it was ending are ended."""
+    def _resume_sessions(self, recovered: Recovered) -> None:
+        """Restores the journal's sessions and finishes those that were being finished."""
         for session in recovered.sessions:
             self.sessions.add(session)
             if session.trajectory is None and session.ending is not None:
-                self.endings.go_on(session)
-        self.endings.cancel_older()
+                self.finisher.go_on(session)
+        self.finisher.cancel_older()
         if recovered.sessions:
-            log.info("took up %d sessions from the journal", len(recovered.sessions))
+            log.info("restored %d sessions from the journal", len(recovered.sessions))
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -135,25 +134,25 @@ class Gateway:
         untrained_models: Sequence[str] = (),
         epoch: int | None = None,
     ) -> tuple[GatewaySession, str]:
-        """A new session and its key, of which only a hash is kept. Raises GatewayError.
+        """Opens a session and returns it with its key, of which only a hash is stored. Raises GatewayError.
 
-        One that a trainer opens carries its epoch, and ends `cancelled` when a newer trainer comes.
+        A session with a trainer's `epoch` ends as `cancelled` when a newer trainer takes over.
         """
         sampling = sampling or Sampling()
         if split == "train" and (sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0):
             raise GatewayError(
-                "split train needs temperature > 0, top_p 1 and top_k off: otherwise the logprobs are not "
-                "those of a distribution that can be trained on",
+                "split train needs temperature > 0, top_p 1 and top_k off: otherwise the logprobs belong to "
+                "a distribution that the trainer cannot compute",
                 status=400,
             )
         if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
-            raise GatewayError(f"group {group_id} takes no more sessions", status=410)
+            raise GatewayError(f"group {group_id} accepts no more sessions", status=410)
         _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
         await self.groups.enter(epoch)
         now = asyncio.get_running_loop().time()
-        key = new_key(self.options.mark)
+        key = new_key(self.options.id_prefix)
         session = GatewaySession(
-            id=new_id(self.options.mark),
+            id=new_id(self.options.id_prefix),
             key_hash=hash_key(key),
             task=task,
             env=env or (task.env if task is not None else ""),
@@ -165,15 +164,15 @@ class Gateway:
             slot=slot,
             seed=seed,
             metadata=metadata or {},
-            limits=(limits or SessionLimits()).over(self.options.limits),
+            limits=(limits or SessionLimits()).with_defaults(self.options.limits),
             untrained_models=(*self.options.untrained_models, *untrained_models),
-            number=self.sessions.number(),
+            number=self.sessions.next_number(),
             epoch=epoch,
         )
         await self.journal.opened(session)
         self.sessions.add(session)
-        if self.endings.orphaned(session):  # a newer trainer came meanwhile
-            self.endings.cancel(session)
+        if self.finisher.orphaned(session):  # a newer trainer took over meanwhile
+            self.finisher.cancel(session)
         return session, key
 
     def session(self, session_id: str) -> GatewaySession:
@@ -183,7 +182,7 @@ class Gateway:
         return session
 
     async def post_reward(self, session_id: str, name: str, value: float, turn: int | None = None) -> None:
-        """A part of the session's reward, or of one turn's; the same name again replaces it."""
+        """Records a part of a session's or a turn's reward; a repeated name replaces the earlier value."""
         session = self.session(session_id)
         if session.closed is not None:
             raise GatewayError(f"session {session_id} is over ({session.closed})", status=410)
@@ -210,60 +209,63 @@ class Gateway:
         epoch: int | None = None,
         wait_s: float | None = None,
     ) -> Trajectory | None:
-        """End a session: refuse further calls, reward it, keep its trajectory. Repeating it changes
-        nothing. None: it is still being rewarded after `wait_s`. Raises GatewayError where there is no such
-        session (any more), or the trainer is over."""
+        """Refuses further calls of a session, computes its reward and stores its trajectory. Idempotent.
+
+        Returns None if the reward is not ready after `wait_s`. Raises GatewayError for an unknown
+        session, or if a newer trainer took over.
+        """
         await self.groups.enter(epoch)
         session = self.session(session_id)
         await self.turns.close_streams(session)
         now = asyncio.get_running_loop().time()
-        told = FinishReport(outcome, error, output, reward, metrics or {})
-        return await self.endings.finish(session, told, now, wait_s)
+        report = FinishReport(outcome, error, output, reward, metrics or {})
+        return await self.finisher.finish(session, report, now, wait_s)
 
-    async def forget(self, session_id: str) -> None:
-        """Delete a session and what it recorded, for good. Idempotent. Raises GatewayError."""
+    async def delete_session(self, session_id: str) -> None:
+        """Deletes a session and its turns. Idempotent. Raises GatewayError."""
         session = self.sessions.get(session_id)
         if session is None:
             return
         if session.group_id is not None and self.groups.get(session.group_id) is not None:
             raise GatewayError(
-                f"session {session_id} is in the sealed group {session.group_id}: end the group", status=400
+                f"session {session_id} is in the sealed group {session.group_id}; end the group instead",
+                status=400,
             )
-        await self.endings.forget([session])
+        await self.finisher.forget([session])
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.endings.expire(asyncio.get_running_loop().time())
+            await self.finisher.expire(asyncio.get_running_loop().time())
 
-    def _sweeper_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_sweeper_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._died(f"the session sweeper ended: {task.exception()!r}")
+            self._fail(f"the session sweeper failed: {task.exception()!r}")
 
-    def _died(self, what: str) -> None:
-        self._failed = what
-        log.error("%s", what)
+    def _fail(self, reason: str) -> None:
+        self._failed = reason
+        log.error("%s", reason)
 
     # -- groups ----------------------------------------------------------------------------------
 
     async def seal(
         self, group_id: str, task_id: str, session_ids: list[str], epoch: int | None = None
     ) -> None:
-        """Make a group of finished sessions ready. Idempotent. Raises GatewayError.
+        """Makes a group of finished sessions ready. Idempotent. Raises GatewayError.
 
-        Where a trainer leads the gateway, groups of others are refused: no ledger would have them.
+        On a gateway that a trainer manages, only its own groups are accepted: others are in no ledger.
         """
         await self.groups.enter(epoch)
         if self.groups.get(group_id) is not None:
             return
         if epoch is None and self.pool.led:
             raise GatewayError(
-                f"group {group_id} cannot be sealed: a trainer leads this gateway, and trains on the groups "
-                "that it issued itself. Seal it at a gateway that no trainer leads, and lease it there",
+                f"group {group_id} cannot be sealed: a trainer manages this gateway and trains only on "
+                "groups that it issued. Use a gateway that no trainer manages, and lease the group there",
                 status=403,
             )
         if self.groups.done(group_id) is None and not session_ids:
-            raise GatewayError(f"group {group_id} is sealed with no session", status=400)
+            raise GatewayError(f"group {group_id} cannot be sealed without sessions", status=400)
         trajectories = []
         for session_id in session_ids if self.groups.done(group_id) is None else ():
             session = self.session(session_id)
@@ -280,21 +282,21 @@ class Gateway:
         await self.groups.seal(Group(group_id, task_id, trajectories), epoch)
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
-        """End a lease, and with it the group and its sessions. Idempotent."""
+        """Ends a lease, its group and the group's sessions. Idempotent."""
         _check_storable(lease_id, outcome)
         for session in await self.groups.ack(epoch, lease_id, outcome):
             self.sessions.forget(session)
 
     async def drop(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
-        """End a group and all of its sessions, live ones too; return what they recorded. Idempotent."""
+        """Ends a group and all of its sessions; returns what they recorded. Idempotent."""
         await self.groups.enter(epoch)
         why = "its group was dropped"
         for session in self.sessions.of_group(group_id):
             session.stop(why)
-        ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        result = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
         recorded = []
         for session in await self.groups.drop(group_id, epoch):
-            recorded.append(session.trajectory or trajectory_of(session, ending))
+            recorded.append(session.trajectory or trajectory_of(session, result))
             self.sessions.forget(session)
         return recorded
 
@@ -303,47 +305,47 @@ class Gateway:
     async def add_engine(
         self, url: str, control: Sequence[str] = (), admitted: bool | None = None
     ) -> EngineEndpoint:
-        """Take an engine in, here and after a restart. Idempotent.
+        """Adds an engine, also for after a restart. Idempotent.
 
-        `admitted` is a trainer's word: whether the engine is at the live version and serves. From the first
-        such word on the trainer leads: what others add (None) waits for it; before, it serves.
+        A trainer gives `admitted`: whether the engine has the live version and receives calls. From then on
+        the trainer manages the gateway, and engines that others add (None) wait until it admits them.
         """
-        known = self.pool.get(url)
-        joined = admitted is None if known is None else known.joined
+        existing = self.pool.get(url)
+        joined = admitted is None if existing is None else existing.joined
         if admitted is not None:
-            self._led_by_trainer(known)
+            self._start_trainer_management(existing)
         else:
-            admitted = not self.pool.led if known is None else known.admitted
+            admitted = not self.pool.led if existing is None else existing.admitted
         engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted), wait_s=2.0)
-        await self._note_engines()
+        await self._record_engines()
         return engine
 
     async def admit_engine(self, url: str, admitted: bool) -> EngineEndpoint:
-        """A trainer's word on an engine that is there; else GatewayError."""
-        known = self.pool.get(url)
-        if known is None:
+        """Sets, for a trainer, whether an engine receives calls. Raises GatewayError if it is unknown."""
+        existing = self.pool.get(url)
+        if existing is None:
             raise GatewayError(f"there is no engine {url}", status=404)
-        self._led_by_trainer(known)
-        await self.pool.add(known.placed._replace(admitted=admitted))
-        await self._note_engines()
-        return known
+        self._start_trainer_management(existing)
+        await self.pool.add(existing.placed._replace(admitted=admitted))
+        await self._record_engines()
+        return existing
 
-    def _led_by_trainer(self, engine: EngineEndpoint | None) -> None:
+    def _start_trainer_management(self, engine: EngineEndpoint | None) -> None:
         self.pool.led = True
         if engine is not None:
-            engine.weight_version = None  # the trainer knows what it has; the next probe believes it
+            engine.weight_version = None  # set by the next probe, as the trainer may have loaded weights
 
     async def remove_engine(self, url: str) -> None:
         await self.pool.remove(url)
-        await self._note_engines()
+        await self._record_engines()
 
-    async def _note_engines(self) -> None:
+    async def _record_engines(self) -> None:
         await self.journal.engines([engine.placed for engine in self.pool.engines()], self.pool.led)
 
 
 def _check_storable(*values: Any) -> None:
-    """What goes into a trajectory must be fit for the wire; one that is not would block its lease."""
+    """Raises GatewayError for values that msgpack cannot encode, as they would block their group's lease."""
     try:
         msgpack.packb(values)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise GatewayError(f"this cannot be stored: {error}", status=400) from None
+        raise GatewayError(f"the values cannot be stored: {error}", status=400) from None

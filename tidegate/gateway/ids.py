@@ -1,4 +1,4 @@
-"""Names for what passes through: calls, requests to engines, tool calls."""
+"""Generates ids of calls, engine requests, tool calls and sessions, and session keys."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 import secrets
 from hashlib import sha256
 
-_RANDOM = random.Random()  # of its own: what runs in this process may seed the one that all share
+_RANDOM = random.Random()  # not the shared generator, which other code may seed
 
 
 def unique_name() -> str:
-    """32 hexadecimal digits, like no others. Not a secret: who has seen many could guess the next."""
+    """Returns 32 unique hexadecimal digits. Not a secret: they are predictable from earlier ones."""
     return f"{_RANDOM.getrandbits(128):032x}"
 
 
@@ -18,9 +18,9 @@ def hash_key(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
-def new_key(mark: str = "") -> str:
-    return f"tg-{mark}{secrets.token_urlsafe(24)}"
+def new_key(prefix: str = "") -> str:
+    return f"tg-{prefix}{secrets.token_urlsafe(24)}"
 
 
-def new_id(mark: str = "") -> str:
-    return mark + secrets.token_hex(12)
+def new_id(prefix: str = "") -> str:
+    return prefix + secrets.token_hex(12)

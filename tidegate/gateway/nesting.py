@@ -1,28 +1,32 @@
-"""How deep JSON may be nested.
+"""Limits the nesting depth of JSON.
 
-The library reads 1,024 levels and writes 254, and what came or was sampled is written again within other
-JSON. So all of it is held to one bound, far from those.
+orjson reads 1,024 levels and writes 254, and received or sampled JSON is written again inside other JSON. The
+limits here stay well below both.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-MOST_LEVELS = 100
-"""Of a call's arguments, sent or sampled."""
-MOST_BODY_LEVELS = MOST_LEVELS + 20
-"""Of a request's body, which has arguments within messages."""
+MAX_LEVELS = 100
+"""Levels of a tool call's arguments, received or sampled."""
+MAX_BODY_LEVELS = MAX_LEVELS + 20
+"""Levels of a request body, which contains arguments within messages."""
 
 
-def too_deep(value: Any, most: int = MOST_LEVELS) -> bool:
-    """Whether lists and objects are nested in a JSON value more than `most` levels deep."""
+def too_deep(value: Any, max_levels: int = MAX_LEVELS) -> bool:
+    """Returns whether a JSON value has more than `max_levels` levels of lists and objects."""
     level = _containers([value])
-    for _ in range(most):
+    for _ in range(max_levels):
         if not level:
             return False
-        level = [inner for one in level for inner in _containers(one.values() if type(one) is dict else one)]
+        level = [
+            inner
+            for outer in level
+            for inner in _containers(outer.values() if type(outer) is dict else outer)
+        ]
     return bool(level)
 
 
 def _containers(values: Any) -> list[Any]:
-    return [one for one in values if type(one) is dict or type(one) is list]
+    return [value for value in values if type(value) is dict or type(value) is list]

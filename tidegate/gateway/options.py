@@ -1,4 +1,4 @@
-"""What one gateway is started with."""
+"""Options of one gateway process."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from tidegate.gateway.sessions.limits import SessionLimits
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Durations are in seconds."""
+    """Options of a gateway; durations are in seconds."""
 
     model: Path
-    """A directory with a tokenizer and its chat template."""
+    """Directory with the tokenizer and its chat template."""
     public_url: str | None = None
-    """Where agents reach it; None: where it was called."""
+    """Address at which agents reach the gateway; None: the address of the request that opens a session."""
     engine_urls: list[str] = field(default_factory=list)
     admin_key: str | None = None
     tool_parser: str = "auto"
-    """Format of the model's tool calls, by its name in `tidegate.gateway.parsing.tool_calls`; `auto`: the
-    format that the chat template writes; `none`: calls stay text."""
+    """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
+    the chat template writes; `none`: tool calls stay text."""
     structured_output: StructuredOutput = "text"
-    """How replies with a JSON schema are sampled in training sessions: as free text, or under the grammar."""
+    """How training sessions sample replies with a JSON schema: as free `text`, or under a `grammar`."""
     untrained_models: Sequence[str] = ()
-    """Model names that agents give for auxiliary calls, which are recorded and not trained on."""
+    """Model names that mark auxiliary calls, which are recorded and not trained on."""
     rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
-    """By environment name."""
+    """Reward functions by environment name."""
     reward_timeout_s: float = 60.0
-    """Of the rewards of one episode, from when they start to run."""
+    """Timeout of the reward functions of one episode, from their start."""
     session_deadline_s: float = 3600.0
-    """Of a session that is opened without a deadline."""
+    """Default deadline of a session."""
     grace_s: float = 60.0
-    """How long after its deadline a session may still be finished before it is forgotten."""
+    """Time after its deadline in which a session may still be finished before it is deleted."""
     retention_s: float = 3600.0
-    """How long a finished session that is in no sealed group is kept."""
+    """Time for which a finished session is kept if it is not in a sealed group."""
     limits: SessionLimits = field(default_factory=SessionLimits)
-    """Of a session that is opened without its own."""
+    """Default budgets of a session."""
     journal: Path | None = None
-    """The directory in which everything is kept; None: all is lost with the process."""
+    """Directory of the journal; None: all state is lost when the process ends."""
     pool: PoolOptions = field(default_factory=PoolOptions)
-    mark: str = ""
-    """What its ids and keys begin with, so that a front finds the shard that knows them."""
+    id_prefix: str = ""
+    """Prefix of session ids and keys, from which the shard router finds their shard."""

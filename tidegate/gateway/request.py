@@ -1,4 +1,4 @@
-"""The one internal form of a request for a reply."""
+"""Defines the internal request to which every dialect is translated."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from tidegate.gateway.sampling import RequestedSampling
 from tidegate.types import Message
 
 RawBody = bytes | bytearray
-"""A request's body as it came."""
+"""An unparsed request body."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What every dialect is translated to."""
+    """A request for one reply, independent of its dialect."""
 
     messages: list[Message]
-    wishes: RequestedSampling = field(default_factory=RequestedSampling)
+    sampling: RequestedSampling = field(default_factory=RequestedSampling)
     tools: list[Any] | None = None
     tool_use: ToolUse = field(default_factory=ToolUse)
     template_options: dict[str, Any] = field(default_factory=dict)
     prompt: str | list[int] | None = None
-    """What goes to the engine as it is, instead of messages."""
+    """Raw prompt, sent to the engine unchanged, instead of messages."""
     parent: int | None = None
-    """The turn that it says it continues: one of those that read alike."""
+    """Turn that the request names as its predecessor, which decides between turns with equal histories."""
     stream: bool = False
     digest: bytes = b""
-    """Of the request's body."""
+    """Hash of the request's position and body, by which a retry is recognised."""
     idempotency_key: str | None = None
     exempt: str | None = None
-    """Why its turn is not trained on."""
+    """Reason that its turn is not trained on; None if it is."""
     retry: bool = False
-    """The client says that it sends this again."""
+    """The client marked the request as a retry."""
 
 
-def digest_of(place: bytes, body: RawBody) -> bytes:
-    """Of a body, and of the place in its request that an ask has."""
-    digest = blake2b(place, digest_size=16)
+def digest_of(position: bytes, body: RawBody) -> bytes:
+    """Hashes a body and the position of one TurnRequest in it."""
+    digest = blake2b(position, digest_size=16)
     digest.update(body)
     return digest.digest()

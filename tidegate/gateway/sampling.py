@@ -1,8 +1,8 @@
-"""How a reply is sampled: the session's sampling, the agent's wishes, the engine's bounds.
+"""Determines sampling parameters from the session's settings, the agent's request and the engine's limits.
 
-In split `train` the session's temperature, top-p and top-k override the agent's, penalties and min-p are off:
-otherwise the recorded logprobs are not those of a distribution that the trainer can form. `eval` honours
-the agent's.
+In split `train` the session's temperature, top-p and top-k override the agent's, and penalties and min-p are
+off: otherwise the recorded logprobs would belong to a distribution that the trainer cannot compute. In `eval`
+the agent's parameters apply.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
 
-
 StructuredOutput = Literal["text", "grammar"]
 
 
 class Schema(NamedTuple):
-    """A JSON schema that the reply must have, and the parameter that asked for it."""
+    """A JSON schema for the reply, and the name of the request parameter that set it."""
 
     param: str
     text: str
@@ -32,7 +31,7 @@ class Schema(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """What the agent asked for; None where it did not say."""
+    """Sampling parameters of the agent's request; None where unset."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,14 +40,14 @@ class RequestedSampling:
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_param: str = "stop"
-    """What the agent's dialect calls `stop`."""
+    """Name of `stop` in the agent's dialect."""
     penalties: Mapping[str, float] = field(default_factory=dict)
-    """Those that are not at their neutral value."""
+    """Penalties that differ from their neutral values."""
     schema: Schema | None = None
 
 
 class SamplingRules:
-    """Decides each call's sampling parameters, and says once in the log what it overrode."""
+    """Determines each call's sampling parameters and logs overridden ones once."""
 
     def __init__(
         self,
@@ -59,26 +58,26 @@ class SamplingRules:
         self._stop_ids = list(stop_ids)
         self._structured_output = structured_output
         self._overridden = Counter[str]() if overridden is None else overridden
-        """Requests by the parameter of the agent's that had no effect."""
-        self._said: set[tuple[str, ...]] = set()
+        """Number of requests by overridden parameter."""
+        self._logged: set[tuple[str, ...]] = set()
 
     def params(
         self,
-        wishes: RequestedSampling,
+        requested: RequestedSampling,
         sampling: Sampling,
         env: str,
         split: Split,
         seed: int | None,
         turn: int,
     ) -> dict[str, Any]:
-        """The engine's sampling parameters, `max_new_tokens` apart. Raises Refusal by name."""
+        """Returns the engine's sampling parameters, except `max_new_tokens`."""
         if split == "train":
-            self._say(wishes, sampling, env, seed)
+            self._log_overrides(requested, sampling, env, seed)
             temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
         else:
-            temperature = sampling.temperature if wishes.temperature is None else wishes.temperature
-            top_p = sampling.top_p if wishes.top_p is None else wishes.top_p
-            top_k = sampling.top_k if wishes.top_k is None else wishes.top_k
+            temperature = sampling.temperature if requested.temperature is None else requested.temperature
+            top_p = sampling.top_p if requested.top_p is None else requested.top_p
+            top_k = sampling.top_k if requested.top_k is None else requested.top_k
         params: dict[str, Any] = {
             "temperature": temperature,
             "top_p": top_p,
@@ -86,53 +85,57 @@ class SamplingRules:
             "stop_token_ids": self._stop_ids,
         }
         if split != "train":
-            params |= wishes.penalties
-        if wishes.schema is not None and self.structured(wishes, split) == "grammar":
-            params["json_schema"] = wishes.schema.text
-        if wishes.stop:
-            params["stop"] = list(wishes.stop)
-        if (one := turn_seed(seed, turn, wishes.seed)) is not None:
-            params["sampling_seed"] = one
+            params |= requested.penalties
+        if requested.schema is not None and self.structured(requested, split) == "grammar":
+            params["json_schema"] = requested.schema.text
+        if requested.stop:
+            params["stop"] = list(requested.stop)
+        if (sampling_seed := turn_seed(seed, turn, requested.seed)) is not None:
+            params["sampling_seed"] = sampling_seed
         return params
 
-    def structured(self, wishes: RequestedSampling, split: Split) -> StructuredOutput | None:
-        """How a reply that must have a schema is sampled; None where the agent asked for none."""
-        if wishes.schema is None:
+    def structured(self, requested: RequestedSampling, split: Split) -> StructuredOutput | None:
+        """Returns how a reply with a schema is sampled; None without a schema."""
+        if requested.schema is None:
             return None
         return self._structured_output if split == "train" else "grammar"
 
-    def asked(self, wishes: RequestedSampling, split: Split) -> dict[str, str]:
-        """The engine's sampling parameters that are the agent's own wish, with the agent's names for them."""
-        asked = {"stop": wishes.stop_param} if wishes.stop else {}
+    def requested_params(self, requested: RequestedSampling, split: Split) -> dict[str, str]:
+        """Maps the engine's parameters that the agent has set to the agent's names for them."""
+        requested_params = {"stop": requested.stop_param} if requested.stop else {}
         if split != "train":
-            given = {name for name in ("temperature", "top_p", "top_k") if getattr(wishes, name) is not None}
-            asked |= {name: name for name in (*sorted(given), *wishes.penalties)}
-        if wishes.schema is not None and self.structured(wishes, split) == "grammar":
-            asked["json_schema"] = wishes.schema.param
-        return asked
+            given = {
+                name for name in ("temperature", "top_p", "top_k") if getattr(requested, name) is not None
+            }
+            requested_params |= {name: name for name in (*sorted(given), *requested.penalties)}
+        if requested.schema is not None and self.structured(requested, split) == "grammar":
+            requested_params["json_schema"] = requested.schema.param
+        return requested_params
 
-    def _say(self, wishes: RequestedSampling, sampling: Sampling, env: str, seed: int | None) -> None:
-        asked = {
+    def _log_overrides(
+        self, requested: RequestedSampling, sampling: Sampling, env: str, seed: int | None
+    ) -> None:
+        requested_params = {
             name: value
             for name, value in (
-                ("temperature", wishes.temperature),
-                ("top_p", wishes.top_p),
-                ("top_k", wishes.top_k),
-                *wishes.penalties.items(),
+                ("temperature", requested.temperature),
+                ("top_p", requested.top_p),
+                ("top_k", requested.top_k),
+                *requested.penalties.items(),
             )
             if value is not None and value != getattr(sampling, name, None)
         }
-        if wishes.seed is not None and seed is not None:
-            asked["seed"] = wishes.seed
-        self._overridden.update(asked.keys())
-        kind = (env, *sorted(asked))
-        if asked and kind not in self._said:
-            self._said.add(kind)
+        if requested.seed is not None and seed is not None:
+            requested_params["seed"] = requested.seed
+        self._overridden.update(requested_params.keys())
+        kind = (env, *sorted(requested_params))
+        if requested_params and kind not in self._logged:
+            self._logged.add(kind)
             log.warning(
                 "training sessions of %s: the agent's %s have no effect; logprobs are recorded under the "
-                "session's temperature %g, top_p %g, top_k %d, its own seeds and no penalties; said once",
+                "session's temperature %g, top_p %g, top_k %d, its own seeds and no penalties (logged once)",
                 env or "no environment",
-                ", ".join(f"{name} = {value!r}" for name, value in asked.items()),
+                ", ".join(f"{name} = {value!r}" for name, value in requested_params.items()),
                 sampling.temperature,
                 sampling.top_p,
                 sampling.top_k,
@@ -140,15 +143,19 @@ class SamplingRules:
 
 
 def token_budget(
-    prompt: int, wished: int | None, sampling: Sampling, max_context: int | None, left: int | None = None
+    prompt: int,
+    requested: int | None,
+    sampling: Sampling,
+    max_context: int | None,
+    remaining: int | None = None,
 ) -> int:
-    """How many tokens may be sampled after a prompt of so many; raises Refusal if there is no room.
+    """Returns the number of tokens that may be sampled after a prompt of `prompt` tokens.
 
-    `left` is what the session's own budget has left.
+    `remaining` is the rest of the session's token budget. Raises ApiError if the prompt fills the context.
     """
-    most = min(one for one in (wished, left, sampling.max_tokens) if one is not None)
+    limit = min(bound for bound in (requested, remaining, sampling.max_tokens) if bound is not None)
     if max_context is None:
-        return most
+        return limit
     if prompt >= max_context:
         raise context_exceeded(prompt, max_context)
-    return min(most, max_context - prompt)
+    return min(limit, max_context - prompt)

@@ -1,4 +1,4 @@
-"""Seeds of calls: every call samples from a seed of its own."""
+"""Derives the sampling seed of each call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from hashlib import blake2b
 
 
 def turn_seed(session: int | None, turn: int, agent: int | None) -> int | None:
-    """A seed of its own for every turn, the same in every run of a session with the same seed.
+    """Returns a turn's seed, which is the same in every run of a session with the same seed.
 
-    An agent's constant seed must not make the slots of a group alike, so the session's goes into it.
+    An agent's constant seed must not make the slots of a group equal, so the session's seed is mixed in.
     """
     if session is None:
         return None if agent is None else agent & 0x7FFFFFFF
@@ -16,7 +16,7 @@ def turn_seed(session: int | None, turn: int, agent: int | None) -> int | None:
 
 
 def continued_seed(seed: int, sampled: int) -> int:
-    """The seed with which a reply goes on after so many tokens; the same for the same seed and place."""
+    """Returns the seed with which an interrupted generation resumes after `sampled` tokens."""
     return _seed(f"{seed}+{sampled}")
 
 

@@ -1,4 +1,4 @@
-"""The gateway as a process."""
+"""Runs a gateway, or several behind one address, as a process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["GatewayOptions", "serve", "serve_front"]
 
 
 def serve(options: GatewayOptions, listen: Listen) -> None:
-    """Serve until told to stop; raises StartError or ConfigError where it cannot begin."""
-    _check_key(listen, options.admin_key)
+    """Serves a gateway until a signal stops it. Raises StartError or ConfigError if it cannot start."""
+    _check_admin_key(listen, options.admin_key)
     gateway = Gateway(options)
-    _collect_less()
-    # A thread that encodes a long text gives the event loop its turn after so many seconds; by default 5 ms.
+    _reduce_garbage_collection()
+    # A thread that encodes a long text yields to the event loop after 0.5 ms instead of 5 ms.
     sys.setswitchinterval(0.0005)
     run_app(create_app(gateway), bind(listen), listen)
 
@@ -35,43 +35,50 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
 def serve_front(
     shards: int, arguments: Callable[[int], Sequence[str]], listen: Listen, secrets: Mapping[str, Any]
 ) -> None:
-    """Serve a front and own its shards, `tidegate gateway` processes that get `arguments(index)` and
-    `secrets`, the admin key among them.
+    """Serves a shard router and its shards, which are `tidegate gateway` processes.
 
-    Raises StartError where a shard does not start, or dies again and again.
+    Args:
+        shards: Number of shards.
+        arguments: Returns the command-line arguments of a shard, by index.
+        listen: Address to listen on.
+        secrets: Secrets that are passed to the shards, including `admin_key`.
+
+    Raises:
+        StartError: A shard does not start or exits repeatedly.
     """
     admin_key = secrets.get("admin_key")
-    _check_key(listen, admin_key)
+    _check_admin_key(listen, admin_key)
     sock = bind(listen)
-    failed: list[str] = []
+    failures: list[str] = []
 
-    def end(why: str) -> None:
-        failed.append(why)
+    def stop(reason: str) -> None:
+        failures.append(reason)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # When all is done uvicorn raises once more what ended it, which must not skip what comes after it here.
+    # On exit uvicorn raises the signal that stopped it again, which must not skip the clean-up below.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
         fleet = [
             Shard(index, arguments(index), Path(directory), secrets, listen.host) for index in range(shards)
         ]
-        run_app(ShardRouter(fleet, admin_key, end).create_app(), sock, listen)
-    if failed:
-        raise StartError(f"the gateway's front ended: {failed[0]}")
+        run_app(ShardRouter(fleet, admin_key, stop).create_app(), sock, listen)
+    if failures:
+        raise StartError(f"the gateway's shard router stopped: {failures[0]}")
 
 
-def _check_key(listen: Listen, admin_key: str | None) -> None:
+def _check_admin_key(listen: Listen, admin_key: str | None) -> None:
     if listen.host not in ("127.0.0.1", "localhost", "::1") and admin_key is None:
         raise ConfigError(
-            f"the gateway would listen on {listen.host} for anyone: set an admin key, or listen on loopback"
+            f"listening on {listen.host} without an admin key would give anyone access: set an admin key, or "
+            "listen on loopback"
         )
 
 
-def _collect_less() -> None:
-    """Spare the garbage collector what lives as long as the process: a hundred thousand objects.
+def _reduce_garbage_collection() -> None:
+    """Excludes the existing objects from garbage collection and collects less often.
 
-    Turns make many objects and few cycles. By default it would look for them several times a turn, which
-    took a sixth of a turn's whole time.
+    Turns create many objects but few cycles. The default thresholds cause several collections per turn, which
+    took a sixth of a turn's time.
     """
     gc.collect()
     gc.freeze()

@@ -184,7 +184,7 @@ async def take_over(
     The gateway keeps the groups that continue and drops the run's other groups. Groups of other runs stay.
     """
     epoch = start.past.epoch + 1
-    await gateway.enter(epoch)
+    await gateway.begin_epoch(epoch)
     groups = await gateway.list_groups()
     await asyncio.to_thread(files.set_aside, start.step, epoch)
     kept = await asyncio.to_thread(files.read_set_aside, start.open_groups())

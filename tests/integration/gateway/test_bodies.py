@@ -133,7 +133,7 @@ async def test_what_cannot_fit_is_refused_without_being_encoded(
     assert "the prompt alone has at least" in told
     assert "context_length_exceeded" in told
     assert max(encoded, default=0) < 10_000
-    assert stage.gateway.session(access.session_id).overflowed is None
+    assert stage.gateway.session(access.session_id).context_overflow is None
 
 
 async def with_context(stage: Stage, tokens: int) -> None:

@@ -293,15 +293,21 @@ async def test_a_closed_stream_outlives_the_gateway(
         async with client_of(first, access) as client:
             await ask(client, text)
         session = first.gateway.session(access.session_id)
-        await eventually(lambda: bool(session.tree.nodes) and not session.writing and not session.unwritten)
+        await eventually(
+            lambda: bool(session.tree.nodes) and not session.pending_writes and not session.unpersisted
+        )
         journal = killed(tmp_path)
     async with staged(model, journal=journal) as later:
         (node,) = later.gateway.session(access.session_id).tree.nodes
-        assert (node.turn.delivered, node.in_doubt, node.turn.finish_reason) == (True, False, CLIENT_CLOSED)
+        assert (node.turn.delivered, node.delivery_unknown, node.turn.finish_reason) == (
+            True,
+            False,
+            CLIENT_CLOSED,
+        )
         async with client_of(later, access) as client:
             await again(client, text[: len(text) - shorter])
         again_killed = Path(tmp_path / "again")
-        await eventually(lambda: not later.gateway.session(access.session_id).unwritten)
+        await eventually(lambda: not later.gateway.session(access.session_id).unpersisted)
         await asyncio.to_thread(lambda: _copy(journal, again_killed))
         trajectory = await finished(later, access)
     assert np.concatenate([turn.output_ids for turn in trajectory.turns[:-1]]).tolist() == ids
@@ -332,7 +338,7 @@ async def test_a_closed_stream_that_was_retried_is_not_counted_after_a_kill(
             await by_chat(client, text)
             await by_chat(client, "one", extra_headers={"x-stainless-retry-count": "1"})
         session = first.gateway.session(access.session_id)
-        await eventually(lambda: len(session.tree.nodes) == 2 and not session.writing)
+        await eventually(lambda: len(session.tree.nodes) == 2 and not session.pending_writes)
         journal = killed(tmp_path)
     async with staged(model, journal=journal) as later:
         trajectory = await finished(later, access)

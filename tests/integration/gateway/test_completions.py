@@ -89,7 +89,7 @@ async def test_other_prompts_are_branches_that_say_why(stage: Stage) -> None:
     await llm.completions.create(model="m", prompt=[70])
     await llm.completions.create(model="m", prompt=[65, 66, *said[0], 70])
     branches = [str(turn.branch) for turn in (await finished(stage, access)).turns]
-    assert branches[1] == "prompt: it starts with no sequence that was recorded"
+    assert branches[1] == "prompt: it does not start with a recorded sequence"
     assert branches[2] == "older: turn 0 is continued, the newest is turn 1"
 
 

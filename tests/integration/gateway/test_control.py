@@ -96,7 +96,7 @@ async def test_the_environments_reward_at_finish(stage: Stage, rewarder: Sums) -
 
 
 async def test_a_task_that_is_no_json_is_refused_by_name(stage: Stage) -> None:
-    with pytest.raises(GatewayError, match=r"POST /sessions: .* no JSON: Object of type set"):
+    with pytest.raises(GatewayError, match=r"POST /sessions: .* encoded as JSON: Object of type set"):
         await stage.client.open_session(task=Task("t", "env", [], info={"seen": {1}}))
 
 
@@ -203,7 +203,7 @@ async def test_groups_from_sealing_to_acknowledgement(stage: Stage) -> None:
     with pytest.raises(GatewayError) as raised:
         await stage.client.finish(failed.session_id)
     assert raised.value.status == 404
-    with pytest.raises(GatewayError, match="takes no more sessions") as raised:
+    with pytest.raises(GatewayError, match="accepts no more sessions") as raised:
         await stage.client.open_session(task=TASK, group_id="a/2")
     assert raised.value.status == 410
 
@@ -445,7 +445,7 @@ async def test_health_tells_the_instance_and_what_died(stage: Stage, monkeypatch
     monkeypatch.setattr(stage.gateway.sessions, "all", lambda: 1 / 0)  # the next sweep dies of it
     await eventually(lambda: stage.gateway.failed)
     monkeypatch.undo()
-    with pytest.raises(GatewayError, match="sweeper ended: ZeroDivisionError") as raised:
+    with pytest.raises(GatewayError, match="sweeper failed: ZeroDivisionError") as raised:
         await stage.client.health()
     assert raised.value.status == 503
 
@@ -470,7 +470,7 @@ async def test_a_gateway_that_is_given_up_is_waited_for_no_longer() -> None:
         async with GatewayClient(f"http://{host}:{port}") as client, asyncio.timeout(5):
             call = asyncio.create_task(client.list_engines())
             await asked.wait()
-            client.give_up("it died too often")
+            client.abort("it died too often")
             for waited in (call, client.list_engines()):
                 with pytest.raises(GatewayError, match="it died too often"):
                     await waited

@@ -93,7 +93,7 @@ async def test_the_other_dialects_say_it_in_their_own_shape(stage: Stage) -> Non
     stage.engine.faults.append(Fault("refuse", "sampling_params.stop = ['x']: no tokenizer"))
     claude = anthropic.AsyncAnthropic(base_url=access.base_url.removesuffix("/v1"), api_key=access.api_key)
     async with claude:
-        with pytest.raises(anthropic.BadRequestError, match="stop_sequences: the engine refuses it") as told:
+        with pytest.raises(anthropic.BadRequestError, match="stop_sequences: refused by the engine") as told:
             await claude.messages.create(model="m", max_tokens=9, messages=ASK, stop_sequences=["x"])
     assert told.value.response.json()["error"]["type"] == "invalid_request_error"
 

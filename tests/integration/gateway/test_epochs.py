@@ -66,19 +66,19 @@ async def test_a_call_under_way_is_aborted_when_its_trainer_is_replaced(stage: S
     async with client_of(stage, access) as llm:
         asking = asyncio.create_task(llm.chat.completions.create(model="m", messages=ASK))
         await stage.engine.until(lambda: len(stage.engine.requests) == 1)
-        await stage.client.enter(2)
+        await stage.client.begin_epoch(2)
         with pytest.raises(openai.PermissionDeniedError):
             await asking
     await stage.engine.until(lambda: stage.engine.requests[0]["rid"] in stage.engine.aborted)
 
 
 async def test_a_trainer_that_was_replaced_opens_no_session(stage: Stage) -> None:
-    await stage.client.enter(2)
+    await stage.client.begin_epoch(2)
     with pytest.raises(GatewayError, match="epoch 1 is over") as raised:
         await stage.client.open_session(task=TASK, epoch=1)
     assert raised.value.status == 410
     with pytest.raises(GatewayError, match="epoch 1 is over"):
-        await stage.client.enter(1)
+        await stage.client.begin_epoch(1)
     assert len(stage.gateway.sessions) == 0
 
 
@@ -86,7 +86,7 @@ async def test_a_trainer_that_was_replaced_ends_no_session_and_no_group(stage: S
     """What it asks for too late is refused, and changes nothing of what its successor took over."""
     done = await finished(stage, "g1-1", None)
     open_ = await stage.client.open_session(task=TASK, group_id="g1-2", slot=0)
-    await stage.client.enter(2)
+    await stage.client.begin_epoch(2)
     late = [
         lambda epoch: stage.client.finish(open_.session_id, reward=1.0, epoch=epoch),
         lambda epoch: stage.client.seal_group("g1-1", "t1", [done.session_id], epoch),
@@ -107,7 +107,7 @@ async def test_a_trainer_that_was_replaced_ends_no_session_and_no_group(stage: S
 async def test_where_a_trainer_leads_only_its_own_groups_are_sealed(stage: Stage) -> None:
     own, foreign = await finished(stage, "g1-1", 1), await finished(stage, "theirs", None)
     await stage.client.add_engine(stage.engine.url, admitted=True)
-    with pytest.raises(GatewayError, match="group theirs cannot be sealed: a trainer leads") as raised:
+    with pytest.raises(GatewayError, match="group theirs cannot be sealed: a trainer manages") as raised:
         await stage.client.seal_group("theirs", "t1", [foreign.session_id])
     assert raised.value.status == 403
     await stage.client.seal_group("g1-1", "t1", [own.session_id], 1)
@@ -136,7 +136,7 @@ async def test_a_trainer_that_is_replaced_while_it_opens_a_session_gets_one_that
 
     async def opened(session: Any) -> None:
         await original(session)
-        await stage.client.enter(2)
+        await stage.client.begin_epoch(2)
 
     monkeypatch.setattr(journal, "opened", opened)
     access = await stage.client.open_session(task=TASK, epoch=1)
@@ -157,7 +157,7 @@ async def test_groups_that_no_trainer_consumed_wait_for_the_next_one(
     before = held.to_wire() | {"lease_id": ""}
     async with staged(model, journal=killed(tmp_path)) as later:
         assert await outcomes(later, [running]) == [None], "only a newer trainer ends it"
-        await later.client.enter(2)
+        await later.client.begin_epoch(2)
         assert await outcomes(later, [running]) == [Outcome.CANCELLED]
         rows = {row.id: row.state for row in await later.client.list_groups()}
         assert rows == {"g1-2": "ready", "g1-3": "ready", "g1-4": "live", "g1-5": "live"}
@@ -177,7 +177,7 @@ async def test_a_gateway_that_is_killed_before_it_ended_them_ends_them_when_it_i
 ) -> None:
     access = await stage.client.open_session(task=TASK, epoch=1)
     monkeypatch.setattr(stage.gateway.groups, "_superseded", lambda: None)
-    await stage.client.enter(2)
+    await stage.client.begin_epoch(2)
     assert await outcomes(stage, [access]) == [None]
     async with staged(model, journal=killed(tmp_path)) as later:
         await eventually(lambda: later.gateway.session(access.session_id).trajectory is not None)

@@ -170,7 +170,7 @@ async def story(world: World) -> None:
     await raw(world, "/groups/return", {"lease_ids": [back.lease_id]})
     [held] = await client.lease(1, 1)
     assert held.id == back.id == "g2"
-    await client.enter(2)
+    await client.begin_epoch(2)
     rows = {row.id: row.state for row in await client.list_groups()}
     assert (rows["g2"], rows["g3"], rows["g4"]) == ("ready", "ready", "live")
     assert "g1" not in rows

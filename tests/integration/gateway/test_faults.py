@@ -182,7 +182,7 @@ async def test_what_ends_while_no_engine_serves_is_not_the_policys_failure(stage
     await eventually(lambda: stage.gateway.pool.waiting == 0)
     found = await stage.client.finish(access.session_id, outcome=told)
     assert found.outcome is Outcome.INFRA_ERROR
-    assert "found no engine, or lost it" in str(found.error)
+    assert "no engine was available, or it was lost, " in str(found.error)
 
 
 async def test_a_timeout_after_an_engine_was_lost_is_not_the_policys(stage: Stage) -> None:

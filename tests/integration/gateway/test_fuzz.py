@@ -85,7 +85,7 @@ async def test_a_reply_that_is_not_recorded_as_it_was_read_is_found(
 async def test_a_reply_that_does_not_count_as_delivered_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.TurnPipeline, "_delivered", lambda *_: None)
+    monkeypatch.setattr(pipeline.TurnPipeline, "_mark_delivered", lambda *_: None)
     with pytest.raises(Failure, match="does not count as delivered"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=1))
 
@@ -93,6 +93,6 @@ async def test_a_reply_that_does_not_count_as_delivered_is_found(
 async def test_an_idempotency_key_that_is_not_honoured_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PendingTurns, "retried", lambda *_: None)
+    monkeypatch.setattr(PendingTurns, "find_repeated", lambda *_: None)
     with pytest.raises(Failure, match="Idempotency-Key"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))

@@ -135,7 +135,7 @@ async def test_groups_keep_their_order_and_leases_their_trainer(
         assert len(last.gateway.sessions) == 1
         with pytest.raises(GatewayError, match="has ended: trained"):
             await last.client.seal_group("c", "t1", [access.session_id])
-        with pytest.raises(GatewayError, match="takes no more sessions"):
+        with pytest.raises(GatewayError, match="accepts no more sessions"):
             await last.client.open_session(task=TASK, group_id="b")
         assert [one.id for one in await last.client.lease(4, 9)] == ["a"]
         with pytest.raises(GatewayError, match="newer trainer"):

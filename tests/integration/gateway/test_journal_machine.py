@@ -272,14 +272,14 @@ class Machine(RuleBasedStateMachine):
         async def expire() -> None:
             session = gateway.session(name)
             session.deadline = session.forget_at = 0.0
-            await gateway.endings.expire(1.0)
+            await gateway.finisher.expire(1.0)
 
         def then(_: Any) -> list[State]:
             after = self.state.copy()
             after.forget(name)
             return [after]
 
-        self.do(expire if late else lambda: gateway.forget(name), then, crash)
+        self.do(expire if late else lambda: gateway.delete_session(name), then, crash)
 
     # -- groups ----------------------------------------------------------------------------------
 

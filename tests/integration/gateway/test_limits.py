@@ -100,7 +100,7 @@ async def test_too_many_calls_at_once_pass_by_themselves(stage: Stage) -> None:
     stage.engine.faults.append(Fault("hold"))
     first = asyncio.create_task(ask(llm))
     await stage.engine.until(lambda: len(stage.engine.requests) == 1)
-    with pytest.raises(openai.RateLimitError, match="1 calls under way") as raised:
+    with pytest.raises(openai.RateLimitError, match="1 calls in progress") as raised:
         await ask(llm)
     assert "x-should-retry" not in raised.value.response.headers
     stage.engine.release()

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import Stage
 from tests.integration.gateway.chat_calls import ASK, TOOLS
 from tests.integration.gateway.sdk_stage import finished, opened, stage
-from tidegate.gateway.nesting import MOST_LEVELS, too_deep
+from tidegate.gateway.nesting import MAX_LEVELS, too_deep
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]
@@ -30,7 +30,7 @@ def test_levels_are_counted(levels: int) -> None:
     assert not too_deep(1, 0)
 
 
-@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 251, 252, 253, 900])
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 251, 252, 253, 900])
 async def test_deep_arguments_in_a_message_are_refused_by_name(stage: Stage, levels: int) -> None:
     _, llm = await opened(stage)
     function = {"name": "calculator", "arguments": arguments(levels)}
@@ -41,7 +41,7 @@ async def test_deep_arguments_in_a_message_are_refused_by_name(stage: Stage, lev
     assert told.value.param == "messages"
 
 
-@pytest.mark.parametrize("levels", [MOST_LEVELS, MOST_LEVELS + 1, 251, 252, 253])
+@pytest.mark.parametrize("levels", [MAX_LEVELS, MAX_LEVELS + 1, 251, 252, 253])
 async def test_a_deep_call_that_is_sampled_is_data(stage: Stage, levels: int) -> None:
     """The policy wrote it: a call, or malformed text, that can be quoted; no failure of the gateway."""
     access, llm = await opened(stage, sampling=Sampling(max_tokens=3000))
@@ -50,7 +50,7 @@ async def test_a_deep_call_that_is_sampled_is_data(stage: Stage, levels: int) ->
     stage.say("well")
     options: Any = {"model": "m", "tools": TOOLS, "max_tokens": 3000}
     reply = (await llm.chat.completions.create(messages=ASK, **options)).choices[0].message
-    deep = levels > MOST_LEVELS
+    deep = levels > MAX_LEVELS
     assert (reply.content == call) if deep else (reply.tool_calls is not None)
     answer = (
         {"role": "user", "content": "so?"}
@@ -67,7 +67,7 @@ async def test_a_deep_call_that_is_sampled_is_data(stage: Stage, levels: int) ->
 
 async def test_the_deepest_call_can_be_sent_back_in_every_dialect(stage: Stage) -> None:
     access, _ = await opened(stage, sampling=Sampling(max_tokens=3000))
-    call = f'<tool_call>\n{{"name": "calculator", "arguments": {arguments(MOST_LEVELS)}}}\n</tool_call>'
+    call = f'<tool_call>\n{{"name": "calculator", "arguments": {arguments(MAX_LEVELS)}}}\n</tool_call>'
     stage.say(call)
     stage.say("well")
     from anthropic import AsyncAnthropic

@@ -182,11 +182,11 @@ async def test_a_key_does_not_join_a_call_that_was_abandoned_a_moment_ago(stage:
         session = stage.gateway.sessions.get(access.session_id)
         assert session is not None
         (call,) = session.calls.live
-        before = session.calls.retried(call.digest, call.idempotency_key, retry=False)
-        bells, call.bells = call.bells, set()
+        before = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
+        listeners, call.listeners = call.listeners, set()
         stage.gateway.turns.abandon(session, call)
-        after = session.calls.retried(call.digest, call.idempotency_key, retry=False)
-        call.bells = bells
+        after = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
+        call.listeners = listeners
         assert (await left)[0] == 424
     assert before is call
     assert after is None

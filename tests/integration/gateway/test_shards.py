@@ -109,7 +109,7 @@ class Inside(Shard):
         options = GatewayOptions(
             model,
             admin_key="admin",
-            mark=id_prefix(index),
+            id_prefix=id_prefix(index),
             limits=SessionLimits(turns=9),
             pool=PoolOptions(shards=SHARDS),
         )

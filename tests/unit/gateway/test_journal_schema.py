@@ -48,8 +48,13 @@ def test_every_field_of_a_turn_comes_back() -> None:
     assert first <= row[0] <= last < layout.turn_id(8, 0)
     back = layout.read_turn(row)
     assert back.turn.to_wire() == TURN.to_wire()
-    assert (back.request, back.root, back.asked, back.key) == (node.request, b"root", b"asked", b"key")
-    assert (back.said, back.reply) == (said, node.reply)
+    assert (back.request, back.tools_hash, back.history_hash, back.reply_hash) == (
+        node.request,
+        b"root",
+        b"asked",
+        b"key",
+    )
+    assert (back.new_messages, back.reply) == (said, node.reply)
     assert back.turn.output_ids.dtype == np.int32
     assert back.turn.logprobs.dtype == np.float32
 

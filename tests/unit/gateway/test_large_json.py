@@ -29,8 +29,8 @@ def test_what_is_folded_and_unfolded_is_what_came(value: Any, ascii: bool, windo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_json, "WINDOW", window)
         patch.setattr(large_json, "_LONG", long)
-        assert fold(text, 1000).whole() == orjson.loads(text)
-        assert fold(bytearray(text), 1000).whole() == orjson.loads(text)
+        assert fold(text, 1000).unfold() == orjson.loads(text)
+        assert fold(bytearray(text), 1000).unfold() == orjson.loads(text)
 
 
 @settings(deadline=None, max_examples=300)
@@ -48,7 +48,7 @@ def test_what_the_library_refuses_is_refused(noise: bytes, quoted: bool, window:
             with pytest.raises(ApiError, match="the body"):
                 fold(text, 1000)
         else:
-            assert fold(text, 1000).whole() == wanted
+            assert fold(text, 1000).unfold() == wanted
 
 
 def test_a_long_string_is_read_in_windows_and_weighed_by_its_pieces() -> None:
@@ -57,7 +57,7 @@ def test_a_long_string_is_read_in_windows_and_weighed_by_its_pieces() -> None:
     assert folded.value["a"] == "short"
     assert len(folded.value["b"]) < 50
     assert folded.weigh(f"1{folded.value['b']}23{folded.value['b']}", len) == 3 + 2 * len(text)
-    assert folded.whole() == {"a": "short", "b": text, text[:200]: [text]}
+    assert folded.unfold() == {"a": "short", "b": text, text[:200]: [text]}
 
 
 def test_equal_texts_have_one_mark() -> None:
@@ -70,4 +70,4 @@ def test_too_many_values_are_refused_before_they_are_read() -> None:
     with pytest.raises(ApiError, match="more than 1000 values") as told:
         fold(b"[" + b"[]," * 1000 + b"1]", 1000)
     assert told.value.status == 413
-    assert fold(b'["' + b"[]," * 1000 + b'"]', 1000).whole() == ["[]," * 1000]
+    assert fold(b'["' + b"[]," * 1000 + b'"]', 1000).unfold() == ["[]," * 1000]

@@ -16,10 +16,10 @@ def test_in_training_the_session_overrides_the_agent_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rules = SamplingRules([2])
-    wishes = RequestedSampling(temperature=0.2, top_p=0.5, top_k=3, penalties={"frequency_penalty": 1.0})
+    requested = RequestedSampling(temperature=0.2, top_p=0.5, top_k=3, penalties={"frequency_penalty": 1.0})
     with caplog.at_level(logging.WARNING):
         for turn in range(3):
-            params = rules.params(wishes, Sampling(1.0), "sums", "train", None, turn)
+            params = rules.params(requested, Sampling(1.0), "sums", "train", None, turn)
     assert params == {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [2]}
     [record] = caplog.records
     assert "temperature = 0.2" in record.getMessage()
@@ -43,20 +43,22 @@ def test_in_evaluation_the_agent_is_honoured() -> None:
 
 
 def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:
-    wishes = RequestedSampling(
+    requested = RequestedSampling(
         0.5,
         stop=["x"],
         stop_param="stop_sequences",
         penalties={"min_p": 2.0},
         schema=Schema("text.format", "{}"),
     )
-    assert SamplingRules([]).asked(wishes, "eval") == {
+    assert SamplingRules([]).requested_params(requested, "eval") == {
         "temperature": "temperature",
         "min_p": "min_p",
         "stop": "stop_sequences",
         "json_schema": "text.format",
     }
-    assert SamplingRules([]).asked(wishes, "train") == {"stop": "stop_sequences"}  # the rest is the session's
+    assert SamplingRules([]).requested_params(requested, "train") == {
+        "stop": "stop_sequences"
+    }  # the rest is the session's
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Driver:
         return np.arange(self.ids - count, self.ids, dtype=np.int32)
 
     def begin(self, messages: list[Message], tools: Any = None) -> Any:
-        place = self.tree.place(messages, tools, {})
+        place = self.tree.attach(messages, tools, {})
         delta = self.fresh(1 + len(messages) - place.start)
         return place, delta, self.tree.prompt(place.parent, delta), messages[place.start :]
 
@@ -56,7 +56,7 @@ class Driver:
         )
         self.tree.append(turn, prompt, place, new, reply, TurnRequestInfo())
         if delivered:
-            self.tree.delivered(turn.index)
+            self.tree.mark_delivered(turn.index)
         return turn
 
     def turn(self, messages: list[Message], reply: Message, tools: Any = None) -> Turn:
@@ -91,8 +91,8 @@ def test_a_follow_up_extends_the_recorded_ids() -> None:
 def test_a_reply_is_known_however_it_is_spelled(recorded: Message, sent: Message) -> None:
     driver = Driver()
     driver.turn([user("a")], recorded)
-    place = driver.tree.place([user(" a"), sent, user("c")], None, {})
-    assert (place.parent, place.start, place.why) == (0, 2, None)
+    place = driver.tree.attach([user(" a"), sent, user("c")], None, {})
+    assert (place.parent, place.start, place.branch_reason) == (0, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_reply_is_known_however_it_is_spelled(recorded: Message, sent: Message
 def test_what_differs_in_meaning_is_another_history(sent: Message) -> None:
     driver = Driver()
     driver.turn([user("a")], calling('{"x":1}'))
-    place = driver.tree.place([user("a"), sent, user("c")], None, {})
+    place = driver.tree.attach([user("a"), sent, user("c")], None, {})
     assert (place.parent, place.start) == (None, 0)
-    assert place.why == f"edited: message 1 ({sent['role']}) is not the recorded reply"
+    assert place.branch_reason == f"edited: message 1 ({sent['role']}) is not the recorded reply"
 
 
 def test_reasons_of_branches() -> None:
@@ -141,10 +141,16 @@ def test_the_reason_names_an_edited_reply_though_an_older_turn_is_continued() ->
     two = [*one, said("b"), user("c")]
     driver.turn(one, said("b"))
     driver.turn(two, said("d"))
-    place = driver.tree.place([*two, said("D"), user("e")], None, {})
-    assert (place.parent, place.why) == (0, "edited: message 3 (assistant) is not the recorded reply")
-    place = driver.tree.place([*one, said("b"), user("C"), said("d"), user("e")], None, {})
-    assert (place.parent, place.why) == (0, "edited: message 2 (user) differs from the last request's")
+    place = driver.tree.attach([*two, said("D"), user("e")], None, {})
+    assert (place.parent, place.branch_reason) == (
+        0,
+        "edited: message 3 (assistant) is not the recorded reply",
+    )
+    place = driver.tree.attach([*one, said("b"), user("C"), said("d"), user("e")], None, {})
+    assert (place.parent, place.branch_reason) == (
+        0,
+        "edited: message 2 (user) differs from the last request's",
+    )
 
 
 def test_the_reason_compares_with_the_request_that_is_continued() -> None:
@@ -153,15 +159,15 @@ def test_the_reason_compares_with_the_request_that_is_continued() -> None:
     mine, other = [user("a")], [user("x")]
     driver.turn(mine, said("b"))
     driver.turn(other, said("y"))
-    place = driver.tree.place([*mine, said("b"), user("c")], None, {})
-    assert place.why == "older: turn 0 is continued, the newest is turn 1"
+    place = driver.tree.attach([*mine, said("b"), user("c")], None, {})
+    assert place.branch_reason == "older: turn 0 is continued, the newest is turn 1"
     driver = Driver()
     driver.turn(mine, said("b"))
     driver.turn(other, said("y"))
-    place = driver.tree.place([*mine, said("B"), user("c")], None, {})
-    assert place.why == "edited: message 1 (assistant) is not the recorded reply"
-    place = driver.tree.place([*other, said("y"), user("z")], None, {})
-    assert place.why is None
+    place = driver.tree.attach([*mine, said("B"), user("c")], None, {})
+    assert place.branch_reason == "edited: message 1 (assistant) is not the recorded reply"
+    place = driver.tree.attach([*other, said("y"), user("z")], None, {})
+    assert place.branch_reason is None
 
 
 def test_a_shorter_history_is_rewound() -> None:
@@ -180,7 +186,7 @@ def test_parallel_calls_are_siblings() -> None:
     assert first.parent == second.parent == root.index
     assert second.branch is None
     assert first.branch == "parallel: turn 1 was recorded meanwhile"
-    follow = driver.tree.place([*history, user("l"), said("L"), user("more")], None, {})
+    follow = driver.tree.attach([*history, user("l"), said("L"), user("more")], None, {})
     assert follow.parent == first.index
 
 
@@ -188,26 +194,26 @@ def test_of_two_replies_that_read_alike_the_delivered_one_is_continued() -> None
     driver = Driver()
     driver.end(driver.begin([user("a")]), said("b"), delivered=False)
     kept = driver.turn([user("a")], said("b"))
-    assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).parent == kept.index
+    assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).parent == kept.index
     driver = Driver()
     kept = driver.turn([user("a")], said("b"))
     lost = driver.end(driver.begin([user("a")]), said("b"), delivered=False)
     assert lost.index == 1
-    assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).parent == kept.index
+    assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).parent == kept.index
 
 
 def test_of_two_delivered_replies_that_read_alike_the_newest_is_continued() -> None:
     driver = Driver()
     driver.turn([user("a")], said("b"))
     driver.turn([user("a")], said("b"))
-    assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).parent == 1
+    assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).parent == 1
 
 
 def test_an_injected_assistant_message_is_only_more_prompt() -> None:
     driver = Driver()
     driver.turn([user("a")], said("b"))
-    place = driver.tree.place([user("a"), said("b"), user("c"), said("mine"), user("d")], None, {})
-    assert (place.parent, place.start, place.why) == (0, 2, None)
+    place = driver.tree.attach([user("a"), said("b"), user("c"), said("mine"), user("d")], None, {})
+    assert (place.parent, place.start, place.branch_reason) == (0, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,7 @@ def test_an_injected_assistant_message_is_only_more_prompt() -> None:
 )
 def test_unsupported_messages_are_refused_by_name(message: Any, what: str) -> None:
     with pytest.raises(ApiError, match=r"messages\[1\]") as raised:
-        TurnTree().place([user("a"), message], None, {})
+        TurnTree().attach([user("a"), message], None, {})
     assert what in str(raised.value)
     assert raised.value.status == 400
 
@@ -234,8 +240,8 @@ def test_a_refused_request_leaves_no_trace() -> None:
     driver = Driver()
     driver.turn([user("a")], said("b"))
     with pytest.raises(ApiError):
-        driver.tree.place([user("a"), said("b"), {"role": "nobody"}], None, {})
-    assert driver.tree.place([user("a"), said("b"), user("c")], None, {}).why is None
+        driver.tree.attach([user("a"), said("b"), {"role": "nobody"}], None, {})
+    assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).branch_reason is None
 
 
 def spelled(message: Message, style: int) -> Message:

@@ -143,8 +143,8 @@ def test_any_agent_has_exact_prefixes_and_every_delivered_token_is_exported_once
     restored = TurnTree.restored(tree.nodes)
     for messages, turn_index, tools in world.conversations[-3:]:
         more = [*(respelled(message, data) for message in messages), user("on")]
-        assert restored.place(more, tools, {}).parent == turn_index
-        assert restored.place(more, tools, {})[:3] == tree.place(more, tools, {})[:3]
+        assert restored.attach(more, tools, {}).parent == turn_index
+        assert restored.attach(more, tools, {})[:3] == tree.attach(more, tools, {})[:3]
 
 
 def test_a_restored_tree_gives_the_same_reasons() -> None:
@@ -162,8 +162,10 @@ def test_a_restored_tree_gives_the_same_reasons() -> None:
     ]
     for messages, tools in asks:
         fresh, kept = TurnTree.restored(driver.tree.nodes), TurnTree.restored(driver.tree.nodes)
-        kept.place(two, None, {})
-        assert fresh.place(messages, tools, {}).why == kept.place(messages, tools, {}).why
+        kept.attach(two, None, {})
+        assert (
+            fresh.attach(messages, tools, {}).branch_reason == kept.attach(messages, tools, {}).branch_reason
+        )
 
 
 # -- what a turn costs -------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_what_requests_share_is_held_once() -> None:
         driver.turn(messages, said(f"r{number}"))
         messages = [*map(dict, messages), said(f"r{number}"), user("more")]
     driver.begin(messages)
-    line = driver.tree._lines.newest
-    held = {id(message) for node in driver.tree.nodes for message in node.said}
-    mine = [message for message in line.messages[:-1] if message["role"] == "user"]
+    history = driver.tree._histories.newest
+    held = {id(message) for node in driver.tree.nodes for message in node.new_messages}
+    mine = [message for message in history.messages[:-1] if message["role"] == "user"]
     assert all(id(message) in held for message in mine)

@@ -1,1 +1,1 @@
-"""The wire dialects: one file each, which alone knows its requests, replies, streams and errors."""
+"""API dialects: one module each for its requests, replies, streams and errors."""

@@ -1,4 +1,4 @@
-"""What every dialect is to the data plane."""
+"""Defines the interface of a dialect."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tidegate.gateway.sessions.session import GatewaySession
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What replies say of the model."""
+    """Properties of the served model that replies need."""
 
     name: str
     token_text: Callable[[int], str]
     thought_end: int | None
-    """The id that ends reasoning, where the model has one."""
+    """Token id that ends reasoning, if the model has one."""
 
 
 class Usage(NamedTuple):
-    """Tokens of one request."""
+    """Token counts of one request."""
 
     prompt: int
     cached: int
@@ -33,7 +33,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, calls: Sequence[PendingTurn], model: ServedModel, choices: int = 1) -> Usage:
-        """Of finished calls, of which each `choices` share a prompt."""
+        """Sums finished calls, of which every `choices` consecutive ones share a prompt."""
         turns = [call.node.turn for call in calls if call.node is not None]
         return cls(
             sum(call.prompt_tokens for call in calls[::choices]),
@@ -48,48 +48,48 @@ def _reasoning(ids: list[int], end: int | None) -> int:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """The parts of a reply with neighbours of one kind made one; calls stay apart."""
-    found: list[Part] = []
+    """Joins adjacent parts of the same kind, except tool calls."""
+    result: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if isinstance(last, str) and isinstance(part, str):
-            found[-1] = last + part
+            result[-1] = last + part
         elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
+            result[-1] = Reasoning(last.text + part.text)
         else:
-            found.append(part)
-    return found
+            result.append(part)
+    return result
 
 
 class Events(Protocol):
-    """The stream of one request, as bytes; made when its calls begin."""
+    """Formats the stream of one request as bytes."""
 
     ping: bytes
-    """What keeps a connection alive and means nothing."""
+    """Keep-alive message."""
 
     def start(self) -> bytes: ...
 
     def part(self, choice: int, part: Part) -> bytes: ...
 
     def end(self) -> bytes:
-        """All calls are done."""
+        """Ends the stream after all calls are done."""
 
     def error(self, refusal: ApiError) -> bytes:
-        """The stream ends with an error."""
+        """Ends the stream with an error."""
 
 
 class ParsedRequest(Protocol):
-    """A body that was understood: what it asks for, and the form of its answer."""
+    """A parsed body: the replies that it requests and the format of its response."""
 
     @property
-    def asks(self) -> Sequence[TurnRequest]:
-        """One for each reply that is wanted."""
+    def turn_requests(self) -> Sequence[TurnRequest]:
+        """One request for each reply."""
 
     @property
     def stream(self) -> bool: ...
 
-    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
-        """The body of the answer; the calls, one for each of `asks`, are done."""
+    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+        """Returns the response body; the calls, one for each of `turn_requests`, are done."""
 
     def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> Events: ...
 
@@ -100,7 +100,7 @@ class Dialect(Protocol):
     __name__: str
 
     def read(self, payload: dict[str, Any], session: GatewaySession) -> ParsedRequest:
-        """Understand a body. Raises Refusal that names what cannot be honoured."""
+        """Parses a body. Raises ApiError that names an unsupported parameter or content."""
 
     def error(self, refusal: ApiError) -> bytes:
-        """The body of an answer that refuses."""
+        """Returns the body of an error response."""

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: its requests, replies, streams and errors. Nothing else knows them."""
+"""Dialect of OpenAI's Chat Completions: requests, replies, streams and errors."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
-MOST_CHOICES = 128
-# Accepted, and without any effect on what is sampled.
+MAX_CHOICES = 128
+# Accepted without effect on sampling.
 _HARMLESS = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
     | {"prompt_cache_key", "prompt_cache_retention"}
 )
-# Parameters that are understood elsewhere in this file.
+# Parameters that other functions of this file read.
 _READ = frozenset(
     {"messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"}
     | {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs"}
     | {"chat_template_kwargs", "response_format", "reasoning_effort"}
     | fields.PENALTIES.keys()
 )
-# The only values, besides null, that can be honoured.
+# The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "logit_bias": ({},),
@@ -44,14 +44,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request, and what its reply must look like."""
+    """A parsed request and the format of its reply."""
 
-    asks: Sequence[TurnRequest]
+    turn_requests: Sequence[TurnRequest]
     stream: bool
     logprobs: bool
     include_usage: bool
 
-    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         choices = [
             {
                 "index": index,
@@ -69,50 +69,53 @@ class ChatRequest:
 
 
 def read(payload: dict[str, Any], session: GatewaySession) -> ChatRequest:
-    """Translate a body; raises Refusal that names what cannot be honoured."""
+    """Parses a body. Raises ApiError that names an unsupported parameter or content."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     messages = payload.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages: a list with at least one message is required", param="messages")
     stream = get(payload, "stream", bool) or False
     tools = _tools(payload)
-    ask = TurnRequest(
+    turn_request = TurnRequest(
         messages=messages,
-        wishes=_wishes(payload),
+        sampling=_sampling(payload),
         tools=tools,
         tool_use=_tool_use(payload, tools or []),
         template_options=_template_options(payload),
         stream=stream,
     )
     options = get(payload, "stream_options", dict) or {}
-    asks = choices_of(ask, read_n(payload))
+    turn_requests = choices_of(turn_request, read_n(payload))
     logprobs = get(payload, "logprobs", bool) or False
-    return ChatRequest(asks, stream, logprobs, bool(options.get("include_usage")))
+    return ChatRequest(turn_requests, stream, logprobs, bool(options.get("include_usage")))
 
 
 def read_n(payload: dict[str, Any]) -> int:
     n = fields.at_least_1(payload, "n") or 1
-    if n > MOST_CHOICES:
-        raise ApiError(f"n must be at most {MOST_CHOICES}", param="n")
+    if n > MAX_CHOICES:
+        raise ApiError(f"n must be at most {MAX_CHOICES}", param="n")
     return n
 
 
-def choices_of(ask: TurnRequest, n: int) -> list[TurnRequest]:
-    """`n` requests for the same reply, with a seed each where a seed was given."""
-    seed = ask.wishes.seed
+def choices_of(turn_request: TurnRequest, n: int) -> list[TurnRequest]:
+    """Returns `n` requests for the same prompt, with distinct seeds if the request has a seed."""
+    seed = turn_request.sampling.seed
     if n == 1 or seed is None:
-        return [ask] * n
-    return [replace(ask, wishes=replace(ask.wishes, seed=seed + index)) for index in range(n)]
+        return [turn_request] * n
+    return [
+        replace(turn_request, sampling=replace(turn_request.sampling, seed=seed + index))
+        for index in range(n)
+    ]
 
 
-def _wishes(payload: dict[str, Any]) -> RequestedSampling:
-    most = fields.at_least_1(payload, "max_completion_tokens")
+def _sampling(payload: dict[str, Any]) -> RequestedSampling:
     form = get(payload, "response_format", dict) or {"type": "text"}
     return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
         top_k=get(payload, "top_k", int),
-        max_tokens=fields.at_least_1(payload, "max_tokens") if most is None else most,
+        max_tokens=fields.at_least_1(payload, "max_completion_tokens")
+        or fields.at_least_1(payload, "max_tokens"),
         seed=get(payload, "seed", int),
         stop=fields.stops(payload, "stop"),
         penalties=fields.penalties(payload),
@@ -130,7 +133,7 @@ def _tools(payload: dict[str, Any]) -> list[Any] | None:
 
 
 def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
-    """`none` leaves the tools in the prompt, so that it stays the same, and reads no calls."""
+    """Reads `tool_choice`; `none` keeps the tools in the prompt but parses no calls."""
     choice = payload.get("tool_choice") or "auto"
     parallel = get(payload, "parallel_tool_calls", bool) is not False
     if choice in ("auto", "none"):
@@ -144,7 +147,9 @@ def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = get(payload, "chat_template_kwargs", dict) or {}
     reserved = {"messages", "tools", "documents", "add_generation_prompt"} & options.keys()
     if reserved or not all(isinstance(v, str | int | float | bool | None) for v in options.values()):
-        raise unsupported("chat_template_kwargs", "only plain values that the template itself reads")
+        raise unsupported(
+            "chat_template_kwargs", "only scalar values of options that the template defines are supported"
+        )
     return fields.effort_options(payload.get("reasoning_effort"), "reasoning_effort") | options
 
 
@@ -169,7 +174,7 @@ def _head(calls: Sequence[PendingTurn], model: ServedModel, kind: str) -> dict[s
 
 
 def usage_row(usage: Usage) -> dict[str, Any]:
-    """Usage as Chat Completions and Completions tell it."""
+    """Formats usage for Chat Completions and Completions."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.output,
@@ -180,20 +185,20 @@ def usage_row(usage: Usage) -> dict[str, Any]:
 
 
 def logprobs(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
-    """The logprobs of a reply, those of its end-of-turn token included."""
+    """Returns a reply's logprobs, including that of its end-of-turn token."""
     assert call.node is not None, "the call is done"
     turn = call.node.turn
     rows = []
     for token, logprob in zip(turn.output_ids.tolist(), turn.logprobs.tolist(), strict=True):
         text = model.token_text(token)
-        # A token that is a part of a character has no text, and its bytes are not known here.
+        # The bytes of a token that is a part of a character are unknown here.
         data = None if UNFINISHED in text else list(text.encode())
         rows.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})
     return {"content": rows, "refusal": None}
 
 
 class ChatEvents:
-    """Turns calls' parts into server-sent events."""
+    """Formats the parts of calls as server-sent events."""
 
     ping = b": keep-alive\n\n"
 
@@ -227,7 +232,7 @@ class ChatEvents:
                 choice,
                 {},
                 finish_reason(call),
-                # Engines attest logprobs at the end, where tokens and parts are all there.
+                # Engines report logprobs at the end, when all tokens and parts exist.
                 logprobs(call, self._model) if self._request.logprobs else None,
             )
             for choice, call in enumerate(self._calls)
@@ -248,12 +253,12 @@ class ChatEvents:
 
 
 def models(name: str) -> bytes:
-    """The answer to `GET /models`."""
+    """Returns the response body of `GET /models`."""
     return orjson.dumps({"object": "list", "data": [_model(name)]})
 
 
 def model(name: str) -> bytes:
-    """The answer to `GET /models/{name}`."""
+    """Returns the response body of `GET /models/{name}`."""
     return orjson.dumps(_model(name))
 
 

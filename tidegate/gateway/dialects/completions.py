@@ -1,4 +1,4 @@
-"""OpenAI's Completions: prompts as text or ids, without a chat template."""
+"""Dialect of OpenAI's Completions: prompts as text or ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
-# Accepted, and without any effect on what is sampled.
+# Accepted without effect on sampling.
 _HARMLESS = frozenset({"model", "user", "metadata", "service_tier"})
 _READ = frozenset(
     {"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options"}
     | {"n", "best_of", "logprobs"}
     | fields.PENALTIES.keys()
 )
-# The only values, besides null, that can be honoured.
+# The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "logit_bias": ({},)}
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionsRequest:
-    """Completions of one prompt or several, `choices` of each."""
+    """A parsed request for `choices` completions of each of its prompts."""
 
-    asks: Sequence[TurnRequest]
+    turn_requests: Sequence[TurnRequest]
     stream: bool
     choices: int
     logprobs: bool
     include_usage: bool
 
-    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         rows = [
             {
                 "index": index,
@@ -59,31 +59,33 @@ class CompletionsRequest:
 
 
 def read(payload: dict[str, Any], session: GatewaySession) -> CompletionsRequest:
-    """Translate a body; raises Refusal that names what cannot be honoured."""
+    """Parses a body. Raises ApiError that names an unsupported parameter or content."""
     n = chat.read_n(payload)
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     if payload.get("best_of") not in (None, n):
         raise ApiError(f"best_of: only the value of n ({n}) is supported", param="best_of")
     logprobs = get(payload, "logprobs", int)
     if logprobs not in (None, 0):
-        raise ApiError(
-            "logprobs: only 0 is supported, the logprobs of the sampled tokens alone", param="logprobs"
-        )
+        raise ApiError("logprobs: only 0 (the logprobs of the sampled tokens) is supported", param="logprobs")
     prompts = _prompts(payload.get("prompt"))
-    if n * len(prompts) > chat.MOST_CHOICES:
-        raise ApiError(f"n and prompt ask for more than {chat.MOST_CHOICES} completions", param="prompt")
+    if n * len(prompts) > chat.MAX_CHOICES:
+        raise ApiError(f"n and prompt request more than {chat.MAX_CHOICES} completions", param="prompt")
     stream = get(payload, "stream", bool) or False
     options = get(payload, "stream_options", dict) or {}
-    wishes = _wishes(payload)
-    asks = [
-        ask
+    sampling = _sampling(payload)
+    turn_requests = [
+        turn_request
         for prompt in prompts
-        for ask in chat.choices_of(TurnRequest(messages=[], prompt=prompt, wishes=wishes, stream=stream), n)
+        for turn_request in chat.choices_of(
+            TurnRequest(messages=[], prompt=prompt, sampling=sampling, stream=stream), n
+        )
     ]
-    return CompletionsRequest(asks, stream, n, logprobs is not None, bool(options.get("include_usage")))
+    return CompletionsRequest(
+        turn_requests, stream, n, logprobs is not None, bool(options.get("include_usage"))
+    )
 
 
-def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+def _sampling(payload: dict[str, Any]) -> RequestedSampling:
     return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
@@ -96,7 +98,7 @@ def _wishes(payload: dict[str, Any]) -> RequestedSampling:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt or several, each of them a text or a list of ids."""
+    """Reads one or several prompts, each a text or a list of ids."""
     if _is_prompt(prompt):
         return [prompt]
     if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
@@ -106,7 +108,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+        isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
     )
 
 
@@ -117,17 +119,17 @@ def _head(calls: Sequence[PendingTurn], model: ServedModel) -> dict[str, Any]:
 
 
 def _logprobs(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
-    """The logprobs of a reply; offsets are into the text of its tokens, the hidden ones included."""
+    """Returns a reply's logprobs; offsets refer to the text of all its tokens, including special tokens."""
     assert call.node is not None, "the call is done"
     turn = call.node.turn
-    tokens = [model.token_text(one) for one in turn.output_ids.tolist()]
+    tokens = [model.token_text(token) for token in turn.output_ids.tolist()]
     offsets = list(accumulate(map(len, tokens[:-1]), initial=0))
     values = turn.logprobs.tolist()
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
 class CompletionEvents:
-    """Turns calls' parts into server-sent events."""
+    """Formats the parts of calls as server-sent events."""
 
     ping = b": keep-alive\n\n"
 
@@ -141,7 +143,7 @@ class CompletionEvents:
         return b""
 
     def part(self, choice: int, part: Part) -> bytes:
-        assert isinstance(part, str), "a completion is read as plain text"
+        assert isinstance(part, str), "completions have no other parts"
         return self._chunk(choice, part)
 
     def end(self) -> bytes:

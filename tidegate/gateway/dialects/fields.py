@@ -1,4 +1,4 @@
-"""Fields of request bodies: read with their types, refused by their names."""
+"""Reads and validates fields of request bodies."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KINDS = {
 }
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
-"""Accepted without effect: no template asks for a verbosity."""
+"""Accepted without effect: no template uses a verbosity."""
 PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0}
-"""Penalties of OpenAI's dialects and of their extensions, with their neutral values."""
+"""Penalties of OpenAI's dialects and their extensions, with their neutral values."""
 
 
 def get(payload: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    """A field's value, None where it is absent or null; raises Refusal for another type."""
+    """Returns a field's value, or None if it is absent or null. Raises ApiError for another type."""
     value = payload.get(name)
     if value is None:
         return None
@@ -40,7 +40,7 @@ def get(payload: Mapping[str, Any], name: str, kind: type, where: str = "") -> A
 
 
 def within(payload: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    """A number that must lie in low..high."""
+    """Reads a number that must lie in low..high."""
     value: float | None = get(payload, name, float)
     if value is not None and not low <= value <= high:
         raise ApiError(f"{name} must lie in {low:g}..{high:g}", param=name)
@@ -62,38 +62,38 @@ def top_p(payload: Mapping[str, Any]) -> float | None:
 
 
 def refuse_others(
-    payload: Mapping[str, Any], known: Collection[str], only: Mapping[str, Sequence[Any]], where: str = ""
+    payload: Mapping[str, Any], supported: Collection[str], only: Mapping[str, Sequence[Any]], where: str = ""
 ) -> None:
-    """Raises Refusal for what is not known; `only` has the values, besides null, that can be honoured."""
-    for name in payload.keys() - known:
+    """Raises ApiError for unknown fields; `only` lists the supported values, besides null, of some fields."""
+    for name in payload.keys() - supported:
         value = payload[name]
         if value is None or value in only.get(name, ()):
             continue
         if name in only:
-            able = " or ".join(map(repr, only[name]))
-            raise unsupported(where + name, f"{value!r} is not supported, only {able}"[:300])
+            allowed = " or ".join(map(repr, only[name]))
+            raise unsupported(where + name, f"{value!r} is not supported, only {allowed}"[:300])
         raise unsupported(where + name, "this parameter is not supported")
 
 
 def penalties(payload: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are not at their neutral values."""
+    """Returns the penalties that differ from their neutral values."""
     values = {name: get(payload, name, float) for name in PENALTIES}
     return {name: v for name, v in values.items() if v is not None and v != PENALTIES[name]}
 
 
 def stops(payload: Mapping[str, Any], name: str) -> Sequence[str]:
-    """Stop strings; one alone may stand without a list."""
-    given = payload.get(name)
-    if given is None:
+    """Reads stop strings, given as a string or a list."""
+    value = payload.get(name)
+    if value is None:
         return ()
-    found = [given] if isinstance(given, str) else given
-    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(stop, str) and stop for stop in values):
         raise ApiError(f"{name} must be a string or a list of strings, none of them empty", param=name)
-    return found
+    return values
 
 
 def schema(form: Mapping[str, Any], holder: Mapping[str, Any], param: str) -> Schema | None:
-    """What a reply must be: `form` is `{"type": …}`, whose schema is in `holder`; None for text."""
+    """Reads a reply format `{"type": …}` whose JSON schema is in `holder`; returns None for text."""
     match form.get("type"):
         case "text":
             return None
@@ -102,11 +102,11 @@ def schema(form: Mapping[str, Any], holder: Mapping[str, Any], param: str) -> Sc
         case "json_schema" if isinstance(holder.get("schema"), dict):
             return Schema(param, orjson.dumps(holder["schema"]).decode())
         case other:
-            raise unsupported(param, f"{other!r} is not supported, or has no schema"[:300])
+            raise unsupported(param, f"{other!r} is not supported or has no schema"[:300])
 
 
 def effort_options(effort: Any, param: str) -> dict[str, Any]:
-    """Template options for a reasoning effort. Nothing but the template acts on one."""
+    """Returns the template options for a reasoning effort, which only the template uses."""
     if effort is None:
         return {}
     if effort not in EFFORTS:
@@ -115,28 +115,28 @@ def effort_options(effort: Any, param: str) -> dict[str, Any]:
 
 
 def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) -> ToolUse:
-    """A tool choice that demands a call, of the tool `name` unless the choice is `required` or `any`."""
+    """Returns the tool use for a choice that requires a call: of the tool `name`, or of any tool if None."""
     if choice not in ("required", "any") and not isinstance(name, str):
         raise unsupported("tool_choice", f"{choice!r} is not supported"[:300])
     if name is not None and name not in tools:
-        raise ApiError(f"tool_choice: {name!r} is none of the tools"[:300], param="tool_choice")
+        raise ApiError(f"tool_choice: {name!r} is not one of the tools"[:300], param="tool_choice")
     if not tools:
-        raise ApiError("tool_choice: a call is demanded, and there are no tools", param="tool_choice")
+        raise ApiError("tool_choice: a call is required, but the request has no tools", param="tool_choice")
     return ToolUse("required", name, parallel)
 
 
 def event(payload: dict[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Formats a server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def openai_error(refusal: ApiError) -> bytes:
-    """The error body of OpenAI's dialects."""
-    told = {
+    """Returns an error body in the format of OpenAI's dialects."""
+    payload = {
         "message": str(refusal),
         "type": refusal.type,
         "param": refusal.param,
         "code": refusal.code,
     }
-    return orjson.dumps({"error": told})
+    return orjson.dumps({"error": payload})

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: its requests, replies, streams and errors. Nothing else knows them."""
+"""Dialect of Anthropic's Messages: requests, replies, streams and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Message
 
-# Accepted, and without any effect on what is sampled.
+# Accepted without effect on sampling.
 _HARMLESS = frozenset(
     {"model", "metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"}
     | {"workspace_id", "diagnostics"}
@@ -29,10 +29,10 @@ _READ = frozenset(
     {"messages", "system", "tools", "tool_choice", "stream", "max_tokens", "temperature", "top_p", "top_k"}
     | {"stop_sequences", "thinking", "output_config", "context_management", "thread"}
 )
-# The only values, besides null, that can be honoured.
+# The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {"speed": ("standard",)}
 _KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
-"""The one edit of a history that changes nothing."""
+"""The only supported edit of a history, which changes nothing."""
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,12 +45,12 @@ _ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A request for one message."""
+    """A parsed request for one message."""
 
-    asks: Sequence[TurnRequest]
+    turn_requests: Sequence[TurnRequest]
     stream: bool
 
-    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
         keys = iter(call.reader.call_ids)
         content = [_block(part, keys, _signature(call)) for part in merged(call.reader.parts)]
@@ -63,29 +63,31 @@ class MessagesRequest:
 
 
 def read(payload: dict[str, Any], session: GatewaySession) -> MessagesRequest:
-    """Translate a body; raises Refusal that names what cannot be honoured."""
+    """Parses a body. Raises ApiError that names an unsupported parameter or content."""
     if fields.at_least_1(payload, "max_tokens") is None:
         raise ApiError("max_tokens: a number is required", param="max_tokens")
-    ask = read_prompt(payload)
-    return MessagesRequest([ask], ask.stream)
+    turn_request = read_prompt(payload)
+    return MessagesRequest([turn_request], turn_request.stream)
 
 
 def read_prompt(payload: dict[str, Any]) -> TurnRequest:
-    """What `count_tokens` needs of a body, and any other parameter that is there."""
+    """Parses a body of `messages` or `count_tokens`. Raises ApiError as `read`."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     _check_history(payload)
-    said: list[Any] = get(payload, "messages", list) or []
-    if not said:
+    history: list[Any] = get(payload, "messages", list) or []
+    if not history:
         raise ApiError("messages: a list with at least one message is required", param="messages")
     messages = _system(payload)
-    for index, message in enumerate(said):
+    for index, message in enumerate(history):
         messages += _messages(message, f"messages[{index}]")
     if messages[-1]["role"] == "assistant":
-        raise unsupported("messages", "the last one is the assistant's, and replies cannot be begun for it")
+        raise unsupported(
+            "messages", "the last message is the assistant's; prefilled replies are not supported"
+        )
     tools = _tools(payload)
     return TurnRequest(
         messages=messages,
-        wishes=_wishes(payload),
+        sampling=_sampling(payload),
         tools=tools,
         tool_use=_tool_use(payload, tools or []),
         template_options=_template_options(payload),
@@ -93,7 +95,7 @@ def read_prompt(payload: dict[str, Any]) -> TurnRequest:
     )
 
 
-def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+def _sampling(payload: dict[str, Any]) -> RequestedSampling:
     return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 1),
         top_p=fields.top_p(payload),
@@ -113,7 +115,7 @@ def _schema(payload: dict[str, Any]) -> Schema | None:
 
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
-    """Template options for thinking and effort. Nothing bounds the length of thinking."""
+    """Returns the template options for thinking and effort; a thinking budget has no effect."""
     thinking = get(payload, "thinking", dict) or {}
     kind = thinking.get("type", "enabled")
     if kind not in ("enabled", "adaptive", "disabled"):
@@ -154,11 +156,11 @@ def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
 
 
 def _check_history(payload: dict[str, Any]) -> None:
-    """Raises Refusal unless the history is what the body says, all of it and nothing else."""
+    """Raises ApiError for parameters that refer to stored history or edit it."""
     if payload.get("thread") is not None:
-        # By this code SDKs know that they have to send whole histories, and do.
+        # SDKs react to this code by sending complete histories.
         raise ApiError(
-            "thread: histories are not kept under a message's id; send all of the messages",
+            "thread: histories are not stored under message ids; send all messages",
             code="thread_unsupported_request",
             param="thread",
         )
@@ -167,7 +169,8 @@ def _check_history(payload: dict[str, Any]) -> None:
     for index, edit in enumerate(get(management, "edits", list, "context_management.") or []):
         if edit != _KEEP_THOUGHTS:
             raise unsupported(
-                f"context_management.edits[{index}]", "nothing is ever cut from a history; keep all of it"
+                f"context_management.edits[{index}]",
+                "the gateway never edits a history; only keep = all is supported",
             )
 
 
@@ -179,7 +182,7 @@ def _system(payload: dict[str, Any]) -> list[Message]:
 
 
 def _messages(message: Any, where: str) -> list[Message]:
-    """The messages that one of Anthropic's stands for: each tool result is a message of its own."""
+    """Converts a message to internal messages: each tool result becomes a message."""
     if not isinstance(message, dict):
         raise ApiError(f"{where} is not an object", param="messages")
     role, content = message.get("role"), message.get("content")
@@ -190,11 +193,11 @@ def _messages(message: Any, where: str) -> list[Message]:
     if not isinstance(content, list):
         raise ApiError(f"{where}.content is neither text nor a list of blocks", param="messages")
     if role == "assistant":
-        return [_said(content, f"{where}.content")]
-    return _asked(role, content, f"{where}.content")
+        return [_assistant_message(content, f"{where}.content")]
+    return _user_messages(role, content, f"{where}.content")
 
 
-def _asked(role: str, blocks: list[Any], where: str) -> list[Message]:
+def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
     messages: list[Message] = []
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
@@ -212,8 +215,8 @@ def _asked(role: str, blocks: list[Any], where: str) -> list[Message]:
     return messages or [{"role": role, "content": ""}]
 
 
-def _said(blocks: list[Any], where: str) -> Message:
-    """An assistant's blocks as one message: how they were cut makes no difference."""
+def _assistant_message(blocks: list[Any], where: str) -> Message:
+    """Joins an assistant's content blocks to one message."""
     content, reasoning, calls = "", "", []
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
@@ -221,7 +224,7 @@ def _said(blocks: list[Any], where: str) -> Message:
             case "thinking" if isinstance(block.get("thinking"), str):
                 reasoning += block["thinking"]
             case "redacted_thinking":
-                pass  # nobody can read it, and histories are the same without their reasoning
+                pass  # unreadable, and histories match without their reasoning
             case "tool_use" if isinstance(block.get("name"), str):
                 arguments = orjson.dumps(block.get("input") or {}).decode()
                 calls.append(call_wire(str(block.get("id")), block["name"], arguments))
@@ -266,19 +269,19 @@ def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
 
 def _block(part: Part, keys: Iterator[str], signature: str) -> dict[str, Any]:
     if isinstance(part, ToolCall):
-        return {**_opened(part, next(keys)), "input": orjson.loads(part.arguments)}
+        return {**_empty_block(part, next(keys)), "input": orjson.loads(part.arguments)}
     if isinstance(part, Reasoning):
-        return {**_opened(part), "thinking": part.text, "signature": signature}
-    return {**_opened(part), "text": part}
+        return {**_empty_block(part), "thinking": part.text, "signature": signature}
+    return {**_empty_block(part), "text": part}
 
 
 def _signature(call: PendingTurn) -> str:
-    """The signature of thinking. Nothing checks it, but clients rewrite unsigned thinking as text."""
+    """Returns a signature of thinking. It is never checked, but clients turn unsigned thinking into text."""
     return call.id
 
 
-def _opened(part: Part, key: str = "") -> dict[str, Any]:
-    """A block as it begins, without what is in it."""
+def _empty_block(part: Part, key: str = "") -> dict[str, Any]:
+    """Returns a content block without its content."""
     if isinstance(part, ToolCall):
         return {"type": "tool_use", "id": key, "name": part.name, "input": {}}
     if isinstance(part, Reasoning):
@@ -299,7 +302,7 @@ def _end(call: PendingTurn) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    """Anthropic counts what came from a cache apart."""
+    """Formats usage; Anthropic counts cached tokens separately."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
@@ -309,7 +312,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 class MessageEvents:
-    """Turns a call's parts into server-sent events."""
+    """Formats the parts of a call as server-sent events."""
 
     ping = event({"type": "ping"}, "ping")
 
@@ -318,7 +321,7 @@ class MessageEvents:
         self._model = model
         self._index = -1
         self._open: type | None = None
-        """The kind of part that the open block takes."""
+        """Type of the parts in the open block; None if no block is open."""
         self._keys = 0
 
     def start(self) -> bytes:
@@ -354,7 +357,7 @@ class MessageEvents:
     def _begin(self, part: Part, key: str = "") -> bytes:
         self._index += 1
         self._open = type(part)
-        return _event("content_block_start", index=self._index, content_block=_opened(part, key))
+        return _event("content_block_start", index=self._index, content_block=_empty_block(part, key))
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, name: text})
@@ -369,30 +372,30 @@ class MessageEvents:
         return signed + _event("content_block_stop", index=self._index)
 
 
-def _event(kind: str, **what: Any) -> bytes:
-    return event({"type": kind, **what}, kind)
+def _event(kind: str, **payload: Any) -> bytes:
+    return event({"type": kind, **payload}, kind)
 
 
 def error(refusal: ApiError) -> bytes:
     message = str(refusal)
     if refusal.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # the words that clients look for
-    told: dict[str, Any] = {
+        message = f"prompt is too long: {message}"  # clients match this text
+    payload: dict[str, Any] = {
         "type": _ERRORS.get(refusal.status, "invalid_request_error"),
         "message": message,
     }
     if refusal.code is not None:
-        told["details"] = {"error_code": refusal.code}
-    return orjson.dumps({"type": "error", "error": told})
+        payload["details"] = {"error_code": refusal.code}
+    return orjson.dumps({"type": "error", "error": payload})
 
 
 def models(name: str) -> bytes:
-    """The answer to `GET /models`."""
+    """Returns the response body of `GET /models`."""
     return orjson.dumps({"data": [_model(name)], "has_more": False, "first_id": name, "last_id": name})
 
 
 def model(name: str) -> bytes:
-    """The answer to `GET /models/{name}`."""
+    """Returns the response body of `GET /models/{name}`."""
     return orjson.dumps(_model(name))
 
 

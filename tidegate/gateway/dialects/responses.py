@@ -1,4 +1,4 @@
-"""OpenAI's Responses: its requests, replies, streams and errors; its items are next door."""
+"""Dialect of OpenAI's Responses: requests, replies, streams and errors, without their items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import orjson
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, merged
 from tidegate.gateway.dialects.fields import event, get
-from tidegate.gateway.dialects.responses_items import content_of, in_namespace, item_of, named, read_items
+from tidegate.gateway.dialects.responses_items import (
+    content_of,
+    in_namespace,
+    item_of,
+    read_items,
+    split_namespace,
+)
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
 from tidegate.gateway.request import TurnRequest
@@ -22,7 +28,7 @@ from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.types import Message
 
 error = fields.openai_error
-# Accepted, and without any effect on what is sampled. What is not stored elsewhere is recorded here too.
+# Accepted without effect on sampling.
 _HARMLESS = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"}
     | {"client_metadata"}
@@ -32,36 +38,36 @@ _READ = frozenset(
     {"input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls"}
     | {"stream", "max_output_tokens", "temperature", "top_p", "text", "reasoning", "include"}
 )
-# The only values, besides null, that can be honoured.
+# The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
 }
-# Ids of responses whose history begins with instructions end so: instructions are not carried over.
+# Suffix of the ids of responses whose history begins with instructions, which are not carried over.
 _INSTRUCTED = "i"
 _ID_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A request for one response; `echo` has the parameters that the response repeats."""
+    """A parsed request for one response; `echo` has the parameters that the response repeats."""
 
-    ask: TurnRequest
+    turn_request: TurnRequest
     instructed: bool
     echo: Mapping[str, Any] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()
-    """Of the tools, so that calls name them as they were named."""
+    """Namespaces of the tools, to restore their names in calls."""
 
     @property
-    def asks(self) -> Sequence[TurnRequest]:
-        return [self.ask]
+    def turn_requests(self) -> Sequence[TurnRequest]:
+        return [self.turn_request]
 
     @property
     def stream(self) -> bool:
-        return self.ask.stream
+        return self.turn_request.stream
 
-    def whole(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
         parts = merged(call.reader.parts)
         status = _status(call)
@@ -76,14 +82,16 @@ class ResponsesRequest:
             )
             for index, part in enumerate(parts)
         ]
-        return orjson.dumps(self.finished(call, model, items))
+        return orjson.dumps(self.final_body(call, model, items))
 
     def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ResponseEvents:
         [call] = calls
         return ResponseEvents(call, self, model)
 
-    def begun(self, call: PendingTurn, model: ServedModel, status: str = "in_progress") -> dict[str, Any]:
-        """The response as far as it is known when its call begins."""
+    def initial_body(
+        self, call: PendingTurn, model: ServedModel, status: str = "in_progress"
+    ) -> dict[str, Any]:
+        """Returns the response body at the start of its call."""
         return {
             "id": f"resp_{call.id}" + _INSTRUCTED * self.instructed,
             "object": "response",
@@ -99,59 +107,61 @@ class ResponsesRequest:
             **self.echo,
         }
 
-    def finished(self, call: PendingTurn, model: ServedModel, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def final_body(
+        self, call: PendingTurn, model: ServedModel, items: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         assert call.node is not None, "the call is done"
         status = _status(call)
-        told: dict[str, Any] = {"output": items, "usage": _usage(Usage.of([call], model))}
+        payload: dict[str, Any] = {"output": items, "usage": _usage(Usage.of([call], model))}
         if status == "incomplete":
-            told["incomplete_details"] = {"reason": "max_output_tokens"}
-        told["temperature"] = call.node.turn.temperature
-        return {**self.begun(call, model, status), **told}
+            payload["incomplete_details"] = {"reason": "max_output_tokens"}
+        payload["temperature"] = call.node.turn.temperature
+        return {**self.initial_body(call, model, status), **payload}
 
 
 def read(payload: dict[str, Any], session: GatewaySession) -> ResponsesRequest:
-    """Translate a body; raises Refusal that names what cannot be honoured."""
+    """Parses a body. Raises ApiError that names an unsupported parameter or content."""
     fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
     _check_include(payload)
     tools = _tools(payload)
     instructions = get(payload, "instructions", str)
-    before = _previous(payload, session)
-    ask = TurnRequest(
-        messages=_messages(payload, instructions, before, session),
-        wishes=_wishes(payload),
+    previous = _previous(payload, session)
+    turn_request = TurnRequest(
+        messages=_messages(payload, instructions, previous, session),
+        sampling=_sampling(payload),
         tools=tools,
         tool_use=_tool_use(payload, tools or []),
         template_options=_template_options(payload),
         stream=get(payload, "stream", bool) or False,
-        parent=None if before is None else before[0].turn.index,
+        parent=None if previous is None else previous[0].turn.index,
     )
     namespaces = frozenset(tool["name"] for tool in payload.get("tools") or [] if _is_namespace(tool))
-    return ResponsesRequest(ask, bool(instructions), _echo(payload, ask), namespaces)
+    return ResponsesRequest(turn_request, bool(instructions), _echo(payload, turn_request), namespaces)
 
 
 def _messages(
     payload: dict[str, Any],
     instructions: str | None,
-    before: tuple[TurnNode, bool] | None,
+    previous: tuple[TurnNode, bool] | None,
     session: GatewaySession,
 ) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    if before is not None:
-        node, instructed = before
+    if previous is not None:
+        node, instructed = previous
         messages += session.tree.history(node.turn.index)[instructed:]
 
-    def referred(key: str) -> Message | None:
+    def recorded_reply(key: str) -> Message | None:
         node = _node(session, key.partition("_")[2].partition("_")[0])
         return None if node is None else node.reply
 
-    messages += read_items(payload.get("input") or [], referred)
+    messages += read_items(payload.get("input") or [], recorded_reply)
     if not messages:
         raise ApiError("input: a text or a list of items is required", param="input")
     return messages
 
 
 def _previous(payload: dict[str, Any], session: GatewaySession) -> tuple[TurnNode, bool] | None:
-    """The turn that is continued, and whether its history begins with instructions."""
+    """Returns the continued turn, and whether its history begins with instructions."""
     key = get(payload, "previous_response_id", str)
     if key is None:
         return None
@@ -170,7 +180,7 @@ def _node(session: GatewaySession, key: str) -> TurnNode | None:
     return next((node for node in reversed(session.tree.nodes) if node.request.id == key), None)
 
 
-def _wishes(payload: dict[str, Any]) -> RequestedSampling:
+def _sampling(payload: dict[str, Any]) -> RequestedSampling:
     return RequestedSampling(
         temperature=fields.within(payload, "temperature", 0, 2),
         top_p=fields.top_p(payload),
@@ -188,28 +198,28 @@ def _schema(payload: dict[str, Any]) -> Schema | None:
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
     reasoning = get(payload, "reasoning", dict) or {}
-    # Reasoning is given whole, so a summary of any length is there.
+    # Reasoning is returned completely, which serves for a summary of any length.
     only = dict.fromkeys(("summary", "generate_summary"), ("auto", "concise", "detailed"))
     fields.refuse_others(reasoning, {"effort"}, only, "reasoning.")
     return fields.effort_options(reasoning.get("effort"), "reasoning.effort")
 
 
 def _check_include(payload: dict[str, Any]) -> None:
-    for one in get(payload, "include", list) or []:
-        if one != "reasoning.encrypted_content":  # reasoning comes as plain text, which serves as well
-            raise unsupported("include", f"{one!r} is not supported"[:300])
+    for item in get(payload, "include", list) or []:
+        if item != "reasoning.encrypted_content":  # plain-text reasoning serves as well
+            raise unsupported("include", f"{item!r} is not supported"[:300])
 
 
 def _tools(payload: dict[str, Any]) -> list[Any] | None:
-    """Functions as chat templates know them; those of a namespace under its name and theirs."""
+    """Converts tools to the form of chat templates; functions of a namespace get a qualified name."""
     functions = []
     for index, tool in enumerate(get(payload, "tools", list) or []):
         where = f"tools[{index}]"
         if not _is_namespace(tool):
             functions.append(_function(tool, where))
             continue
-        for inner, one in enumerate(get(tool, "tools", list, f"{where}.") or []):
-            function = _function(one, f"{where}.tools[{inner}]")
+        for inner, item in enumerate(get(tool, "tools", list, f"{where}.") or []):
+            function = _function(item, f"{where}.tools[{inner}]")
             functions.append({**function, "name": in_namespace(tool["name"], function["name"])})
     return [{"type": "function", "function": function} for function in functions] or None
 
@@ -236,12 +246,12 @@ def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
     return fields.required_tool(choice, name, [tool["function"]["name"] for tool in tools], parallel)
 
 
-def _echo(payload: dict[str, Any], ask: TurnRequest) -> dict[str, Any]:
+def _echo(payload: dict[str, Any], turn_request: TurnRequest) -> dict[str, Any]:
     return {
         "instructions": payload.get("instructions"),
         "max_output_tokens": payload.get("max_output_tokens"),
         "metadata": payload.get("metadata") or {},
-        "parallel_tool_calls": ask.tool_use.parallel,
+        "parallel_tool_calls": turn_request.tool_use.parallel,
         "previous_response_id": payload.get("previous_response_id"),
         "reasoning": payload.get("reasoning") or {"effort": None, "summary": None},
         "store": payload.get("store") is not False,
@@ -284,12 +294,12 @@ class ResponseEvents:
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._open: str | Reasoning | None = None
-        """What the item that is in progress has so far."""
+        """Content so far of the item in progress."""
         self._item_id = ""
         self._calls = 0
 
     def start(self) -> bytes:
-        response = self._request.begun(self._call, self._model)
+        response = self._request.initial_body(self._call, self._model)
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
@@ -307,23 +317,23 @@ class ResponseEvents:
     def end(self) -> bytes:
         status = _status(self._call)
         data = self._close(status)
-        response = self._request.finished(self._call, self._model, self._items)
+        response = self._request.final_body(self._call, self._model, self._items)
         return data + self._event(f"response.{status}", response=response)
 
     def error(self, refusal: ApiError) -> bytes:
-        told = {"code": refusal.code, "message": str(refusal), "param": refusal.param}
-        # The SDKs raise where an event has an `error`; the protocol's own form alone they hand on.
-        return self._event("error", **told, error={**told, "type": refusal.type})
+        payload = {"code": refusal.code, "message": str(refusal), "param": refusal.param}
+        # SDKs raise on an event with an `error` field, but pass on the form that the protocol defines.
+        return self._event("error", **payload, error={**payload, "type": refusal.type})
 
     def _tool_call(self, call: ToolCall) -> bytes:
         call_id = self._call.reader.call_ids[self._calls]
         self._calls += 1
         data = self._added(call, call_id)
-        told = {"output_index": len(self._items), "item_id": self._item_id}
+        payload = {"output_index": len(self._items), "item_id": self._item_id}
         kind = "response.function_call_arguments"
-        data += self._event(f"{kind}.delta", **told, delta=call.arguments)
-        name = named(call.name, self._request.namespaces)["name"]
-        data += self._event(f"{kind}.done", **told, name=name, arguments=call.arguments)
+        data += self._event(f"{kind}.delta", **payload, delta=call.arguments)
+        name = split_namespace(call.name, self._request.namespaces)["name"]
+        data += self._event(f"{kind}.done", **payload, name=name, arguments=call.arguments)
         return data + self._done(call, call_id, "completed")
 
     def _begin(self, part: str | Reasoning) -> bytes:
@@ -331,7 +341,7 @@ class ResponseEvents:
         return self._added(part) + self._in_part("response.content_part.added", part=content_of(self._open))
 
     def _close(self, status: str = "completed") -> bytes:
-        """End the item that is in progress, if there is one."""
+        """Ends the item in progress, if there is one."""
         part, self._open = self._open, None
         if part is None:
             return b""
@@ -357,11 +367,11 @@ class ResponseEvents:
         key = f"{self._call.id}_{len(self._items)}"
         return item_of(part, key, call_id, status, self._request.namespaces)
 
-    def _in_part(self, kind: str, **what: Any) -> bytes:
+    def _in_part(self, kind: str, **payload: Any) -> bytes:
         place = {"output_index": len(self._items), "item_id": self._item_id, "content_index": 0}
-        return self._event(kind, **place, **what)
+        return self._event(kind, **place, **payload)
 
-    def _event(self, kind: str, **what: Any) -> bytes:
+    def _event(self, kind: str, **payload: Any) -> bytes:
         number = self._number
         self._number += 1
-        return event({"type": kind, "sequence_number": number, **what}, kind)
+        return event({"type": kind, "sequence_number": number, **payload}, kind)

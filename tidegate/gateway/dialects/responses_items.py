@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses: how a history is written in them, and a reply."""
+"""Converts between messages and the items of OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from tidegate.gateway.parsing.reply import call_wire
 from tidegate.types import Message
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-Referred = Callable[[str], Message | None]
-"""The recorded reply that an item's id belongs to."""
+FindReply = Callable[[str], Message | None]
+"""Returns the recorded reply of an item id, if there is one."""
 
 
-def read_items(items: Any, referred: Referred) -> list[Message]:
-    """The messages that input items stand for. Raises Refusal that names the item.
+def read_items(items: Any, find_reply: FindReply) -> list[Message]:
+    """Converts input items to messages. Raises ApiError that names the item.
 
-    What one reply consists of comes in several items: those of the assistant that follow each other are
-    one message.
+    One reply may consist of several items: consecutive items of the assistant become one message.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
         raise ApiError("input: a text or a list of items is required", param="input")
-    reader = _Items(referred)
+    reader = _Items(find_reply)
     for index, item in enumerate(items):
         if not isinstance(item, dict):
             raise ApiError(f"input[{index}] is not an object", param="input")
@@ -34,27 +33,27 @@ def read_items(items: Any, referred: Referred) -> list[Message]:
 
 
 class _Items:
-    def __init__(self, referred: Referred) -> None:
+    def __init__(self, find_reply: FindReply) -> None:
         self.messages: list[Message] = []
-        self._referred = referred
+        self._find_reply = find_reply
         self._reply: Message | None = None
-        """The assistant's message that further items of it belong to."""
+        """Assistant message to which further assistant items are added."""
         self._recorded: Message | None = None
-        """The recorded reply that items of that message refer to."""
-        self._taken: set[str] = set()
-        """Pieces of the recorded reply that the message has already."""
+        """Recorded reply to which items of that message refer."""
+        self._used: set[str] = set()
+        """Parts of the recorded reply that the message already has."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
                 self._assistant()["content"] += _text(item.get("content"), f"{where}.content")
             case "message":
-                self._other(item.get("role"), _text(item.get("content"), f"{where}.content"))
+                self._add(item.get("role"), _text(item.get("content"), f"{where}.content"))
             case "reasoning":
-                thought = _reasoning(item)
-                if thought:
+                reasoning = _reasoning(item)
+                if reasoning:
                     reply = self._assistant()
-                    reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
+                    reply["reasoning_content"] = reply.get("reasoning_content", "") + reasoning
             case "function_call" if isinstance(item.get("name"), str):
                 name = item["name"]
                 if isinstance(item.get("namespace"), str):
@@ -63,7 +62,7 @@ class _Items:
                 self._assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = _text(item.get("output"), f"{where}.output")
-                self._other("tool", output, tool_call_id=str(item.get("call_id")))
+                self._add("tool", output, tool_call_id=str(item.get("call_id")))
             case "item_reference":
                 self._reference(item.get("id"), where)
             case kind:
@@ -75,59 +74,61 @@ class _Items:
             self.messages.append(self._reply)
         return self._reply
 
-    def _other(self, role: Any, content: str, **more: str) -> None:
+    def _add(self, role: Any, content: str, **more: str) -> None:
         self._reply = self._recorded = None
         self.messages.append({"role": role, "content": content, **more})
 
     def _reference(self, key: Any, where: str) -> None:
-        """Adds one item of a recorded reply; a client may write out the others."""
-        recorded = self._referred(key) if isinstance(key, str) else None
+        """Adds one item of a recorded reply; the client may send the others in full."""
+        recorded = self._find_reply(key) if isinstance(key, str) else None
         piece = None if recorded is None else _piece(recorded, key)
         if recorded is None or piece is None:
             raise ApiError(f"{where}: there is no item {key!r} in this session"[:300], param="input")
         if self._recorded is not recorded:
             if self._recorded is not None:
                 self._reply = None
-            self._recorded, self._taken = recorded, set()
+            self._recorded, self._used = recorded, set()
         name, value = piece
         part = key if name == "tool_calls" else name
-        if part not in self._taken:
-            self._taken.add(part)
+        if part not in self._used:
+            self._used.add(part)
             reply = self._assistant()
             reply[name] = reply[name] + value if name in reply else value
 
 
 def _piece(recorded: Message, key: str) -> tuple[str, Any] | None:
-    """The field of a recorded reply that an item's id stands for, and what the item has of it."""
+    """Returns the field of a recorded reply that an item id denotes, and the item's value of it."""
     match key.partition("_")[0]:
         case "msg":
             return "content", recorded.get("content") or ""
         case "rs":
             return "reasoning_content", recorded.get("reasoning_content") or ""
         case "fc":
-            calls = [one for one in recorded.get("tool_calls") or [] if key.endswith(_call_suffix(one["id"]))]
+            calls = [
+                call for call in recorded.get("tool_calls") or [] if key.endswith(_call_suffix(call["id"]))
+            ]
             return ("tool_calls", calls) if calls else None
     return None
 
 
 def _call_suffix(call_id: str) -> str:
-    """The part of a call item's id that tells the calls of one reply apart."""
+    """Returns the suffix of a call item's id that distinguishes the calls of one reply."""
     return "_" + call_id.removeprefix("call_")
 
 
 def in_namespace(namespace: str, name: str) -> str:
-    """The name under which the model knows a namespace's function; no function's own name has a dot."""
+    """Returns the name of a namespace's function in the prompt; function names contain no dot."""
     return f"{namespace}.{name}"
 
 
-def named(name: str, namespaces: Collection[str]) -> dict[str, str]:
-    """The other way: a called function's name, and its namespace where it has one."""
+def split_namespace(name: str, namespaces: Collection[str]) -> dict[str, str]:
+    """Splits the name of a called function into its name and its namespace, if it has one."""
     namespace, _, inner = name.partition(".")
     return {"name": inner, "namespace": namespace} if namespace in namespaces and inner else {"name": name}
 
 
 def _reasoning(item: dict[str, Any]) -> str:
-    """Its text where it is there; what is encrypted or summarised is the same history without it."""
+    """Returns an item's reasoning text. Other forms are ignored, as histories match without reasoning."""
     parts = item.get("content")
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))
@@ -155,13 +156,13 @@ def _part(part: Any, where: str) -> str:
 def item_of(
     part: Part, key: str, call_id: str, status: str, namespaces: Collection[str] = ()
 ) -> dict[str, Any]:
-    """An output item; one that is in progress has nothing in it yet."""
-    begun = status == "in_progress"
+    """Returns an output item, which is empty while in progress."""
+    in_progress = status == "in_progress"
     if isinstance(part, ToolCall):
-        arguments = "" if begun else part.arguments
-        told = {"call_id": call_id, **named(part.name, namespaces), "arguments": arguments}
-        return {"id": f"fc_{key}{_call_suffix(call_id)}", "type": "function_call", "status": status, **told}
-    content = [] if begun else [content_of(part)]
+        arguments = "" if in_progress else part.arguments
+        fields = {"call_id": call_id, **split_namespace(part.name, namespaces), "arguments": arguments}
+        return {"id": f"fc_{key}{_call_suffix(call_id)}", "type": "function_call", "status": status, **fields}
+    content = [] if in_progress else [content_of(part)]
     if isinstance(part, Reasoning):
         return {"id": f"rs_{key}", "type": "reasoning", "status": status, "summary": [], "content": content}
     return {"id": f"msg_{key}", "type": "message", "status": status, "role": "assistant", "content": content}

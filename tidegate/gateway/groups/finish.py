@@ -58,7 +58,7 @@ class SessionFinisher:
         if session.trajectory is not None:
             return session.trajectory
         if session.ending is None:
-            session.tree.settle()
+            session.tree.resolve_deliveries()
             ending = decide(session, told, now)
             session.close("it was finished")
             session.ending = ending
@@ -79,7 +79,7 @@ class SessionFinisher:
     async def _finish(self, session: GatewaySession, ending: SessionResult) -> Trajectory:
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
-        await self._scorer.reward(trajectory, session.task, session.rewards, ending.claimed)
+        await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
         forget_at = asyncio.get_running_loop().time() + self._retention_s
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at

@@ -1,4 +1,4 @@
-"""The gateway's HTTP surface: the control plane here, the data plane beside it."""
+"""Builds the gateway's HTTP app: the control plane's routes and the data plane's endpoints."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tidegate.types import Trajectory
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
-    """The ASGI app of one gateway; its lifespan starts and closes the gateway.
+    """Returns the ASGI app of one gateway; its lifespan starts and closes the gateway.
 
-    What agents call goes around FastAPI, whose layers cost more than the work they would wrap.
+    The data plane bypasses FastAPI, whose overhead exceeds the work of a call.
     """
     control = _control_plane(gateway)
     endpoints: list[tuple[str, str, ASGIApp]] = [
@@ -61,7 +61,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
 
 class AuthMiddleware:
-    """Before the control plane: the key first, then the body, which is bounded in size and time."""
+    """Checks the admin key, then reads the body with limits, before the control plane handles a request."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
         self._admin = _admin(gateway)
@@ -84,15 +84,15 @@ class AuthMiddleware:
         except ApiError as refusal:
             await _answer(str(refusal), refusal.status)(scope, receive, send)
             return
-        await self._control(scope, _replayed(body, receive), send)
+        await self._control(scope, _replay(body, receive), send)
 
 
 _OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
-"""What needs no key."""
+"""Paths that need no key."""
 
 
-def _replayed(body: RawBody, receive: Receive) -> Receive:
-    """A body that was read, and then what comes after it."""
+def _replay(body: RawBody, receive: Receive) -> Receive:
+    """Returns a receive function that replays a body that was read."""
     messages: list[AsgiMessage] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
     async def replay() -> AsgiMessage:
@@ -132,7 +132,7 @@ def _control_plane(gateway: Gateway) -> FastAPI:
 
 
 class ControlPlane(FastAPI):
-    """FastAPI with a document that tells of the data plane too."""
+    """FastAPI whose OpenAPI document includes the data plane."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -142,7 +142,8 @@ class ControlPlane(FastAPI):
 
 def _admin(gateway: Gateway) -> ApiKey:
     return ApiKey(
-        gateway.options.admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401)
+        gateway.options.admin_key,
+        lambda: GatewayError("this route needs the gateway's admin key", status=401),
     )
 
 
@@ -176,7 +177,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> dict[str, str]:
-        await gateway.forget(session_id)
+        await gateway.delete_session(session_id)
         return {}
 
     @app.post("/sessions/{session_id}/reward")
@@ -194,10 +195,10 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/sessions/{session_id}/trajectory", response_class=openapi.Msgpack)
     async def trajectory(session_id: str) -> Response:
-        found = gateway.session(session_id).trajectory
-        if found is None:
+        result = gateway.session(session_id).trajectory
+        if result is None:
             raise GatewayError(f"session {session_id} is not finished", status=400)
-        return openapi.Msgpack(msgpack.packb(found.to_wire()))
+        return openapi.Msgpack(msgpack.packb(result.to_wire()))
 
 
 def _add_groups(app: FastAPI, gateway: Gateway) -> None:
@@ -227,7 +228,9 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
     async def drop(group_id: str, body: schemas.Drop | None = None) -> Response:
         recorded = await gateway.drop(group_id, None if body is None else body.trainer_epoch)
-        return openapi.Msgpack(msgpack.packb({"trajectories": [one.to_wire() for one in recorded]}))
+        return openapi.Msgpack(
+            msgpack.packb({"trajectories": [trajectory.to_wire() for trajectory in recorded]})
+        )
 
 
 def _add_engines(app: FastAPI, gateway: Gateway) -> None:
@@ -259,10 +262,10 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        able = any(engine.serves for engine in gateway.pool.engines())
-        if not able:
+        ready = any(engine.serves for engine in gateway.pool.engines())
+        if not ready:
             response.status_code = 503
-        return {"ready": able}
+        return {"ready": ready}
 
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
@@ -270,18 +273,20 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
 
 class LeaseEndpoint:
-    """`POST /groups/lease`: a long poll. Raw, because groups that reach nobody must not stay leased."""
+    """`POST /groups/lease`, a long poll. Raw ASGI, to release the groups if the client disconnects."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            asked = schemas.Lease.model_validate_json(await read_body(receive))
+            request = schemas.Lease.model_validate_json(await read_body(receive))
         except ValidationError as error:
             raise GatewayError(schemas.explain(list(error.errors())), status=400) from None
         groups = self._gateway.groups
-        lease = asyncio.create_task(groups.lease(asked.trainer_epoch, asked.max, asked.wait_s, asked.key))
+        lease = asyncio.create_task(
+            groups.lease(request.trainer_epoch, request.max, request.wait_s, request.key)
+        )
         gone = asyncio.ensure_future(receive())
         sent = False
         try:
@@ -293,15 +298,15 @@ class LeaseEndpoint:
         finally:
             gone.cancel()
             if not sent:
-                # Whoever asked has left: what was leased meanwhile is for the next one who asks.
+                # The client disconnected: release the groups leased meanwhile.
                 lease.cancel()
-                given = (await asyncio.gather(lease, return_exceptions=True))[0]
-                if isinstance(given, list):
-                    await groups.give_back([group.lease_id for group in given])
+                result = (await asyncio.gather(lease, return_exceptions=True))[0]
+                if isinstance(result, list):
+                    await groups.give_back([group.lease_id for group in result])
 
 
 def summary_row(trajectory: Trajectory) -> dict[str, Any]:
-    """What `finish` answers."""
+    """Returns the response body of `finish`."""
     return {
         "session_id": trajectory.session_id,
         "outcome": trajectory.outcome.value,

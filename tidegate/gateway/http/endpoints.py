@@ -1,4 +1,4 @@
-"""The data plane: what agents call. Raw ASGI, for it runs once a turn."""
+"""Serves the data plane, which agents call. Raw ASGI, as its overhead counts in every turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
 from tidegate.gateway.errors import ApiError, unknown_model
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import ResponseWriter, refuse, respond
-from tidegate.gateway.request import digest_of
 from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.intake import Intake
@@ -23,11 +22,11 @@ from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
 TRAIN_HEADER = b"x-tidegate-train"
-"""`no` exempts the request's turn from training, `yes` trains on it whatever its model's name is."""
+"""Header: `no` exempts the request's turn from training, `yes` trains on it whatever its model name."""
 
 
 class DialectEndpoint:
-    """What makes turns in one dialect: `POST …/chat/completions` and its like."""
+    """Endpoint of one dialect, such as `POST …/chat/completions`."""
 
     def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
         self._gateway = gateway
@@ -38,7 +37,7 @@ class DialectEndpoint:
         try:
             headers = dict(scope["headers"])
             session = authenticate(gateway, scope, headers)
-            request, calls = await self._take(session, headers, receive)
+            request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return
         except ApiError as refusal:
@@ -46,46 +45,48 @@ class DialectEndpoint:
                 session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, gateway.metrics)
             return
-        except Exception as error:  # noqa: BLE001 - logged, told to the client, and held against no agent
+        except Exception as error:  # noqa: BLE001 - logged and returned to the client as an internal error
             await refuse(send, self._dialect, internal_error(session, error), gateway.metrics)
             return
         model = ServedModel(MODEL_NAME, gateway.renderer.token_text, gateway.turns.prompts.thought_end)
-        exchange = ResponseWriter(
-            session, self._dialect, request, calls, gateway.turns, gateway.metrics, model
-        )
-        await exchange.run(receive, send)
+        writer = ResponseWriter(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
+        await writer.run(receive, send)
 
-    async def _take(
+    async def _read_request(
         self, session: GatewaySession, headers: dict[bytes, bytes], receive: Receive
     ) -> tuple[ParsedRequest, list[PendingTurn]]:
-        """The request, and the calls that it is answered with. Each of them can be asked for again by its
-        place in the request; where one is refused all are."""
+        """Reads a request and starts its calls; if one is refused, all are.
+
+        A retry of a call is recognised by its position in the request.
+        """
         gateway = self._gateway
         key = headers.get(b"idempotency-key")
         retries = headers.get(b"x-stainless-retry-count", b"0")
         retry = retries.isdigit() and bool(retries.strip(b"0"))
-        kind = self._dialect.__name__.encode()
+        dialect_name = self._dialect.__name__.encode()
         calls: list[PendingTurn] = []
         async with Intake(session, gateway.turns, gateway.threads) as intake:
             body = await intake.body(receive)
             parsed = await intake.parse(body)
-            await gateway.turns.settled(session, parsed.text)
+            await gateway.turns.wait_for_closed_streams(session, parsed.text)
             request = await intake.read(
-                parsed, lambda payload: self._dialect.read(payload, session), lambda made: made.asks
+                parsed,
+                lambda payload: self._dialect.read(payload, session),
+                lambda request: request.turn_requests,
             )
-            await gateway.turns.settled(session, asks=request.asks)
-            exempt = exemption(session, parsed.value, headers)
+            await gateway.turns.wait_for_closed_streams(session, turn_requests=request.turn_requests)
+            exempt = exemption_reason(session, parsed.value, headers)
             try:
-                for index, ask in enumerate(request.asks):
-                    place = b"%s/%d/" % (kind, index)
-                    ask = replace(
-                        ask,
-                        digest=await intake.digest(digest_of, place, body),
-                        idempotency_key=None if key is None else (place + key).decode("latin-1"),
+                for index, turn_request in enumerate(request.turn_requests):
+                    position = b"%s/%d/" % (dialect_name, index)
+                    turn_request = replace(
+                        turn_request,
+                        digest=await intake.digest(position, body),
+                        idempotency_key=None if key is None else (position + key).decode("latin-1"),
                         exempt=exempt,
                         retry=retry,
                     )
-                    calls.append(await intake.call(ask))
+                    calls.append(await intake.call(turn_request))
             except BaseException:
                 for call in calls:
                     gateway.turns.abandon(session, call)
@@ -106,8 +107,10 @@ class CountEndpoint:
             async with Intake(session, gateway.turns, gateway.threads) as intake:
                 body = await intake.body(receive)
                 parsed = await intake.parse(body)
-                ask = await intake.read(parsed, messages.read_prompt, lambda made: [made], counts=False)
-                tokens = await intake.count(ask)
+                turn_request = await intake.read(
+                    parsed, messages.read_prompt, lambda request: [request], record_overflow=False
+                )
+                tokens = await intake.count(turn_request)
         except ClientGone:
             return
         except ApiError as refusal:
@@ -120,7 +123,7 @@ class CountEndpoint:
 
 
 class ModelsEndpoint:
-    """`GET …/models` and `…/models/{name}`, in Anthropic's shape where Anthropic's version is named."""
+    """`GET …/models` and `…/models/{name}`, in Anthropic's format for requests with `anthropic-version`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -139,20 +142,22 @@ class ModelsEndpoint:
         await respond(send, 200, dialect.models(MODEL_NAME) if name is None else dialect.model(MODEL_NAME))
 
 
-def exemption(session: GatewaySession, payload: dict[str, Any], headers: dict[bytes, bytes]) -> str | None:
-    """Why a request's turn is not trained on, None where it is; the header goes over the model's name."""
-    told = headers.get(TRAIN_HEADER)
-    if told is not None:
-        if told.lower() not in (b"yes", b"no"):
+def exemption_reason(
+    session: GatewaySession, payload: dict[str, Any], headers: dict[bytes, bytes]
+) -> str | None:
+    """Returns the reason that a turn is not trained on, or None; the header overrides the model name."""
+    value = headers.get(TRAIN_HEADER)
+    if value is not None:
+        if value.lower() not in (b"yes", b"no"):
             name = TRAIN_HEADER.decode()
-            raise ApiError(f"{name}: {told.decode('latin-1')!r} is neither yes nor no"[:300], param=name)
-        return f"header {TRAIN_HEADER.decode()}: no" if told.lower() == b"no" else None
+            raise ApiError(f"{name}: {value.decode('latin-1')!r} is neither yes nor no"[:300], param=name)
+        return f"header {TRAIN_HEADER.decode()}: no" if value.lower() == b"no" else None
     model = payload.get("model")
     return f"model name {model!r}" if model in session.untrained_models else None
 
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:
-    """The session that the call's key opens; a path that names another one is refused alike."""
+    """Returns the session of a call's key. Raises ApiError, also if the path names another session."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
@@ -161,8 +166,10 @@ def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) ->
 
 
 def internal_error(session: GatewaySession | None, error: Exception) -> ApiError:
-    """A request on which the gateway itself failed: that is not the agent's fault."""
-    log.error("a request could not be read", exc_info=error)
+    """Returns the error for a failure of the gateway itself, which is not counted against the agent."""
+    log.error("internal error while handling a request", exc_info=error)
     if session is not None:
-        session.gave_up = f"the gateway failed on a request: {error!r}"
-    return ApiError(f"the gateway cannot make sense of this: {type(error).__name__}")
+        session.engine_error = f"internal gateway error: {error!r}"
+    return ApiError(
+        f"internal gateway error while handling the request ({type(error).__name__}); see the gateway log"
+    )

@@ -1,4 +1,4 @@
-"""The gateway's OpenAPI: FastAPI's for the control plane, and by hand what goes around FastAPI."""
+"""Describes the gateway in OpenAPI: FastAPI's document, extended by the routes that bypass FastAPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tidegate.gateway.http import schemas
 
 Schema = dict[str, Any]
 ADMIN, SESSION = "admin key", "session key"
-FINISHING: dict[int | str, dict[str, Any]] = {202: {"description": "It is still being rewarded: ask again"}}
+FINISHING: dict[int | str, dict[str, Any]] = {
+    202: {"description": "The reward is not ready: send the request again"}
+}
 
 
 class Msgpack(Response):
@@ -19,13 +21,13 @@ class Msgpack(Response):
 
 
 class Exposition(Response):
-    """Prometheus' text."""
+    """A response in Prometheus text format."""
 
     media_type = "text/plain; version=0.0.4"
 
 
 def describe(app: FastAPI) -> Schema:
-    """The whole document."""
+    """Returns the complete OpenAPI document."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for unused in ("HTTPValidationError", "ValidationError"):
         del document["components"]["schemas"][unused]
@@ -35,7 +37,7 @@ def describe(app: FastAPI) -> Schema:
     }
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _tell_errors(operation["responses"])
+            _set_errors(operation["responses"])
             operation["security"] = [{ADMIN: []}]
             if path in ("/health", "/ready"):
                 operation["security"] = []
@@ -46,8 +48,8 @@ def describe(app: FastAPI) -> Schema:
     return document
 
 
-def _tell_errors(responses: Schema) -> None:
-    """What FastAPI says of invalid bodies is not what the gateway answers."""
+def _set_errors(responses: Schema) -> None:
+    """Replaces FastAPI's description of error responses by the gateway's."""
     responses.pop("422", None)
     responses.update(_refusals(_CONTROL))
 
@@ -96,16 +98,16 @@ def _data_plane() -> dict[str, tuple[str, Schema]]:
         "/messages/count_tokens": (
             "post",
             {
-                "summary": "Messages: how many tokens a prompt has",
+                "summary": "Messages: count the tokens of a prompt",
                 "requestBody": _json_body(_object({**messages, "system": _TEXT}, "messages")),
-                "responses": {"200": _answer(counted), **_refusals(_ANTHROPIC)},
+                "responses": {"200": _response(counted), **_refusals(_ANTHROPIC)},
             },
         ),
         "/models": (
             "get",
             {
-                "summary": "The one model that is served",
-                "responses": {"200": _answer(_object({"data": {"type": "array"}})), **_refusals(_OPENAI)},
+                "summary": "The only served model",
+                "responses": {"200": _response(_object({"data": {"type": "array"}})), **_refusals(_OPENAI)},
             },
         ),
         "/models/{name}": (
@@ -113,19 +115,19 @@ def _data_plane() -> dict[str, tuple[str, Schema]]:
             {
                 "summary": "The model of that name",
                 "parameters": [{"name": "name", "in": "path", "required": True, "schema": _TEXT}],
-                "responses": {"200": _answer(_object({"id": _TEXT})), **_refusals(_OPENAI)},
+                "responses": {"200": _response(_object({"id": _TEXT})), **_refusals(_OPENAI)},
             },
         ),
     }
 
 
-def _turn(summary: str, body: Schema, reply: Schema, refused: Schema) -> tuple[str, Schema]:
-    """An operation that makes a turn, whole or as events."""
+def _turn(summary: str, body: Schema, reply: Schema, error: Schema) -> tuple[str, Schema]:
+    """Describes an operation that returns a turn, as JSON or as server-sent events."""
     content = {"application/json": {"schema": reply}, "text/event-stream": {}}
     return "post", {
         "summary": summary,
         "requestBody": _json_body(body),
-        "responses": {"200": {"description": "The reply", "content": content}, **_refusals(refused)},
+        "responses": {"200": {"description": "The reply", "content": content}, **_refusals(error)},
     }
 
 
@@ -133,16 +135,16 @@ def _json_body(schema: Schema) -> Schema:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-def _answer(schema: Schema) -> Schema:
-    return {"description": "The answer", "content": {"application/json": {"schema": schema}}}
+def _response(schema: Schema) -> Schema:
+    return {"description": "The response", "content": {"application/json": {"schema": schema}}}
 
 
 def _refusals(schema: Schema) -> Schema:
-    return {code: _answer(schema) for code in ("4XX", "5XX")}
+    return {code: _response(schema) for code in ("4XX", "5XX")}
 
 
 def _object(properties: Schema, *required: str) -> Schema:
-    """An object with these properties, all of them required unless some are named."""
+    """Returns an object schema; all properties are required unless some are named."""
     return {"type": "object", "properties": properties, "required": list(required or properties)}
 
 

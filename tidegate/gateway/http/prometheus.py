@@ -1,4 +1,4 @@
-"""A gateway's counters in Prometheus' text format."""
+"""Formats a gateway's counters as Prometheus text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancell
 
 
 def exposition(gateway: Gateway) -> str:
-    """Everything a gateway counts."""
+    """Returns all metrics of a gateway."""
     return prometheus(PREFIX, [*_turns(gateway), *_sessions(gateway), *_engines(gateway)])
 
 
@@ -48,8 +48,8 @@ def _sessions(gateway: Gateway) -> list[Family]:
     states = Counter(session.state for session in gateway.sessions.all())
     groups = Counter(row["state"] for row in group_rows(gateway.sessions, gateway.groups))
     acked: Counter[str] = Counter()
-    for outcome, number in gateway.groups.acked.items():  # any text, as the trainer gave it
-        acked[outcome if outcome in _ACKS else "other"] += number
+    for outcome, count in gateway.groups.acked.items():  # any text: bound the number of labels
+        acked[outcome if outcome in _ACKS else "other"] += count
     return [
         ("outcomes_total", "counter", gateway.metrics.outcomes, "outcome"),
         ("sessions", "gauge", states, "state"),
@@ -64,10 +64,10 @@ def _engines(gateway: Gateway) -> list[Family]:
     pool = gateway.pool
     engines = pool.engines()
     return [
-        ("engines", "gauge", Counter(one.state for one in engines), "state"),
-        ("engine_healthy", "gauge", {one.url: int(one.healthy) for one in engines}, "engine"),
-        ("engine_calls", "gauge", {one.url: one.busy for one in engines}, "engine"),
-        ("engine_limit", "gauge", {one.url: one.limit for one in engines}, "engine"),
+        ("engines", "gauge", Counter(engine.state for engine in engines), "state"),
+        ("engine_healthy", "gauge", {engine.url: int(engine.healthy) for engine in engines}, "engine"),
+        ("engine_calls", "gauge", {engine.url: engine.busy for engine in engines}, "engine"),
+        ("engine_limit", "gauge", {engine.url: engine.limit for engine in engines}, "engine"),
         ("waiting_calls", "gauge", pool.waiting, ""),
         ("engine_errors_total", "counter", pool.errors, ""),
         ("continued_calls_total", "counter", pool.continued, ""),

@@ -1,4 +1,4 @@
-"""One request of the data plane on its way to its answer, whole or streamed, in whatever dialect."""
+"""Writes the response to one data-plane request, as one body or as a stream, in its dialect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_RETRY = (b"x-should-retry", b"false")
 
 
 class ResponseWriter:
-    """Sends what its calls give; a client that leaves before the end abandons or closes them."""
+    """Sends the results of a request's calls; an early disconnect abandons or closes them."""
 
     def __init__(
         self,
@@ -41,48 +41,51 @@ class ResponseWriter:
         self._turns = turns
         self._metrics = metrics
         self._model = model
-        self._bell = asyncio.Event()
-        self._silent = False
+        self._updated = asyncio.Event()
+        self._idle = False
 
     async def run(self, receive: Receive, send: Send) -> None:
         for call in self._calls:
-            call.bells.add(self._bell)
-        gone = asyncio.ensure_future(receive())  # the request is read: what comes now is a disconnect
-        gone.add_done_callback(lambda _: self._bell.set())
+            call.listeners.add(self._updated)
+        disconnected = asyncio.ensure_future(receive())  # after the request, the only message is a disconnect
+        disconnected.add_done_callback(lambda _: self._updated.set())
         delivered = False
         try:
-            answer = self._stream if self._request.stream else self._whole
-            delivered = await answer(gone, send)
+            send_reply = self._send_stream if self._request.stream else self._send_body
+            delivered = await send_reply(disconnected, send)
         finally:
             for call in self._calls:
-                call.bells.discard(self._bell)
+                call.listeners.discard(self._updated)
                 if not delivered:
-                    self._turns.abandon(self._session, call, closed=gone.done())
-            gone.cancel()
+                    self._turns.abandon(self._session, call, closed=disconnected.done())
+            disconnected.cancel()
 
-    async def _whole(self, gone: asyncio.Future[Any], send: Send) -> bool:
-        """Whether the reply went out."""
-        while (refusal := self._refusal()) is None and not (self._done() or gone.done()):
-            await self._news()
+    async def _send_body(self, disconnected: asyncio.Future[Any], send: Send) -> bool:
+        """Sends one body; returns whether the reply was delivered."""
+        while (refusal := self._refusal()) is None and not (self._done() or disconnected.done()):
+            await self._wait_for_update()
         if refusal is not None:
             self._session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, self._metrics)
             return False
-        if gone.done():
+        if disconnected.done():
             return False
-        body = self._request.whole(self._calls, self._model)
+        body = self._request.body(self._calls, self._model)
         self._deliver()
         await respond(send, 200, body)
         self._sent()
         return True
 
-    async def _stream(self, gone: asyncio.Future[Any], send: Send) -> bool:
-        """Server-sent events. The status waits for the first token, so that a refusal can have its own;
-        but not for longer than a client may wait for a sign of life."""
+    async def _send_stream(self, disconnected: asyncio.Future[Any], send: Send) -> bool:
+        """Sends server-sent events; returns whether the complete reply was delivered.
+
+        The status is sent with the first token, so that an error before it has its own status, but no later
+        than the first keep-alive.
+        """
         events = self._request.events(self._calls, self._model)
-        sent = [0] * len(self._calls)
+        sent_parts = [0] * len(self._calls)
         started, data = False, b""
-        timer = _Repeated(KEEP_ALIVE_S, self._grew_silent)
+        timer = _IdleTimer(KEEP_ALIVE_S, self._on_idle)
         try:
             while True:
                 done, refusal = self._done(), self._refusal()
@@ -91,61 +94,61 @@ class ResponseWriter:
                 if refusal is not None and not started:
                     await refuse(send, self._dialect, refusal, self._metrics)
                     return False
-                if not started and (done or self._silent or any(call.reader.parts for call in self._calls)):
+                if not started and (done or self._idle or any(call.reader.parts for call in self._calls)):
                     started, data = True, events.start()
                     await send(_start(200, _EVENTS, [(b"cache-control", b"no-cache")]))
-                    continue  # what was true before that may not be true any more
+                    continue  # the state may have changed while sending
                 for choice, call in enumerate(self._calls):
-                    parts = call.reader.parts[sent[choice] :]
+                    parts = call.reader.parts[sent_parts[choice] :]
                     data += b"".join([events.part(choice, part) for part in parts])
-                    sent[choice] += len(parts)
+                    sent_parts[choice] += len(parts)
                 if refusal is not None:
                     count(self._metrics, refusal)
                     await send({"type": "http.response.body", "body": data + events.error(refusal)})
                     return False
-                if gone.done():
+                if disconnected.done():
                     return False
                 if done:
                     self._deliver()
                     await send({"type": "http.response.body", "body": data + events.end()})
                     self._sent()
                     return True
-                if self._silent and not data:
+                if self._idle and not data:
                     data = events.ping
                 if data:
-                    self._silent = False
+                    self._idle = False
                     timer.restart()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data = b""
-                    for call, parts_sent in zip(self._calls, sent, strict=True):
-                        call.given = max(call.given, parts_sent)
-                await self._news()
+                    for call, parts_sent in zip(self._calls, sent_parts, strict=True):
+                        call.delivered_parts = max(call.delivered_parts, parts_sent)
+                await self._wait_for_update()
         finally:
             timer.cancel()
 
-    async def _news(self) -> None:
-        """Until there are more parts, a call is done, the client is gone, or it was silent for long."""
-        await self._bell.wait()
-        self._bell.clear()
+    async def _wait_for_update(self) -> None:
+        """Waits for more parts, the end of a call, a disconnect or the keep-alive interval."""
+        await self._updated.wait()
+        self._updated.clear()
 
-    def _grew_silent(self) -> None:
-        self._silent = True
-        self._bell.set()
+    def _on_idle(self) -> None:
+        self._idle = True
+        self._updated.set()
 
     def _done(self) -> bool:
         return all(call.done for call in self._calls)
 
     def _refusal(self) -> ApiError | None:
-        """The first refusal among the calls: one that fails fails them all."""
+        """Returns the first error among the calls: if one fails, all do."""
         for call in self._calls:
             if call.refusal is not None:
                 return call.refusal
         closed = self._session.closed
         if closed is None or not self._done():
             return None
-        # The session ended between the reply and its delivery: what is recorded must not change any more.
-        taken = all(call.node is not None and call.node.turn.delivered for call in self._calls)
-        return None if taken else session_closed(closed)
+        # The session ended between reply and delivery: its record must not change any more.
+        all_delivered = all(call.node is not None and call.node.turn.delivered for call in self._calls)
+        return None if all_delivered else session_closed(closed)
 
     def _deliver(self) -> None:
         for call in self._calls:
@@ -153,11 +156,11 @@ class ResponseWriter:
 
     def _sent(self) -> None:
         for call in self._calls:
-            self._turns.sent(self._session, call)
+            self._turns.on_sent(self._session, call)
 
 
-class _Repeated:
-    """Calls back whenever nothing restarted it for `seconds`."""
+class _IdleTimer:
+    """Calls `callback` whenever `seconds` pass without a restart."""
 
     def __init__(self, seconds: float, callback: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -167,7 +170,7 @@ class _Repeated:
         self._handle = self._loop.call_at(self._due, self._fire)
 
     def restart(self) -> None:
-        """Cheap, for it runs once a token: the timer itself is left as it is until it fires."""
+        """Runs once per token, so it only moves the due time; the timer is rescheduled when it fires."""
         self._due = self._loop.time() + self._seconds
 
     def cancel(self) -> None:
@@ -185,7 +188,7 @@ def count(metrics: GatewayMetrics, refusal: ApiError) -> None:
 
 
 async def refuse(send: Send, dialect: Dialect, refusal: ApiError, metrics: GatewayMetrics) -> None:
-    """Answer with a refusal, in the dialect's own shape."""
+    """Sends an error in the dialect's format."""
     count(metrics, refusal)
     headers = [] if refusal.retryable else [_NO_RETRY]
     await respond(send, refusal.status, dialect.error(refusal), headers)

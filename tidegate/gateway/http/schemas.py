@@ -1,4 +1,4 @@
-"""Bodies of the control plane."""
+"""Defines the control plane's request bodies and the rows of its responses."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class OpenSession(Body):
     untrained_models: list[str] = []
     """Model names whose calls are recorded and not trained on."""
     trainer_epoch: Epoch | None = None
-    """Of a session that ends `cancelled` when a newer trainer comes."""
+    """Epoch of the calling trainer; a newer trainer cancels the session."""
 
     def arguments(self) -> dict[str, Any]:
-        told = dict(self)
-        epoch = told.pop("trainer_epoch")
+        fields = dict(self)
+        epoch = fields.pop("trainer_epoch")
         return {
-            **told,
+            **fields,
             "epoch": epoch,
             "task": None if self.task is None else Task(**dict(self.task)),
             "sampling": Sampling(**dict(self.sampling)),
@@ -82,24 +82,24 @@ class Finish(Body):
     output: str | None = None
     outcome: Outcome | None = None
     reward: Any = None
-    """Checked later: what is no finite number ends the session as `reward_error`."""
+    """Any value: one that is not a finite number ends the session as `reward_error`."""
     metrics: dict[str, Any] = {}
     error: str | None = None
     trainer_epoch: Epoch | None = None
-    """Of a trainer that may have been replaced."""
+    """Epoch of the calling trainer."""
     wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
-    """The answer comes after so long, rewarded or not (202: ask again). None: once it is rewarded."""
+    """Seconds after which the response is 202, if the reward is not ready yet; None: no limit."""
 
     def arguments(self) -> dict[str, Any]:
-        told = dict(self)
-        epoch = told.pop("trainer_epoch")
+        fields = dict(self)
+        epoch = fields.pop("trainer_epoch")
         metrics = {
             storable(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
         return {
-            **told,
+            **fields,
             "epoch": epoch,
             "metrics": metrics,
             "output": None if self.output is None else storable(self.output),
@@ -122,7 +122,7 @@ class Lease(Body):
     max: Annotated[int, Field(ge=0)] = 1
     wait_s: Annotated[float, Field(ge=0, le=600)] = 0.0
     key: str = ""
-    """The same in a request that is sent again: it gets the groups that the first one was given."""
+    """A repeated request with the same key gets the groups of the first one."""
 
 
 class WaitReady(Body):
@@ -141,16 +141,16 @@ class Ack(Body):
 
 
 def engine_address(text: str) -> str:
-    """An engine's URL; one that no call can be sent to is found out here, and not by a probe."""
+    """Validates an engine's URL, so that a wrong one is refused before a probe fails."""
     try:
         url = URL(text)
-        able = (
+        valid = (
             url.scheme in ("http", "https") and bool((url.raw_host or "").encode("idna")) and bool(url.port)
         )
     except ValueError as error:
-        raise ValueError(f"no URL: {error}") from None
-    if not able or url.raw_user is not None or url.raw_query_string or url.raw_fragment:
-        raise ValueError("an engine's URL is http(s)://host:port, without a user, a query or a fragment")
+        raise ValueError(f"invalid URL: {error}") from None
+    if not valid or url.raw_user is not None or url.raw_query_string or url.raw_fragment:
+        raise ValueError("an engine's URL must be http(s)://host:port, without a user, a query or a fragment")
     return text
 
 
@@ -163,10 +163,10 @@ class EngineUrl(Body):
 
 class AddEngine(EngineUrl):
     control: list[Url] = []
-    """The engines behind a router, which take the control calls that it does not pass on."""
+    """Addresses of the engines behind a router, for control calls that it does not forward."""
     admitted: bool | None = None
-    """A trainer's word: whether it is at the live version and serves. None: it waits for that, where a
-    trainer leads the gateway."""
+    """Set by a trainer: whether the engine has the live version and receives calls. None: the engine waits
+    for the trainer, if one manages the gateway."""
 
 
 class AdmitEngine(EngineUrl):
@@ -174,12 +174,12 @@ class AdmitEngine(EngineUrl):
 
 
 def storable(text: str) -> str:
-    """Text with question marks for lone surrogates: JSON can carry them, no encoding can."""
+    """Replaces lone surrogates, which JSON permits but UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
 def session_row(session: GatewaySession) -> dict[str, Any]:
-    """A session as the control plane shows it: no key, no answer."""
+    """Returns a session's public fields, without its key and its task's answer."""
     return {
         "session_id": session.id,
         "state": session.state,
@@ -197,12 +197,12 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
 
 
 def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any]]:
-    """All groups: those that are not sealed yet, then the others in the order of sealing."""
+    """Returns all groups: unsealed ones, then sealed ones in the order of sealing."""
     rows = []
     for group_id, members in sessions.groups().items():
         if groups.get(group_id) is None:
-            known = [version for one in members if (version := one.oldest_version()) is not None]
-            rows.append(_group_row(group_id, "live", min(known, default=None), [m.id for m in members]))
+            versions = [version for session in members if (version := session.oldest_version()) is not None]
+            rows.append(_group_row(group_id, "live", min(versions, default=None), [m.id for m in members]))
     for entry in groups.entries():
         ids = [trajectory.session_id for trajectory in entry.group.trajectories]
         rows.append(_group_row(entry.group.id, entry.state, entry.group.oldest_version(), ids))
@@ -214,7 +214,7 @@ def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str
 
 
 def explain(errors: list[Any]) -> str:
-    """Pydantic's findings as one sentence each."""
+    """Formats Pydantic's errors as one line."""
     return "; ".join(
-        f"{'.'.join(str(part) for part in one['loc']) or 'body'}: {one['msg']}" for one in errors
+        f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}" for error in errors
     )

@@ -80,7 +80,7 @@ def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> Gate
     session = layout.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
     if ending is None:
         _doubt(nodes)
-        session.interrupted = INTERRUPTED
+        session.restart_reason = INTERRUPTED
     else:
         nodes += [layout.lost_turn(missing) for missing in range(len(nodes), len(delivered))]
         for node, went_out in zip(nodes, delivered, strict=True):
@@ -89,7 +89,7 @@ def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> Gate
         session.closed = "it was finished"
     session.tree = TurnTree.restored(nodes)
     for node in nodes:
-        session.calls.remember(node)
+        session.calls.add_recorded(node)
     if session.ending is not None and result is not None:
         session.trajectory = trajectory_of(session, session.ending)
         layout.restore_result(result, session.trajectory)
@@ -104,7 +104,7 @@ def _doubt(nodes: list[TurnNode]) -> None:
             nodes[node.turn.parent].turn.delivered = True
     for node in nodes:
         closed = node.turn.finish_reason == CLIENT_CLOSED
-        node.in_doubt = not node.turn.delivered and bool(node.key) and not closed
+        node.delivery_unknown = not node.turn.delivered and bool(node.reply_hash) and not closed
 
 
 def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]) -> list[StoredGroup]:

@@ -70,7 +70,8 @@ def turn_row(number: int, node: TurnNode) -> tuple[Any, ...]:
     return (
         turn_id(number, turn.index), turn.parent,
         request.id, request.digest, request.idempotency_key, request.ordinal,
-        node.root, node.asked, node.key, orjson.dumps(node.said), orjson.dumps(node.reply),
+        node.tools_hash, node.history_hash, node.reply_hash,
+        orjson.dumps(node.new_messages), orjson.dumps(node.reply),
         _bytes(turn.delta_ids, "<i4"), _bytes(turn.output_ids, "<i4"), _bytes(turn.logprobs, "<f4"),
         msgpack.packb(turn.version_spans), turn.finish_reason, turn.temperature, turn.kv_version,
         turn.cached_tokens, None if turn.output_mask is None else turn.output_mask.tobytes(),
@@ -160,7 +161,7 @@ def ending_row(ending: SessionResult, at: float) -> str:
             "error": ending.error,
             "at": at,
             "output": ending.output,
-            "claimed": ending.claimed,
+            "claimed": ending.agent_reward,
             "metrics": ending.metrics,
         }
     )
@@ -170,7 +171,7 @@ def read_ending(told: str, loop_offset: float) -> SessionResult:
     fields = json.loads(told)
     fields["outcome"] = Outcome(fields["outcome"])
     fields["at"] += loop_offset
-    return SessionResult(**fields)
+    return SessionResult(agent_reward=fields.pop("claimed"), **fields)
 
 
 _RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds")

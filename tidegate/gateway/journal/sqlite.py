@@ -112,7 +112,7 @@ class DiskJournal(Journal):
         delivered = bytes(node.turn.delivered for node in session.tree.nodes)
         told = layout.ending_row(session.ending, _wall(session.ending.at))
         update = "UPDATE sessions SET ending = ?, delivered = ? WHERE number = ?"
-        late = [layout.turn_row(session.number, node) for node in session.unwritten.values()]
+        late = [layout.turn_row(session.number, node) for node in session.unpersisted.values()]
         await self._writer.write(
             "closing", (layout.INSERT_TURN, late), (update, [(told, delivered, session.number)])
         )

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.nesting import MOST_LEVELS, too_deep
+from tidegate.gateway.nesting import MAX_LEVELS, too_deep
 from tidegate.types import Message
 
 _ROLES = {
@@ -80,7 +80,7 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
     arguments = read_arguments(function.get("arguments"))
     if too_deep(arguments):
         raise ApiError(
-            f"{where}: the arguments of {function['name']!r} are nested more than {MOST_LEVELS} levels deep; "
+            f"{where}: the arguments of {function['name']!r} are nested more than {MAX_LEVELS} levels deep; "
             "send flatter ones"[:300],
             param="messages",
         )

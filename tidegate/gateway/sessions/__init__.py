@@ -1,1 +1,1 @@
-"""What is known of one agent's run."""
+"""Sessions: the gateway's record of each agent's run."""

@@ -1,4 +1,4 @@
-"""Why a request is a branch: the reason that its turn records."""
+"""Determines the reason that a turn records for being a branch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from tidegate.gateway.sessions.history import RequestHistory
 
 
 def branch_reason(
-    line: RequestHistory, earlier: Sequence[RequestHistory], parent: int | None, start: int, newest: int
+    history: RequestHistory, earlier: Sequence[RequestHistory], parent: int | None, start: int, newest: int
 ) -> str:
-    """Names the first difference from the earlier request that `line` resembles most.
+    """Names the first difference from the earlier request with which `history` shares most messages.
 
-    `line` extends turn `parent` by its messages from `start` on; `newest` is the newest turn, and another
-    one. `earlier` has the newest request first.
+    `history` extends turn `parent`, which is not the newest turn `newest`, by its messages from `start` on.
+    `earlier` is ordered from newest to oldest.
     """
-    alike = [one for one in earlier if one.root == line.root and one.keys != line.keys]
-    if not alike:
+    same_tools = [
+        other
+        for other in earlier
+        if other.tools_hash == history.tools_hash and other.hashes != history.hashes
+    ]
+    if not same_tools:
         return f"tools: they or the template's options differ from those of turn {newest}"
-    near = max(alike, key=line.agreement)
-    whose = "the last" if near is earlier[0] else "an earlier"
-    at = line.agreement(near)
-    if at == len(line.keys):
-        return f"rewound: {at} messages, {whose} request had {len(near.keys)}"
-    changed = f"edited: message {at} ({line.messages[at].get('role')})"
-    if at < len(near.keys) and near is earlier[0]:
+    nearest = max(same_tools, key=history.common_length)
+    whose = "the last" if nearest is earlier[0] else "an earlier"
+    common = history.common_length(nearest)
+    if common == len(history.hashes):
+        return f"rewound: {common} messages, {whose} request had {len(nearest.hashes)}"
+    changed = f"edited: message {common} ({history.messages[common].get('role')})"
+    if common < len(nearest.hashes) and nearest is earlier[0]:
         return f"{changed} differs from {whose} request's"
-    if parent is not None and all(message["role"] != "assistant" for message in line.messages[start:]):
+    if parent is not None and all(message["role"] != "assistant" for message in history.messages[start:]):
         return f"older: turn {parent} is continued, the newest is turn {newest}"
-    if at < len(near.keys):
+    if common < len(nearest.hashes):
         return f"{changed} differs from {whose} request's"
     return f"{changed} is not the recorded reply"

@@ -1,7 +1,7 @@
-"""A call: one request for a reply, its generation, and whether the reply reached the client.
+"""Tracks calls: the request for a reply, its generation and its delivery.
 
-The generation runs in a task of its own, so that an SDK's retry can join it. It is cancelled, and
-aborted on the engine, as soon as nobody listens.
+A generation runs in its own task, so that an SDK's retry can join it. It is cancelled, and aborted on the
+engine, when its last listener disconnects.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
 
 @dataclass(eq=False, slots=True)
 class PendingTurn:
-    """One request on its way to becoming a turn."""
+    """A request whose turn is not recorded yet."""
 
     digest: bytes
-    place: Attachment
+    attachment: Attachment
     delta: Ids
-    said: list[Message]
-    order: GenerateRequest
+    new_messages: list[Message]
+    engine_request: GenerateRequest
     reader: ReplyReader
     branch: str | None = None
     exempt: str | None = None
     structured: str | None = None
     idempotency_key: str | None = None
     ordinal: int = 0
-    """How many calls of its session had begun before it."""
+    """Number of calls that the session had started before it."""
     id: str = field(default_factory=unique_name)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
@@ -47,47 +47,51 @@ class PendingTurn:
     node: TurnNode | None = None
     refusal: ApiError | None = None
     cached_tokens: int = 0
-    reread: Callable[[], ReplyReader] | None = None
-    """Makes a reader of this reply from its beginning."""
-    given: int = 0
-    """How many of the reader's parts were sent to a client that was there."""
-    bells: set[asyncio.Event] = field(default_factory=set)
-    """Of those who listen: set when there are more parts, or when the call is done."""
+    new_reader: Callable[[], ReplyReader] | None = None
+    """Creates a reader of this reply from its beginning."""
+    delivered_parts: int = 0
+    """Number of the reader's parts that were sent to a connected client."""
+    listeners: set[asyncio.Event] = field(default_factory=set)
+    """Events of the responses that wait for it: set when parts arrive and when the call is done."""
 
     @property
     def done(self) -> bool:
         return self.node is not None or self.refusal is not None
 
     def on_ids(self, ids: list[int]) -> None:
-        """All ids so far, as a stream brings them."""
+        """Passes on all ids so far, as an engine's stream reports them."""
         fresh = ids[self.reader.seen :]
         if fresh:
             self.reader.push(fresh)
-            self.wake()
+            self.notify()
 
-    def wake(self) -> None:
-        for bell in self.bells:
-            bell.set()
+    def notify(self) -> None:
+        for listener in self.listeners:
+            listener.set()
 
     def delivered_ids(self, ids: Sequence[int]) -> int:
-        """Forget the parts that were not sent; returns how many ids the others are made of."""
+        """Discards the parts that were not sent; returns the number of ids of the sent ones."""
         reader = self.reader
-        reader.keep(self.given)
+        reader.keep(self.delivered_parts)
         last = max(reader.ends, default=0)
-        if self.reread is None or not last:
+        if self.new_reader is None or not last:
             return last
         first = max((end for end in reader.ends if end < last), default=0)
-        return read_through(self.reread, ids[:last], reader.message(), first) or last
+        return read_through(self.new_reader, ids[:last], reader.message(), first) or last
 
-    def quoted_by(self, ask: TurnRequest) -> bool:
-        """Whether a request has the beginning of this reply in its history, while it is still streamed."""
-        if ask.prompt is not None:
-            before = self.order.prompt.tolist() if isinstance(ask.prompt, list) else self.said[-1]["content"]
-            return ask.prompt[: len(before)] == before and len(ask.prompt) > len(before)
-        at = self.place.start + len(self.said)
-        if len(ask.messages) <= at or ask.messages[at - 1] != self.said[-1]:
+    def quoted_by(self, request: TurnRequest) -> bool:
+        """Returns whether a request quotes the beginning of this reply, which is still streaming."""
+        if request.prompt is not None:
+            before = (
+                self.engine_request.prompt.tolist()
+                if isinstance(request.prompt, list)
+                else self.new_messages[-1]["content"]
+            )
+            return request.prompt[: len(before)] == before and len(request.prompt) > len(before)
+        at = self.attachment.start + len(self.new_messages)
+        if len(request.messages) <= at or request.messages[at - 1] != self.new_messages[-1]:
             return False
-        message = ask.messages[at]
+        message = request.messages[at]
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return False
         return begins_with(self.reader.message(), message)
@@ -96,130 +100,140 @@ class PendingTurn:
     def request(self) -> TurnRequestInfo:
         return TurnRequestInfo(self.id, self.digest, self.idempotency_key, self.ordinal)
 
-    def turn(self, sampled: GenerateResult) -> Turn:
-        """The turn that the sampled tokens make; undelivered as yet."""
+    def turn(self, result: GenerateResult) -> Turn:
+        """Builds the undelivered turn of a generation."""
         return Turn(
             index=-1,
-            parent=self.place.parent,
+            parent=self.attachment.parent,
             delta_ids=self.delta,
-            output_ids=np.asarray(sampled.ids, dtype=np.int32),
-            logprobs=np.asarray(sampled.logprobs, dtype=np.float32),
-            version_spans=tuple(sampled.spans),
-            finish_reason=sampled.finish,
-            temperature=float(self.order.params["temperature"]),
+            output_ids=np.asarray(result.ids, dtype=np.int32),
+            logprobs=np.asarray(result.logprobs, dtype=np.float32),
+            version_spans=tuple(result.spans),
+            finish_reason=result.finish,
+            temperature=float(self.engine_request.params["temperature"]),
             delivered=False,
-            kv_version=sampled.kv_version,
-            cached_tokens=sampled.cached_tokens,
+            kv_version=result.kv_version,
+            cached_tokens=result.cached_tokens,
             branch=self.branch,
             started=self.started,
             seconds=time.time() - self.started,
             parse=self.reader.status,
             exempt=self.exempt,
             structured=self.structured,
-            output_mask=trainable_tokens(sampled) if self.structured == "grammar" else None,
+            output_mask=trainable_tokens(result) if self.structured == "grammar" else None,
         )
 
 
 class PendingTurns:
-    """The calls of one session that are under way or may be asked for again."""
+    """The calls of one session that are running or may be retried."""
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.started_calls = 0
         self.live: set[PendingTurn] = set()
-        self._by_key: dict[str, PendingTurn | TurnNode] = {}
+        self._by_idempotency_key: dict[str, PendingTurn | TurnNode] = {}
         self._undelivered: list[PendingTurn] = []
         self._recorded: list[TurnNode] = []
         self._delivered: dict[bytes, TurnNode] = {}
-        """The newest delivered turn of each digest: a retry shows that its reply was lost on the way."""
+        """Newest delivered turn of each digest; a retry shows that its reply was lost in transit."""
         self._abandoned: Counter[bytes] = Counter()
 
     def add(self, call: PendingTurn) -> None:
-        self.begun += 1
+        self.started_calls += 1
         self.live.add(call)
         self._undelivered.append(call)
         if call.idempotency_key is not None:
-            self._by_key[call.idempotency_key] = call
+            self._by_idempotency_key[call.idempotency_key] = call
 
-    def remember(self, node: TurnNode) -> None:
-        """A turn without a call, recorded by a gateway that was killed, or kept back: it may be asked for."""
-        self.begun = max(self.begun, node.request.ordinal + 1)
+    def add_recorded(self, node: TurnNode) -> None:
+        """Adds a recorded turn that has no call, after a restart or a failed write, for retries to find."""
+        self.started_calls = max(self.started_calls, node.request.ordinal + 1)
         if node.turn.delivered:
             self._delivered[node.request.digest] = node
         elif node not in self._recorded and node.turn.finish_reason != CLIENT_CLOSED:
             self._recorded.append(node)
         if node.request.idempotency_key is not None:
-            self._by_key[node.request.idempotency_key] = node
+            self._by_idempotency_key[node.request.idempotency_key] = node
 
-    def retried(
+    def find_repeated(
         self, digest: bytes, idempotency_key: str | None, retry: bool
     ) -> PendingTurn | TurnNode | None:
-        """The call, or the recorded turn, that this request repeats, if it repeats one.
+        """Returns the call or the recorded turn that a request repeats, or None for a new request.
 
-        Raises Refusal where an idempotency key comes back with another body.
+        Raises ApiError if an idempotency key is reused with another body.
         """
-        if idempotency_key is not None and (known := self._by_key.get(idempotency_key)) is not None:
-            if (known.digest if isinstance(known, PendingTurn) else known.request.digest) != digest:
-                raise ApiError("this Idempotency-Key came with another body before", param="Idempotency-Key")
-            if isinstance(known, PendingTurn) and (known.refusal is not None or known.order.closed):
+        if (
+            idempotency_key is not None
+            and (earlier := self._by_idempotency_key.get(idempotency_key)) is not None
+        ):
+            if (earlier.digest if isinstance(earlier, PendingTurn) else earlier.request.digest) != digest:
+                raise ApiError(
+                    "Idempotency-Key: it was sent with another body before; use a new key",
+                    param="Idempotency-Key",
+                )
+            if isinstance(earlier, PendingTurn) and (
+                earlier.refusal is not None or earlier.engine_request.closed
+            ):
                 return None
-            return known
+            return earlier
         if not retry:
             return None
-        alike = [one for one in self._undelivered if one.digest == digest]
-        unheard = next((one for one in alike if not one.bells), None)
-        if unheard is None and self._abandoned[digest] > 0:
-            self._abandoned[digest] -= 1  # that one is what is retried; it has no reply to give
+        repeated = [call for call in self._undelivered if call.digest == digest]
+        without_listener = next((call for call in repeated if not call.listeners), None)
+        if without_listener is None and self._abandoned[digest] > 0:
+            self._abandoned[digest] -= 1  # the retry repeats an abandoned call, which has no reply
             return None
-        # Else it is under way for a client whose going was not noticed yet.
-        return unheard or next(iter(alike), None) or self._recalled(digest, idempotency_key)
+        # Otherwise it is running for a client whose disconnect was not noticed yet.
+        return without_listener or next(iter(repeated), None) or self._find_recorded(digest, idempotency_key)
 
-    def _recalled(self, digest: bytes, idempotency_key: str | None) -> TurnNode | None:
-        """The recorded turn whose reply the retry did not get; None where its client has the reply."""
+    def _find_recorded(self, digest: bytes, idempotency_key: str | None) -> TurnNode | None:
+        """Returns the recorded turn whose reply a retry missed; None if the client has the reply."""
         self._recorded = [node for node in self._recorded if not node.turn.delivered]
-        if kept := next((node for node in self._recorded if node.request.digest == digest), None):
-            return kept
+        if node := next((node for node in self._recorded if node.request.digest == digest), None):
+            return node
         node = self._delivered.get(digest)
         if node is None or node.quoted or node.request.idempotency_key != idempotency_key:
             return None
         return node
 
-    def settle(self, call: PendingTurn) -> None:
-        """Its generation ended. What failed or was abandoned cannot be asked for again."""
+    def on_done(self, call: PendingTurn) -> None:
+        """Handles the end of a generation; failed and abandoned calls cannot be retried."""
         self.live.discard(call)
-        call.order.prompt = call.order.prompt[:0].copy()  # what is kept for a retry is the reply
+        call.engine_request.prompt = call.engine_request.prompt[
+            :0
+        ].copy()  # frees the prompt; a retry needs only the reply
         if call.node is None:
             self._forget(call)
 
-    def abandoned(self, call: PendingTurn) -> None:
-        """Its last listener left before there was a reply."""
+    def on_abandoned(self, call: PendingTurn) -> None:
+        """Handles a call whose last listener disconnected before the reply."""
         self._abandoned[call.digest] += 1
         self._forget(call)
 
-    def delivered(self, call: PendingTurn) -> None:
-        """A retry, or its Idempotency-Key again, still gets this turn, for which the record is enough."""
+    def on_delivered(self, call: PendingTurn) -> None:
+        """Replaces a delivered call by its recorded turn, which a retry may still get."""
         self._forget(call)
         assert call.node is not None, "only a recorded turn is delivered"
         self._delivered[call.digest] = call.node
         if call.idempotency_key is not None:
-            self._by_key[call.idempotency_key] = call.node
+            self._by_idempotency_key[call.idempotency_key] = call.node
 
-    def closed(self, call: PendingTurn) -> None:
-        """Its last listener left with a part of the reply."""
+    def on_closed(self, call: PendingTurn) -> None:
+        """Handles a call whose last listener disconnected after a part of the reply."""
         self._forget(call)
 
-    def superseded(self, node: TurnNode) -> None:
-        """Its client asked again, and did not get what was delivered of it."""
+    def on_superseded(self, node: TurnNode) -> None:
+        """Handles the retry of a partly delivered reply: the turn is not returned again."""
         self._delivered.pop(node.request.digest, None)
         if node.request.idempotency_key is not None:
-            self._by_key.pop(node.request.idempotency_key, None)
+            self._by_idempotency_key.pop(node.request.idempotency_key, None)
 
     def _forget(self, call: PendingTurn) -> None:
         if call in self._undelivered:
             self._undelivered.remove(call)
 
-    def cancel(self, why: ApiError) -> None:
-        """End every generation under way; who listens is told why."""
+    def cancel_all(self, error: ApiError) -> None:
+        """Cancels every running generation; listeners get `error`."""
         for call in list(self.live):
-            call.refusal = call.refusal or why
+            call.refusal = call.refusal or error
             if call.task is not None:
                 call.task.cancel()

@@ -1,8 +1,8 @@
-"""Lines: the newest requests of a session, so that a request is hashed only from where it is new.
+"""Caches the newest request histories of a session, so that only new messages are hashed.
 
-A conversation comes back with every request, longer by a turn. Several may go on side by side in one
-session (a main agent and its sub-agents), so several lines are kept; a request continues the one that it
-shares most with. Messages that requests share are held once.
+Every request repeats its conversation, one turn longer. A session may have several conversations in parallel
+(a main agent and its sub-agents), so several histories are kept; a request continues the one with which it
+shares most messages. Shared messages are stored once.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from typing import Any
 from tidegate.gateway.rendering.messages import chain, root_key, template_form
 from tidegate.types import Message
 
-MOST = 32
-"""Lines of one session; one more, and the one that was silent longest is hashed anew when it comes back."""
+MAX_HISTORIES = 32
+"""Histories kept for one session; a conversation that was evicted is hashed anew when it continues."""
 
 
 @dataclass(eq=False, slots=True)
 class RequestHistory:
-    """One request: `keys[i]` is the key of its history up to `messages[i]`."""
+    """One request; `hashes[i]` is the hash of its history up to `messages[i]`."""
 
-    root: bytes
+    tools_hash: bytes
     tools: Any = None
     options: Any = None
     messages: list[Message] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
 
     @property
-    def asked(self) -> bytes:
-        """The key of its whole history."""
-        return self.keys[-1] if self.keys else self.root
+    def history_hash(self) -> bytes:
+        """Hash of the complete history."""
+        return self.hashes[-1] if self.hashes else self.tools_hash
 
-    def agreement(self, other: RequestHistory) -> int:
-        """How many messages both begin with, by meaning."""
+    def common_length(self, other: RequestHistory) -> int:
+        """Returns the number of leading messages that both share, by meaning."""
         count = 0
-        for mine, theirs in zip(self.keys, other.keys, strict=False):
+        for mine, theirs in zip(self.hashes, other.hashes, strict=False):
             if mine != theirs:
                 break
             count += 1
         return count
 
-    def continue_as(self, start: int, recorded: Sequence[Message]) -> None:
-        """Take the keys of `recorded` for the messages from `start` on, which render alike."""
+    def adopt_recorded(self, start: int, recorded: Sequence[Message]) -> None:
+        """Replaces the hashes from `start` on by those of `recorded`, which renders to the same text."""
         for index in range(start, len(self.messages)):
             at = index - start
             message = recorded[at] if at < len(recorded) else self.messages[index]
-            key = self.keys[index - 1] if index else self.root
-            self.keys[index] = chain(key, template_form(message, index))
+            history_hash = self.hashes[index - 1] if index else self.tools_hash
+            self.hashes[index] = chain(history_hash, template_form(message, index))
 
-    def shared(self, messages: Sequence[Message]) -> int:
-        """How many messages `messages` begins with as this line does, spelled alike."""
-        known = self.messages
-        if messages[: len(known)] == known:
-            return len(known)
+    def equal_messages(self, messages: Sequence[Message]) -> int:
+        """Returns the number of leading messages that are equal, spelling included."""
+        own = self.messages
+        if messages[: len(own)] == own:
+            return len(own)
         count = 0
-        for mine, other in zip(known, messages, strict=False):
+        for mine, other in zip(own, messages, strict=False):
             if mine != other:
                 break
             count += 1
@@ -64,55 +64,56 @@ class RequestHistory:
 
 
 class RequestHistories:
-    """The lines of one session, the newest first."""
+    """The request histories of one session, newest first."""
 
     def __init__(self) -> None:
-        self._lines: list[RequestHistory] = []
+        self._histories: list[RequestHistory] = []
         self._empty = RequestHistory(root_key(None, None))
 
     @property
     def newest(self) -> RequestHistory:
-        return self._lines[0] if self._lines else self._empty
+        return self._histories[0] if self._histories else self._empty
 
     def all(self) -> list[RequestHistory]:
-        """The newest first."""
-        return list(self._lines)
+        return list(self._histories)
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._histories)
 
-    def keep(self, line: RequestHistory) -> None:
-        self._lines.insert(0, line)
-        del self._lines[MOST:]
+    def add(self, history: RequestHistory) -> None:
+        self._histories.insert(0, history)
+        del self._histories[MAX_HISTORIES:]
 
     def drop_newest(self) -> None:
-        del self._lines[:1]
+        del self._histories[:1]
 
-    def read(self, messages: Sequence[Message], tools: Any, options: Any) -> RequestHistory:
-        """The line of a request. Raises Refusal for messages that cannot be rendered, and is unchanged."""
+    def add_request(self, messages: Sequence[Message], tools: Any, options: Any) -> RequestHistory:
+        """Adds a request. Raises ApiError, without any change, for messages that cannot be rendered."""
         newest = self.newest
         same = tools == newest.tools and options == newest.options
-        root = newest.root if same else root_key(tools, options)
-        before, shared = self._nearest(root, messages)
-        keys = before.keys[:shared] if before is not None else []
-        key = keys[-1] if keys else root
+        tools_hash = newest.tools_hash if same else root_key(tools, options)
+        nearest, shared = self._find_nearest(tools_hash, messages)
+        hashes = nearest.hashes[:shared] if nearest is not None else []
+        history_hash = hashes[-1] if hashes else tools_hash
         for index in range(shared, len(messages)):
-            key = chain(key, template_form(messages[index], index))
-            keys.append(key)
-        held = before.messages[:shared] if before is not None else []
-        line = RequestHistory(root, tools, options, [*held, *messages[shared:]], keys)
-        if before is not None and shared == len(before.messages):
-            self._lines.remove(before)  # it is continued
-        self.keep(line)
-        return line
+            history_hash = chain(history_hash, template_form(messages[index], index))
+            hashes.append(history_hash)
+        stored = nearest.messages[:shared] if nearest is not None else []
+        history = RequestHistory(tools_hash, tools, options, [*stored, *messages[shared:]], hashes)
+        if nearest is not None and shared == len(nearest.messages):
+            self._histories.remove(nearest)
+        self.add(history)
+        return history
 
-    def _nearest(self, root: bytes, messages: Sequence[Message]) -> tuple[RequestHistory | None, int]:
-        """The line that a request shares most with, and how many messages that are."""
-        best, most = None, 0
-        for line in self._lines:
-            if line.root != root:
+    def _find_nearest(
+        self, tools_hash: bytes, messages: Sequence[Message]
+    ) -> tuple[RequestHistory | None, int]:
+        """Returns the history that shares most leading messages with a request, and their number."""
+        best, max_shared = None, 0
+        for history in self._histories:
+            if history.tools_hash != tools_hash:
                 continue
-            shared = line.shared(messages)
-            if shared > most or best is None:
-                best, most = line, shared
-        return best, most
+            shared = history.equal_messages(messages)
+            if shared > max_shared or best is None:
+                best, max_shared = history, shared
+        return best, max_shared

@@ -1,42 +1,38 @@
-"""What one session may use of the gateway.
+"""Budgets of one session.
 
-A session that has used up its turns, tokens or seconds is over as far as sampling goes: further calls are
-refused for good, and it can only be finished. Its outcome is `truncated`, also where the refusal made the
-agent raise: like a reply cut by its length, it ended because of what the policy did with what it was
-given, so it is rewarded and trained on. An `agent_error` would be tried again, and would teach a policy
-that never comes to an end that this costs nothing. The same goes for a history that has outgrown the
-model's context, unless a shorter one is answered after all; a first prompt that does not fit is the agent's
-error.
+A session that has used up its turns, tokens or seconds gets no more replies: further calls are refused and
+it can only be finished. Its outcome is `truncated`, even if the refusal made the agent raise: like a reply
+cut at its length limit, the end follows from the policy's behaviour, so the session is rewarded and trained
+on. Reporting `agent_error` would trigger a retry, so the policy would never be penalised for failing to
+terminate. The same holds for a history that exceeds the model's context, unless a later, shorter request
+succeeds; a first prompt that does not fit is the agent's error.
 
-Too many calls at once is another thing: it passes by itself, so the refusal may be retried and leaves no
-mark on the outcome.
+Exceeding the number of concurrent calls is transient: the refusal may be retried and does not change the
+outcome.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """A session's budgets; None: no bound."""
+    """A session's budgets; None means unlimited."""
 
     turns: int | None = None
     tokens: int | None = None
-    """Sampled ones. Calls at once may together exceed it by what each of them was allowed."""
+    """Sampled tokens. Concurrent calls may exceed it together: each may use all tokens left at its start."""
     seconds: float | None = None
-    """From its opening until its last call begins; its deadline is later, and ends calls too."""
+    """Seconds from opening in which calls may start; the deadline also ends running calls."""
     calls: int | None = None
-    """At once."""
+    """Concurrent calls."""
 
-    def over(self, default: SessionLimits) -> SessionLimits:
-        """These, and the default's where these say nothing."""
-        mine, its = self.to_wire(), default.to_wire()
-        return SessionLimits(**{name: its[name] if mine[name] is None else mine[name] for name in mine})
+    def with_defaults(self, default: SessionLimits) -> SessionLimits:
+        """Fills unset budgets from `default`."""
+        own = {name: value for name, value in self.to_wire().items() if value is not None}
+        return SessionLimits(**default.to_wire() | own)
 
     def to_wire(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}

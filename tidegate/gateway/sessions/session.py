@@ -1,4 +1,4 @@
-"""Sessions: who may call, under which sampling, until when, and what was recorded."""
+"""Defines a session: access, sampling, limits, recorded turns and outcome."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """How a session ended, decided once, before its reward is known."""
+    """Result of a session, decided once, before its reward is computed."""
 
     outcome: Outcome
     error: str | None
     at: float
-    """In the event loop's time."""
+    """Time on the event loop's clock."""
     output: str | None = None
-    claimed: Any = None
-    """The reward that the agent returned."""
+    agent_reward: Any = None
+    """Reward returned by the agent."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishReport:
-    """What whoever finishes a session says of it."""
+    """Arguments of the call that finishes a session."""
 
     outcome: Outcome | None = None
     error: str | None = None
     output: str | None = None
     reward: Any = None
-    """The one that the agent returned."""
+    """Reward returned by the agent."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
 class GatewaySession:
-    """One run of one agent on one task. Times are the event loop's."""
+    """One run of one agent on one task. Times are on the event loop's clock."""
 
     id: str
     key_hash: bytes
@@ -58,44 +58,44 @@ class GatewaySession:
     metadata: dict[str, Any] = field(default_factory=dict)
     limits: SessionLimits = field(default_factory=SessionLimits)
     untrained_models: tuple[str, ...] = ()
-    """Model names that the agent gives for auxiliary calls, which are recorded and not trained on."""
+    """Model names that mark auxiliary calls, which are recorded and not trained on."""
     number: int = 0
-    """By which the journal knows it."""
+    """Number of the session in the journal."""
     epoch: int | None = None
-    """Of the trainer that opened it; it ends with that trainer. None: it ends with nobody."""
+    """Epoch of the trainer that opened it and with which it ends; None if no trainer did."""
     tree: TurnTree = field(default_factory=TurnTree)
     calls: PendingTurns = field(default_factory=PendingTurns)
-    seat: Affinity = field(init=False)
+    affinity: Affinity = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
-    """Posted while it ran, by name."""
+    """Rewards posted during the run, by name."""
     turn_rewards: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The same for single turns, by index and name."""
-    gave_up: str | None = None
-    """Why the gateway gave up on the engines in its last call, if it did."""
-    spent: str | None = None
-    """Which budget is used up, once a call was refused for it."""
-    overflowed: str | None = None
-    """That its history had outgrown the model's context when it last asked; the next reply takes it back."""
-    interrupted: str | None = None
-    """That the gateway was restarted since its last reply, which an agent may take for an error."""
-    refused: int = 0
-    """Calls that were answered with an error."""
+    """Rewards posted for single turns, by index and name."""
+    engine_error: str | None = None
+    """Engine failure of the last call, if it failed."""
+    exhausted_budget: str | None = None
+    """The exhausted budget, once a call was refused because of it."""
+    context_overflow: str | None = None
+    """Set when the last request exceeded the model's context; cleared by the next reply."""
+    restart_reason: str | None = None
+    """Set when the gateway was restarted since the last reply, which an agent may report as an error."""
+    refused_calls: int = 0
+    """Number of calls answered with an error."""
     last_refusal: str = ""
     closed: str | None = None
-    """Why it takes no more calls."""
-    unwritten: dict[int, TurnNode] = field(default_factory=dict)
-    """Turns that the journal could not take, by index; the next write takes them along."""
-    writing: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    """Turns on their way into the journal."""
-    preparing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    """Held while a large request of it is prepared, in a thread: others of it wait."""
+    """Reason that it accepts no more calls; None while it is open."""
+    unpersisted: dict[int, TurnNode] = field(default_factory=dict)
+    """Turns whose write to the journal failed, by index; the next write includes them."""
+    pending_writes: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Journal writes in progress, by turn index."""
+    prepare_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    """Held while a thread prepares a large request of this session; its other requests wait."""
     ending: SessionResult | None = None
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
     forget_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.seat = Affinity(self.id, self.group_id or self.id)
+        self.affinity = Affinity(self.id, self.group_id or self.id)
 
     @property
     def state(self) -> str:
@@ -104,79 +104,79 @@ class GatewaySession:
         return "open" if self.closed is None else "closing"
 
     @property
-    def disturbed(self) -> str | None:
-        """That engines were missing when it called them, which costs time; None: they never were."""
-        number = self.seat.disturbances
-        return f"its calls found no engine, or lost it, {number} times" if number else None
+    def engine_outage(self) -> str | None:
+        """Describes how often its calls had no engine, which costs time; None if never."""
+        number = self.affinity.disturbances
+        return f"no engine was available, or it was lost, {number} times during its calls" if number else None
 
     def note_refusal(self, refusal: ApiError) -> None:
-        """An error goes out instead of a reply."""
-        self.refused += 1
+        """Counts a call that is answered with an error."""
+        self.refused_calls += 1
         self.last_refusal = str(refusal)
 
     def check_open(self, now: float) -> None:
-        """Raises Refusal where it is over."""
+        """Raises ApiError if the session accepts no more calls."""
         if self.closed is not None:
             raise session_closed(self.closed)
         if now >= self.deadline:
             raise session_closed("its deadline passed")
 
-    def close(self, why: str) -> None:
-        """Take no more calls, and end those under way."""
+    def close(self, reason: str) -> None:
+        """Refuses further calls and cancels running ones."""
         if self.closed is None:
-            self.closed = why
-        self.calls.cancel(session_closed(self.closed))
-        self.seat.leave()
+            self.closed = reason
+        self.calls.cancel_all(session_closed(self.closed))
+        self.affinity.leave()
 
-    def stop(self, why: str) -> None:
-        """Take no more calls, and end its reward too: it is about to be forgotten."""
-        self.close(why)
+    def stop(self, reason: str) -> None:
+        """Closes the session and cancels its reward, before it is deleted."""
+        self.close(reason)
         if self.finishing is not None:
             self.finishing.cancel()
 
     def oldest_version(self) -> int | None:
-        """The oldest version attested so far among its delivered turns; None while there is none."""
+        """Returns the oldest policy version among its trainable turns so far; None if there is none."""
         if self.trajectory is not None:
             return self.trajectory.oldest_version()
-        known = [node.turn.oldest_version() for node in self.tree.nodes if node.turn.trainable]
-        return min((one for one in known if one is not None), default=None)
+        versions = [node.turn.oldest_version() for node in self.tree.nodes if node.turn.trainable]
+        return min((version for version in versions if version is not None), default=None)
 
 
-def decide(session: GatewaySession, told: FinishReport, now: float) -> SessionResult:
-    """How a session ends, before its reward is known."""
-    outcome, why = _outcome(session, told.outcome, now)
-    return SessionResult(outcome, told.error or why, now, told.output, told.reward, told.metrics)
+def decide(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
+    """Decides how a session ends, before its reward is computed."""
+    outcome, error = _outcome(session, report.outcome, now)
+    return SessionResult(outcome, report.error or error, now, report.output, report.reward, report.metrics)
 
 
-def _outcome(session: GatewaySession, told: Outcome | None, now: float) -> tuple[Outcome, str | None]:
-    """The outcome, and why if it went wrong."""
-    spent = session.spent or session.overflowed
-    if told is not None and told not in (Outcome.COMPLETED, Outcome.TRUNCATED):
-        lost = session.disturbed if told is Outcome.TIMEOUT else session.gave_up
-        infra = lost or session.interrupted
-        if told in (Outcome.AGENT_ERROR, Outcome.TIMEOUT) and infra is not None:
+def _outcome(session: GatewaySession, reported: Outcome | None, now: float) -> tuple[Outcome, str | None]:
+    """Returns the outcome, and the error if there is one."""
+    limit = session.exhausted_budget or session.context_overflow
+    if reported is not None and reported not in (Outcome.COMPLETED, Outcome.TRUNCATED):
+        lost = session.engine_outage if reported is Outcome.TIMEOUT else session.engine_error
+        infra = lost or session.restart_reason
+        if reported in (Outcome.AGENT_ERROR, Outcome.TIMEOUT) and infra is not None:
             return Outcome.INFRA_ERROR, infra
-        if told is Outcome.AGENT_ERROR and spent is not None:
-            return Outcome.TRUNCATED, spent
-        return told, None
+        if reported is Outcome.AGENT_ERROR and limit is not None:
+            return Outcome.TRUNCATED, limit
+        return reported, None
     if now >= session.deadline:
-        if session.disturbed is not None:
-            return Outcome.INFRA_ERROR, session.disturbed
+        if session.engine_outage is not None:
+            return Outcome.INFRA_ERROR, session.engine_outage
         return Outcome.TIMEOUT, "the session's deadline passed before it was finished"
-    if session.gave_up is not None:
-        return Outcome.INFRA_ERROR, session.gave_up
-    if spent is not None:
-        return Outcome.TRUNCATED, spent
+    if session.engine_error is not None:
+        return Outcome.INFRA_ERROR, session.engine_error
+    if limit is not None:
+        return Outcome.TRUNCATED, limit
     newest = session.tree.newest()
     if newest is None:
-        if session.refused:
-            calls = "only call was" if session.refused == 1 else f"{session.refused} calls were"
+        if session.refused_calls:
+            calls = "only call was" if session.refused_calls == 1 else f"{session.refused_calls} calls were"
             return Outcome.AGENT_ERROR, (
                 f"no call of the agent was answered: its {calls} refused, the last one with: "
                 f"{session.last_refusal}"
             )
         return Outcome.AGENT_ERROR, (
-            "the agent never called the gateway (or never took a reply): "
+            "the agent never called the gateway, or never received a reply: "
             "it must use the session's base_url and api_key"
         )
     if newest.turn.exempt is not None:
@@ -187,7 +187,7 @@ def _outcome(session: GatewaySession, told: Outcome | None, now: float) -> tuple
 
 
 def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
-    """A session that ended, before its reward."""
+    """Returns an ended session's trajectory, without its reward."""
     newest = session.tree.newest()
     turns = session.tree.turns()
     for index, parts in session.turn_rewards.items():
@@ -211,25 +211,25 @@ def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
 
 
 def check_limits(session: GatewaySession, now: float) -> int | None:
-    """How many tokens the next call may sample, None for any number; raises Refusal where it may not be.
+    """Returns the number of tokens that the next call may sample, or None if unlimited.
 
-    `now` is in the event loop's time.
+    `now` is on the event loop's clock. Raises ApiError if a budget is exhausted.
     """
     limits = session.limits
     live = len(session.calls.live)
     if limits.turns is not None and (turns := session.tree.replies() + live) >= limits.turns:
-        raise _spent(session, f"turns: {turns} of {limits.turns}")
+        raise _budget_exceeded(session, f"turns: {turns} of {limits.turns}")
     if limits.seconds is not None and (seconds := now - session.opened) >= limits.seconds:
-        raise _spent(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
+        raise _budget_exceeded(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
     left = None
     if limits.tokens is not None:
         tokens = session.tree.sampled_tokens
         left = limits.tokens - tokens
         if left <= 0:
-            raise _spent(session, f"tokens: {tokens} of {limits.tokens}")
+            raise _budget_exceeded(session, f"tokens: {tokens} of {limits.tokens}")
     if limits.calls is not None and live >= limits.calls:
         raise ApiError(
-            f"this session has {live} calls under way, and may have {limits.calls} at once",
+            f"this session has {live} calls in progress (limit {limits.calls}); retry when one has ended",
             status=429,
             type="too_many_calls",
             code="too_many_calls",
@@ -238,8 +238,11 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
     return left
 
 
-def _spent(session: GatewaySession, what: str) -> ApiError:
-    session.spent = f"the session's budget is used up ({what})"
+def _budget_exceeded(session: GatewaySession, what: str) -> ApiError:
+    session.exhausted_budget = f"the session's budget is exhausted ({what})"
     return ApiError(
-        f"{session.spent}; no more is sampled for it", status=403, type="budget", code="budget_exceeded"
+        f"{session.exhausted_budget}; finish the session",
+        status=403,
+        type="budget",
+        code="budget_exceeded",
     )

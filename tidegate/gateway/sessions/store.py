@@ -1,4 +1,4 @@
-"""The sessions of one gateway, by id and by key."""
+"""Indexes the sessions of one gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.gateway.sessions.session import GatewaySession
 
 
 class SessionStore:
-    """All sessions of this gateway, by id, by key and by group."""
+    """Sessions by id, by key and by group."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, GatewaySession] = {}
@@ -24,8 +24,8 @@ class SessionStore:
     def all(self) -> list[GatewaySession]:
         return list(self._by_id.values())
 
-    def number(self) -> int:
-        """A number that no session here has or had."""
+    def next_number(self) -> int:
+        """Returns a number that no session of this store has had."""
         self._numbers += 1
         return self._numbers
 
@@ -46,9 +46,9 @@ class SessionStore:
         return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
 
     def authenticate(self, key: str | None, session_id: str | None) -> GatewaySession:
-        """The session that a key opens; raises Refusal, the same one whatever was wrong.
+        """Returns the session of a key. Raises the same ApiError whatever the cause.
 
-        Only hashes are held, so a look-up by hash tells nothing of a key by its duration.
+        Only hashes are stored, so the duration of a look-up reveals nothing about a key.
         """
         if not key:
             raise wrong_key()

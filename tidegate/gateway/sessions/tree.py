@@ -1,4 +1,4 @@
-"""The turns of one session as a tree: recorded ids, and which of them a new request extends."""
+"""Stores the turns of one session as a tree and finds the turn that a new request extends."""
 
 from __future__ import annotations
 
@@ -11,167 +11,187 @@ import numpy as np
 from tidegate.gateway.parsing.reply import begins_with
 from tidegate.gateway.rendering.messages import chain, resemble, template_form
 from tidegate.gateway.sessions.branches import branch_reason
-from tidegate.gateway.sessions.history import MOST, RequestHistories, RequestHistory
+from tidegate.gateway.sessions.history import MAX_HISTORIES, RequestHistories, RequestHistory
 from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn, spans_within
 
 Alike = Callable[[list[Message], list[Message]], bool]
-"""Whether the template writes two histories as the same text."""
+"""Returns whether the template renders two histories to the same text."""
 
 
 class TurnRequestInfo(NamedTuple):
-    """The request that a turn answers, as far as it is needed to know it again."""
+    """The request that a turn answers: the fields that identify a retry."""
 
     id: str = ""
-    """By which clients know the reply."""
+    """Reply id sent to the client."""
     digest: bytes = b""
-    """Of its body."""
+    """Hash of the request's body."""
     idempotency_key: str | None = None
     ordinal: int = 0
-    """How many calls of its session had begun before it."""
+    """Number of calls that the session had started before it."""
 
 
 class Attachment(NamedTuple):
-    """Where a request belongs: it extends the history of turn `parent` by `messages[start:]`."""
+    """Position of a request in the tree: it extends the history of turn `parent` by `messages[start:]`."""
 
     parent: int | None
     start: int
-    asked: bytes
-    """Key of the whole history it asks about."""
-    why: str | None
-    """Why it does not extend the newest turn."""
-    root: bytes = b""
-    """Key of the tools and template options it came with."""
+    history_hash: bytes
+    """Hash of the request's complete history."""
+    branch_reason: str | None
+    """Reason that the request does not extend the newest turn; None if it does."""
+    tools_hash: bytes = b""
+    """Hash of the request's tools and template options."""
     cut: int | None = None
-    """How many of the parent's output ids it quotes, where the client closed that reply and read no more;
-    −1 where that is not known yet."""
+    """Number of the parent's output ids that the request quotes, if the client closed that reply's stream;
+    −1 while the number is unknown."""
 
 
 @dataclass(eq=False, slots=True)
 class TurnNode:
-    """A turn and the messages it stands for."""
+    """A turn and its messages."""
 
     turn: Turn
     request: TurnRequestInfo
-    root: bytes
-    asked: bytes
-    """Key of the history it answers."""
-    key: bytes
-    """Key of that history with the reply."""
-    said: list[Message]
-    """What its request adds to the parent's history, as the client wrote it."""
+    tools_hash: bytes
+    history_hash: bytes
+    """Hash of the request's complete history."""
+    reply_hash: bytes
+    """Hash of that history with the reply; empty for a turn that no request can quote."""
+    new_messages: list[Message]
+    """Messages that the request adds to the parent's history, as sent by the client."""
     reply: Message
     length: int
-    """Messages of its history, the reply included."""
-    in_doubt: bool = False
-    """Nobody knows whether its reply went out: the gateway was killed just then."""
+    """Number of messages in its history, including the reply."""
+    delivery_unknown: bool = False
+    """The gateway was killed before it recorded whether the reply was sent."""
     quoted: bool = False
-    """A later request had the reply in its history, so the client has it."""
+    """A later request has the reply in its history, so the client received it."""
 
 
 class TurnTree:
-    """Matches histories by meaning, and holds each distinct token once."""
+    """Matches histories by meaning and stores each distinct token once."""
 
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
-        self._by_key: dict[bytes, int] = {}  # key of a history that ends with a reply → the turn
-        self._by_asked: dict[bytes, int] = {}  # key of a history that was asked about → the newest turn
-        self._closed: dict[bytes, list[int]] = {}  # the same → turns whose streams were closed
-        self._lines = RequestHistories()
+        self._by_reply_hash: dict[bytes, int] = {}  # hash of a history ending in a reply → turn
+        self._by_history_hash: dict[bytes, int] = {}  # hash of a request's history → newest turn
+        self._closed: dict[bytes, list[int]] = {}  # hash of a request's history → turns closed by clients
+        self._histories = RequestHistories()
         self.sampled_tokens = 0
-        # The newest turn's whole sequence, so that its follow-up need not gather it.
+        # Index and complete sequence of the newest turn, so that its follow-up need not gather it.
         self._tip: tuple[int, Ids] | None = None
 
-    def place(
-        self, messages: Sequence[Message], tools: Any, options: Any, alike: Alike = lambda one, other: False
+    def attach(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        options: Any,
+        render_alike: Alike = lambda recorded, sent: False,
     ) -> Attachment:
-        """Find the longest recorded history that `messages` extends: by meaning, or because `alike` says
-        that the template writes both histories as the same text.
+        """Finds the longest recorded history that `messages` extends, by meaning or by rendered text.
 
-        Raises Refusal for messages that cannot be rendered.
+        Raises ApiError for messages that cannot be rendered.
         """
-        if self.nodes and not self._lines:
-            self._restore_lines()
-        earlier = self._lines.all()
-        line = self._lines.read(messages, tools, options)
-        parent, start = self._extended(line)
-        while self._renders_alike(line, parent, start, alike):
-            parent, start = self._extended(line)
-        cut = None if parent is None or self.nodes[parent].key == line.keys[start - 1] else -1
-        return Attachment(parent, start, line.asked, self._why(line, earlier, parent, start), line.root, cut)
+        if self.nodes and not self._histories:
+            self._restore_histories()
+        earlier = self._histories.all()
+        history = self._histories.add_request(messages, tools, options)
+        parent, start = self._extended_turn(history)
+        while self._renders_alike(history, parent, start, render_alike):
+            parent, start = self._extended_turn(history)
+        cut = None if parent is None or self.nodes[parent].reply_hash == history.hashes[start - 1] else -1
+        return Attachment(
+            parent,
+            start,
+            history.history_hash,
+            self._branch_reason(history, earlier, parent, start),
+            history.tools_hash,
+            cut,
+        )
 
-    def _extended(self, line: RequestHistory) -> tuple[int | None, int]:
-        """The turn whose history a request extends, and its first message that is new."""
-        for at in range(len(line.keys) - 1, -1, -1):
-            if line.messages[at]["role"] != "assistant":
+    def _extended_turn(self, history: RequestHistory) -> tuple[int | None, int]:
+        """Returns the turn whose history a request extends, and the index of its first new message."""
+        for at in range(len(history.hashes) - 1, -1, -1):
+            if history.messages[at]["role"] != "assistant":
                 continue
-            index = self._by_key.get(line.keys[at])
+            index = self._by_reply_hash.get(history.hashes[at])
             if index is None:
-                index = self._closed_turn(line.keys[at - 1] if at else line.root, line.messages[at])
+                index = self._find_closed_turn(
+                    history.hashes[at - 1] if at else history.tools_hash, history.messages[at]
+                )
             if index is not None:
                 return index, at + 1
         return None, 0
 
-    def _renders_alike(self, line: RequestHistory, parent: int | None, start: int, alike: Alike) -> bool:
-        """Whether the messages from `start` on begin with a recorded request and its reply, in another form
-        of the same text; if so the line takes the recorded keys."""
-        sent = line.messages[start:]
+    def _renders_alike(
+        self, history: RequestHistory, parent: int | None, start: int, render_alike: Alike
+    ) -> bool:
+        """Returns whether the messages from `start` on render like a recorded request and its reply.
+
+        If so, `history` adopts the recorded hashes.
+        """
+        sent = history.messages[start:]
         if all(message["role"] != "assistant" for message in sent):
             return False
         before = [] if parent is None else self.history(parent)
         for node in reversed(self.nodes):
-            recorded = [*node.said, node.reply]
+            recorded = [*node.new_messages, node.reply]
             rest = sent[len(recorded) :]
-            if node.turn.parent != parent or node.root != line.root or not resemble(recorded, sent):
+            if (
+                node.turn.parent != parent
+                or node.tools_hash != history.tools_hash
+                or not resemble(recorded, sent)
+            ):
                 continue
-            if alike([*before, *recorded, *rest], [*before, *sent]):
-                line.continue_as(start, recorded)
-                return line.keys[start + len(recorded) - 1] == node.key
+            if render_alike([*before, *recorded, *rest], [*before, *sent]):
+                history.adopt_recorded(start, recorded)
+                return history.hashes[start + len(recorded) - 1] == node.reply_hash
         return False
 
     def forget_request(self) -> None:
-        """The last request that was placed does not fit the model's context: its messages are not kept."""
-        self._lines.drop_newest()
+        """Discards the messages of the last attached request, which does not fit the model's context."""
+        self._histories.drop_newest()
 
-    def _closed_turn(self, asked: bytes, message: Message) -> int | None:
-        """The turn that was closed by a client that read the beginning of it as `message`."""
+    def _find_closed_turn(self, history_hash: bytes, message: Message) -> int | None:
+        """Returns the turn whose stream the client closed after reading `message`."""
         if not message.get("content") and not message.get("tool_calls"):
             return None
-        for index in reversed(self._closed.get(asked, ())):
+        for index in reversed(self._closed.get(history_hash, ())):
             node = self.nodes[index]
             if not node.quoted and begins_with(node.reply, message):
                 return index
         return None
 
-    def _restore_lines(self) -> None:
-        """The newest requests of a tree that was restored."""
+    def _restore_histories(self) -> None:
+        """Rebuilds the newest request histories of a restored tree."""
         continued = {node.turn.parent for node in self.nodes}
-        ends = [node for node in self.nodes if node.key and node.turn.index not in continued]
-        for node in ends[-MOST:]:
-            line = RequestHistory(node.root, messages=self.history(node.turn.index)[:-1])
-            for index, message in enumerate(line.messages):
-                line.keys.append(chain(line.asked, template_form(message, index)))
-            self._lines.keep(line)
+        ends = [node for node in self.nodes if node.reply_hash and node.turn.index not in continued]
+        for node in ends[-MAX_HISTORIES:]:
+            history = RequestHistory(node.tools_hash, messages=self.history(node.turn.index)[:-1])
+            for index, message in enumerate(history.messages):
+                history.hashes.append(chain(history.history_hash, template_form(message, index)))
+            self._histories.add(history)
 
-    def _why(
-        self, line: RequestHistory, earlier: list[RequestHistory], parent: int | None, start: int
+    def _branch_reason(
+        self, history: RequestHistory, earlier: list[RequestHistory], parent: int | None, start: int
     ) -> str | None:
-        """Why a request does not extend the newest turn."""
+        """Returns the reason that a request does not extend the newest turn, or None if it does."""
         newest = len(self.nodes) - 1
         if newest < 0 or parent == newest:
             return None
-        same = self._by_asked.get(line.asked)
+        same = self._by_history_hash.get(history.history_hash)
         if same is not None:
             return f"resampled: the messages of turn {same} again"
-        return branch_reason(line, earlier, parent, start, newest)
+        return branch_reason(history, earlier, parent, start, newest)
 
     def prompt(self, parent: int | None, delta: Ids) -> Ids:
-        """The whole prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""
+        """Returns the prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""
         if parent is None:
             return delta
         return np.concatenate((self.sequence(parent), delta))
 
     def sequence(self, index: int) -> Ids:
-        """Prompt and output of a turn; shape [prompt + output]."""
+        """Returns a turn's prompt and output ids; shape [prompt + output]."""
         if self._tip is not None and self._tip[0] == index:
             return self._tip[1]
         pieces = []
@@ -186,43 +206,52 @@ class TurnTree:
         self,
         turn: Turn,
         prompt: Ids,
-        place: Attachment,
-        said: list[Message],
+        attachment: Attachment,
+        new_messages: list[Message],
         reply: Message,
         request: TurnRequestInfo,
     ) -> TurnNode:
-        """Record a turn. `turn.index` and `turn.branch` are set here; `reply` is the OpenAI message."""
+        """Records a turn and sets its `index` and `branch`; `reply` is the OpenAI message."""
         newest = len(self.nodes) - 1
         turn.index = newest + 1
         if turn.branch is None:
-            turn.branch = place.why
+            turn.branch = attachment.branch_reason
         if turn.branch is None and newest >= 0 and turn.parent != newest:
             turn.branch = f"parallel: turn {newest} was recorded meanwhile"
         before = 0 if turn.parent is None else self.nodes[turn.parent].length
-        key = chain(place.asked, template_form(reply, before + len(said)))
-        node = TurnNode(turn, request, place.root, place.asked, key, said, reply, before + len(said) + 1)
-        self._keep(node)
+        reply_hash = chain(attachment.history_hash, template_form(reply, before + len(new_messages)))
+        node = TurnNode(
+            turn,
+            request,
+            attachment.tools_hash,
+            attachment.history_hash,
+            reply_hash,
+            new_messages,
+            reply,
+            before + len(new_messages) + 1,
+        )
+        self._add(node)
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         return node
 
     def cut(self, index: int, count: int, reply: Message) -> None:
-        """Keep the first `count` tokens of a turn whose client read them as `reply`, and no more."""
+        """Truncates a turn to its first `count` output ids, which the client read as `reply`."""
         node = self.nodes[index]
         turn = node.turn
         self.sampled_tokens -= len(turn.output_ids) - count
         keep_tokens(turn, 0, count)
         turn.finish_reason = CLIENT_CLOSED
-        if self._by_key.get(node.key) == index:
-            del self._by_key[node.key]
+        if self._by_reply_hash.get(node.reply_hash) == index:
+            del self._by_reply_hash[node.reply_hash]
         node.reply = reply
-        node.key = chain(node.asked, template_form(reply, node.length - 1))
+        node.reply_hash = chain(node.history_hash, template_form(reply, node.length - 1))
         self._index(node)
         if self._tip is not None and self._tip[0] == index:
             self._tip = None
 
     def split(self, index: int, count: int, reply: Message) -> list[TurnNode]:
-        """End a turn where a request quotes it; what was delivered after that becomes a turn that follows it.
-        Returns the turns that changed."""
+        """Truncates a turn at the end of the text that a request quotes; the remaining output ids become a
+        child turn. Returns the changed turns."""
         turn = self.nodes[index].turn
         rest = replace(turn, index=len(self.nodes), parent=index, delta_ids=turn.delta_ids[:0], reward=0.0)
         self.cut(index, count, reply)
@@ -230,79 +259,80 @@ class TurnTree:
         if not len(rest.output_ids):
             return [self.nodes[index]]
         rest.branch = f"unquoted: it was delivered after turn {index}, and the next request does not quote it"
-        said: Message = {"role": "assistant", "content": ""}
-        self._keep(TurnNode(rest, TurnRequestInfo(), b"", b"", b"", [], said, self.nodes[index].length + 1))
+        empty: Message = {"role": "assistant", "content": ""}
+        self._add(TurnNode(rest, TurnRequestInfo(), b"", b"", b"", [], empty, self.nodes[index].length + 1))
         return [self.nodes[index], self.nodes[-1]]
 
-    def delivered(self, index: int) -> None:
-        """The client has the reply. Of two turns that read alike it continues the one it saw last."""
+    def mark_delivered(self, index: int) -> None:
+        """Marks a reply as received. Of turns with equal histories the last delivered one is continued."""
         node = self.nodes[index]
-        node.turn.delivered, node.in_doubt = True, False
-        self._by_key[node.key] = index
+        node.turn.delivered, node.delivery_unknown = True, False
+        self._by_reply_hash[node.reply_hash] = index
 
     @classmethod
     def restored(cls, nodes: Sequence[TurnNode]) -> TurnTree:
-        """A tree of turns that were recorded before, in their order; sets their `length`."""
+        """Builds a tree from recorded turns in their order and sets their `length`."""
         tree = cls()
         for node in nodes:
             parent = node.turn.parent
-            node.length = (0 if parent is None else nodes[parent].length) + len(node.said) + 1
+            node.length = (0 if parent is None else nodes[parent].length) + len(node.new_messages) + 1
             if parent is not None:
                 nodes[parent].quoted = True
-            tree._keep(node)
+            tree._add(node)
         return tree
 
-    def _keep(self, node: TurnNode) -> None:
+    def _add(self, node: TurnNode) -> None:
         self.nodes.append(node)
         self.sampled_tokens += len(node.turn.output_ids)
         self._index(node)
 
     def _index(self, node: TurnNode) -> None:
         index = node.turn.index
-        if not node.key:  # a turn that was lost, or one that no request can quote
+        if not node.reply_hash:
             return
-        self._by_asked[node.asked] = index
+        self._by_history_hash[node.history_hash] = index
         if node.turn.finish_reason == CLIENT_CLOSED:
-            closed = self._closed.setdefault(node.asked, [])
+            closed = self._closed.setdefault(node.history_hash, [])
             if index not in closed:
                 closed.append(index)
-        known = self._by_key.get(node.key)
-        if known is None or node.turn.delivered or not self.nodes[known].turn.delivered:
-            self._by_key[node.key] = index
+        earlier = self._by_reply_hash.get(node.reply_hash)
+        if earlier is None or node.turn.delivered or not self.nodes[earlier].turn.delivered:
+            self._by_reply_hash[node.reply_hash] = index
 
-    def settle(self) -> None:
-        """No request comes any more: of turns in doubt only the newest turn was delivered."""
+    def resolve_deliveries(self) -> None:
+        """Called when no more requests are accepted: of the turns whose delivery is unknown, only the newest
+        turn counts as delivered."""
         for index, node in enumerate(self.nodes):
-            if node.in_doubt:
-                node.in_doubt = False
+            if node.delivery_unknown:
+                node.delivery_unknown = False
                 if index == len(self.nodes) - 1:
-                    self.delivered(index)
+                    self.mark_delivered(index)
 
     def history(self, index: int) -> list[Message]:
-        """A turn's messages from its root on, its reply included."""
+        """Returns a turn's messages from its root on, including its reply."""
         pieces: list[list[Message]] = []
         at: int | None = index
         while at is not None:
             node = self.nodes[at]
-            pieces.append([*node.said, node.reply])
+            pieces.append([*node.new_messages, node.reply])
             at = node.turn.parent
         return [message for piece in reversed(pieces) for message in piece]
 
     def replies(self) -> int:
-        """How many replies were recorded; the rest of one that was split is none of its own."""
-        return sum(bool(node.key) for node in self.nodes)
+        """Returns the number of recorded replies; the second part of a split reply does not count."""
+        return sum(bool(node.reply_hash) for node in self.nodes)
 
     def turns(self) -> list[Turn]:
         return [node.turn for node in self.nodes]
 
     def newest(self) -> TurnNode | None:
-        """The newest turn that was delivered, an exempt one only where there is no other."""
+        """Returns the newest delivered turn; an exempt one only if every delivered turn is exempt."""
         delivered = [node for node in reversed(self.nodes) if node.turn.delivered]
         return next((node for node in delivered if node.turn.trainable), next(iter(delivered), None))
 
 
 def keep_tokens(turn: Turn, first: int, end: int) -> None:
-    """Keep a turn's sampled tokens `first..end` alone."""
+    """Reduces a turn to its output tokens `first..end`."""
     turn.output_ids, turn.logprobs = turn.output_ids[first:end], turn.logprobs[first:end]
     turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
     if turn.output_mask is not None:
@@ -310,10 +340,10 @@ def keep_tokens(turn: Turn, first: int, end: int) -> None:
 
 
 def prefix_mismatch(prompt: Ids, parent: Turn, added: int) -> bool:
-    """Whether `prompt`, without the `added` ids at its end, does not end as turn `parent` did.
+    """Returns whether `prompt` without its last `added` ids ends differently from turn `parent`.
 
-    `parent` was itself looked at when its prompt was made, so all of its history need not be: what it
-    added and what was sampled is enough, and costs the same at turn 2 and at turn 1,000.
+    The parent's own prompt was checked when it was built, so comparing the parent's added and sampled ids
+    suffices, at a cost independent of the number of turns.
     """
     end = len(prompt) - added
     middle = end - len(parent.output_ids)

@@ -1,1 +1,1 @@
-"""From a request to a recorded turn."""
+"""Turn pipeline: from a request to a recorded turn."""

@@ -1,6 +1,6 @@
-"""The access log: one line of JSON a turn, on the logger `tidegate.gateway.access` at level INFO.
+"""Access log: one JSON line per turn on the logger `tidegate.gateway.access` at level INFO.
 
-It says who and how much, never what: neither text nor ids nor keys.
+Lines contain session and token counts, but no text, token ids or keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The way of a request from its body to its calls: at once where it is small, else in threads.
+"""Reads request bodies and prepares their calls: small ones on the event loop, large ones in threads.
 
-On the event loop a megabyte of text would stop every session for seconds. So large bodies are parsed, and
-long texts rendered and encoded, in threads that leave the loop its time. A session has one such piece of
-work at a time: its calls are then prepared one after another, and it takes one thread.
+On the event loop a megabyte of text would block all sessions for seconds, so large bodies are parsed, and
+long texts rendered and encoded, in threads. A session uses at most one thread and prepares its large requests
+one after another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from tidegate.gateway.large_json import Folded
 from tidegate.gateway.rendering.renderer import LargeText
-from tidegate.gateway.request import RawBody, TurnRequest
+from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
@@ -25,22 +25,22 @@ from tidegate.gateway.turns.prompts import Rendered
 from tidegate.gateway.turns.request_body import LARGE, parse, parse_large, read_body
 
 T = TypeVar("T")
-_MOST_VALUES = 100_000
-"""Values of a large body, besides the ids of a prompt that fills the context."""
+_MAX_VALUES = 100_000
+"""Values in a large body, excluding the ids of a prompt that fills the context."""
 
 
 class Parsed(NamedTuple):
-    """A request's JSON."""
+    """A parsed request body."""
 
     value: dict[str, Any]
-    """With marks for long strings where it is `folded`."""
+    """The JSON object; long strings are replaced by placeholders if `folded` is set."""
     text: RawBody
-    """The body, without those."""
+    """The JSON text, with the same placeholders."""
     folded: Folded | None = None
 
 
 class Threads:
-    """Two pools: texts of small bodies do not wait for large bodies."""
+    """Two thread pools, so that small bodies do not queue behind large ones."""
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -57,95 +57,102 @@ class Threads:
 
 
 class Intake:
-    """One request of a session; `async with` it, as it may hold the session's only piece of large work."""
+    """One request of a session. An async context manager, as it may hold the session's prepare lock."""
 
     def __init__(self, session: GatewaySession, turns: TurnPipeline, threads: Threads) -> None:
         self._session = session
         self._turns = turns
         self._threads = threads
-        self._held = False
+        self._locked = False
         self._large = False
 
     async def __aenter__(self) -> Intake:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._held:
-            self._session.preparing.release()
+        if self._locked:
+            self._session.prepare_lock.release()
 
-    async def _hold(self) -> None:
-        if not self._held:
-            await self._session.preparing.acquire()
-            self._held = True
+    async def _lock(self) -> None:
+        if not self._locked:
+            await self._session.prepare_lock.acquire()
+            self._locked = True
 
     async def body(self, receive: Receive) -> RawBody:
-        """The request's body. Raises Refusal or ClientGone."""
-        body = await read_body(receive, self._hold)
+        """Reads the request's body. Raises ApiError or ClientGone."""
+        body = await read_body(receive, self._lock)
         self._large = len(body) > LARGE
-        if self._large or self._session.preparing.locked():
-            await self._hold()
+        if self._large or self._session.prepare_lock.locked():
+            await self._lock()
         return body
 
     async def parse(self, body: RawBody) -> Parsed:
-        """The body's JSON. Raises Refusal."""
+        """Parses the body. Raises ApiError."""
         if not self._large:
             return Parsed(parse(body), body)
         context = self._turns.prompts.context
-        folded = await self._threads.run(True, parse_large, body, _MOST_VALUES + (context or len(body)))
+        folded = await self._threads.run(True, parse_large, body, _MAX_VALUES + (context or len(body)))
         return Parsed(folded.value, folded.text, folded)
 
     async def read(
         self,
         parsed: Parsed,
         read: Callable[[Any], T],
-        asks: Callable[[T], Sequence[TurnRequest]],
+        turn_requests: Callable[[T], Sequence[TurnRequest]],
         *,
-        counts: bool = True,
+        record_overflow: bool = True,
     ) -> T:
-        """The body as `read` understands it; raises Refusal, also for what cannot fit the context. With
-        `counts` the session has outgrown it then."""
+        """Translates the body with `read`. Raises ApiError, also for prompts that exceed the context.
+
+        With `record_overflow`, the session records that its history exceeds the context.
+        """
         if parsed.folded is None:
             return read(parsed.value)
-        return await self._threads.run(True, self._read_large, parsed.folded, read, asks, counts)
+        return await self._threads.run(
+            True, self._read_large, parsed.folded, read, turn_requests, record_overflow
+        )
 
     def _read_large(
         self,
         folded: Folded,
         read: Callable[[Any], T],
-        asks: Callable[[T], Sequence[TurnRequest]],
-        counts: bool,
+        turn_requests: Callable[[T], Sequence[TurnRequest]],
+        record_overflow: bool,
     ) -> T:
-        for ask in asks(read(folded.value)):
-            self._turns.prompts.check_fits(self._session if counts else None, ask, folded)
-        return read(folded.whole())
+        for request in turn_requests(read(folded.value)):
+            self._turns.prompts.check_fits(self._session if record_overflow else None, request, folded)
+        return read(folded.unfold())
 
-    async def call(self, ask: TurnRequest) -> PendingTurn:
-        """The call that answers an ask. Raises Refusal."""
+    async def call(self, request: TurnRequest) -> PendingTurn:
+        """Returns the call for a request. Raises ApiError."""
         try:
-            return self._turns.call(self._session, ask, inline=not self._large)
+            return self._turns.call(self._session, request, inline=not self._large)
         except LargeText:
-            await self._hold()
-        return self._turns.call(self._session, ask, await self._rendered(ask))
+            await self._lock()
+        return self._turns.call(self._session, request, await self._render_in_thread(request))
 
-    async def _rendered(self, ask: TurnRequest) -> Rendered:
+    async def _render_in_thread(self, request: TurnRequest) -> Rendered:
         prompts, session = self._turns.prompts, self._session
-        return await self._threads.run(self._large, prompts.render, session, ask, prompts.place(session, ask))
+        return await self._threads.run(
+            self._large, prompts.render, session, request, prompts.attach(session, request)
+        )
 
-    async def digest(self, digest: Callable[[bytes, RawBody], bytes], place: bytes, body: RawBody) -> bytes:
+    async def digest(self, position: bytes, body: RawBody) -> bytes:
+        """Hashes the body and a request's position in it."""
         if not self._large:
-            return digest(place, body)
-        return await self._threads.run(True, digest, place, body)
+            return digest_of(position, body)
+        return await self._threads.run(True, digest_of, position, body)
 
-    async def count(self, ask: TurnRequest) -> int:
-        """How many tokens the prompt of an ask has. Raises Refusal."""
+    async def count(self, request: TurnRequest) -> int:
+        """Returns the number of tokens of a request's prompt. Raises ApiError."""
         self._turns.check_open(self._session)
         prompts = self._turns.prompts
         try:
             if self._large:
                 raise LargeText
-            place = prompts.place(self._session, ask)
-            rendered = prompts.render(self._session, ask, place, inline=True)
+            attachment = prompts.attach(self._session, request)
+            rendered = prompts.render(self._session, request, attachment, inline=True)
         except LargeText:
-            await self._hold()
-            rendered = await self._rendered(ask)
+            await self._lock()
+            rendered = await self._render_in_thread(request)
         return prompts.count(self._session, rendered)

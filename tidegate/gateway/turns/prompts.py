@@ -1,4 +1,4 @@
-"""Prompts: which tokens a request adds to its session's tree, and the call that samples the reply."""
+"""Builds prompts: the tokens that a request adds to its session's tree, and its engine request."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Structur
 from tidegate.gateway.sessions.calls import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
-from tidegate.gateway.turns.raw_prompts import place_raw, raw_ids
+from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids
 from tidegate.types import Ids, Message
 
 log = logging.getLogger("tidegate.gateway")
 _INLINE = 4096
-"""Characters that are encoded on the event loop: a few milliseconds."""
+"""Most characters that are encoded on the event loop, which takes a few milliseconds."""
 
 
 class Rendered(NamedTuple):
-    """What a request adds, and where."""
+    """The ids that a request adds, and their position in the tree."""
 
-    place: Attachment | None
-    """None: it is found by the ids, which are the whole prompt."""
+    attachment: Attachment | None
+    """None for a raw prompt, whose position is determined by its ids."""
     delta: Ids
     branch: str | None = None
-    """Why it could not extend the turn that it follows."""
+    """Reason that the template cannot extend the turn that the request follows."""
 
 
 class PromptBuilder:
-    """Places requests in their session's tree and renders what they add to it. Raises Refusal.
+    """Attaches requests to their session's tree and renders the messages that they add. Raises ApiError.
 
-    `quoted` is called for every turn that a request quotes: its client has the reply.
+    `on_quoted` is called for every turn that a request quotes: its client received the reply.
     """
 
     def __init__(
@@ -60,251 +60,300 @@ class PromptBuilder:
         renderer: Renderer,
         pool: EnginePool,
         metrics: GatewayMetrics,
-        form: ToolCallFormat,
+        tool_format: ToolCallFormat,
         model_context: int | None,
-        quoted: Callable[[GatewaySession, int], None],
+        on_quoted: Callable[[GatewaySession, int], None],
         structured_output: StructuredOutput = "text",
     ) -> None:
         self._renderer = renderer
         self._pool = pool
         self._metrics = metrics
-        self._form = form
+        self._tool_format = tool_format
         self._model_context = model_context
-        self._quoted = quoted
-        self._sampling = SamplingRules(renderer.stop_ids, structured_output, metrics.overridden)
+        self._on_quoted = on_quoted
+        self._sampling_rules = SamplingRules(renderer.stop_ids, structured_output, metrics.overridden)
         self._bound = TokenBound(renderer)
-        # Where the marker is a token of the model's own, the model was made to reason with it.
+        # A marker that is a single token means that the model was trained to reason with it.
         marker = renderer.encode(THOUGHT_END)
         self.thought_end = marker[0] if len(marker) == 1 else None
-        # Prompts end in few ways; what a prompt ends with is asked once for each.
-        self._opens_thought = lru_cache(1024)(self._ends_with_thought)
+        # Cached, as prompts have few distinct endings.
+        self._opens_thought = lru_cache(1024)(self._ends_with_thought_start)
 
     @property
     def context(self) -> int | None:
-        """Tokens of the model's context, where it is known."""
+        """Size of the model's context in tokens, if known."""
         return self._pool.max_context or self._model_context
 
-    def check_fits(self, session: GatewaySession | None, ask: TurnRequest, folded: Folded) -> None:
-        """Raises Refusal for a prompt that certainly has more tokens than the context, without encoding it;
-        `folded` has the long texts that the ask has marks for. The session, where there is one, has
-        outgrown the context with it."""
-        text = ask.prompt if isinstance(ask.prompt, str) else None
-        least = self._bound.least(ask.messages, text, lambda one: folded.weigh(one, weight))
-        if isinstance(ask.prompt, list):
-            least = len(ask.prompt)
+    def check_fits(self, session: GatewaySession | None, request: TurnRequest, folded: Folded) -> None:
+        """Raises ApiError if a lower bound on the prompt's tokens exceeds the context, without encoding it.
+
+        `folded` holds the long texts of the request's placeholders. The overflow is noted in `session`.
+        """
+        text = request.prompt if isinstance(request.prompt, str) else None
+        least = self._bound.least(request.messages, text, lambda part: folded.weigh(part, weight))
+        if isinstance(request.prompt, list):
+            least = len(request.prompt)
         if self.context is not None and least >= self.context:
             if session is not None:
-                self._note_overflow(session, least)
+                self._record_overflow(session, least)
             raise context_exceeded(least, self.context, at_least=True)
 
-    def _note_overflow(self, session: GatewaySession, tokens: int) -> None:
+    def _record_overflow(self, session: GatewaySession, tokens: int) -> None:
         if session.tree.newest() is not None:
-            session.overflowed = f"the model's context is full ({tokens} of {self.context} tokens)"
+            session.context_overflow = f"the model's context is full ({tokens} of {self.context} tokens)"
 
-    def place(self, session: GatewaySession, ask: TurnRequest) -> Attachment | None:
-        """Where a request of messages belongs in its session's tree, on the event loop; None for a prompt
-        that comes as it is, which is placed by its ids."""
-        return None if ask.prompt is not None else self._place(session, self._as_read(ask))
+    def attach(self, session: GatewaySession, request: TurnRequest) -> Attachment | None:
+        """Attaches a request's messages to its session's tree, on the event loop.
+
+        Returns None for a raw prompt, which `prepare` attaches by its ids.
+        """
+        if request.prompt is not None:
+            return None
+        return self._attach_messages(session, self._without_unread_options(request))
 
     def render(
-        self, session: GatewaySession, ask: TurnRequest, place: Attachment | None, inline: bool = False
+        self,
+        session: GatewaySession,
+        request: TurnRequest,
+        attachment: Attachment | None,
+        inline: bool = False,
     ) -> Rendered:
-        """What a request adds to its session's tree. Nothing of the session is changed: a thread may do it.
+        """Renders the ids that a request adds to its session's tree. Thread-safe: the session is only read.
 
-        Raises Refusal, and LargeText where a long text must be encoded `inline`, on the event loop.
+        Raises ApiError, and LargeText if `inline` (on the event loop) and a long text must be encoded.
         """
-        most = _INLINE if inline else None
-        if place is None:
-            assert ask.prompt is not None, "a request of messages has a place"
-            return self._raw(session, ask.prompt, most)
-        return self._delta(session, self._as_read(ask), place, most)
+        max_chars = _INLINE if inline else None
+        if attachment is None:
+            assert request.prompt is not None, "a request with messages is attached"
+            return self._render_raw(session, request.prompt, max_chars)
+        return self._render_messages(session, self._without_unread_options(request), attachment, max_chars)
 
     def prepare(
-        self, session: GatewaySession, ask: TurnRequest, rendered: Rendered, left: int | None
+        self, session: GatewaySession, request: TurnRequest, rendered: Rendered, remaining_tokens: int | None
     ) -> PendingTurn:
-        """A new call, which may sample the `left` tokens of the session's budget."""
-        ask = self._as_read(ask)
-        place, delta, branch = self._taken(session, rendered)
-        if ask.prompt is not None:
-            ask = replace(ask, messages=[{"role": "user", "content": self._renderer.decode(delta.tolist())}])
-        reread = partial(self._reader, ask, delta)
-        reader = reread()
+        """Creates a call that may sample up to `remaining_tokens` of the session's budget."""
+        request = self._without_unread_options(request)
+        attachment, delta, branch = self._accept(session, rendered)
+        if request.prompt is not None:
+            request = replace(
+                request, messages=[{"role": "user", "content": self._renderer.decode(delta.tolist())}]
+            )
+        new_reader = partial(self._reader, request, delta)
+        reader = new_reader()
         if reader.begun:
             delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
-        prompt = session.tree.prompt(place.parent, delta)
-        if place.parent is not None and prefix_mismatch(
-            prompt, session.tree.nodes[place.parent].turn, len(delta)
+        prompt = session.tree.prompt(attachment.parent, delta)
+        if attachment.parent is not None and prefix_mismatch(
+            prompt, session.tree.nodes[attachment.parent].turn, len(delta)
         ):
-            branch = f"drift: the prompt does not start with what turn {place.parent} recorded"
+            branch = f"drift: the prompt does not start with what turn {attachment.parent} recorded"
             log.error("session %s: %s; it is recorded as a branch", session.id, branch)
             self._metrics.drifted_turns += 1
-            place, delta = place._replace(parent=None, start=0), prompt
+            attachment, delta = attachment._replace(parent=None, start=0), prompt
         if self.context is not None and len(prompt) >= self.context:
-            self._note_overflow(session, len(prompt))
+            self._record_overflow(session, len(prompt))
             session.tree.forget_request()
-        budget = token_budget(len(prompt), ask.wishes.max_tokens, session.sampling, self.context, left)
-        order = self._order(session, ask, prompt, budget)
+        budget = token_budget(
+            len(prompt), request.sampling.max_tokens, session.sampling, self.context, remaining_tokens
+        )
+        engine_request = self._engine_request(session, request, prompt, budget)
         self._metrics.rendered_tokens += len(delta)
         return PendingTurn(
-            ask.digest,
-            place,
+            request.digest,
+            attachment,
             delta,
-            ask.messages[place.start :],
-            order,
+            request.messages[attachment.start :],
+            engine_request,
             reader,
             branch,
-            ask.exempt,
-            self._sampling.structured(ask.wishes, session.split),
-            ask.idempotency_key,
-            session.calls.begun,
+            request.exempt,
+            self._sampling_rules.structured(request.sampling, session.split),
+            request.idempotency_key,
+            session.calls.started_calls,
             prompt_tokens=len(prompt),
-            reread=reread,
+            new_reader=new_reader,
         )
 
-    def _order(self, session: GatewaySession, ask: TurnRequest, prompt: Ids, budget: int) -> GenerateRequest:
-        params = self._sampling.params(
-            ask.wishes, session.sampling, session.env, session.split, session.seed, session.calls.begun
+    def _engine_request(
+        self, session: GatewaySession, request: TurnRequest, prompt: Ids, budget: int
+    ) -> GenerateRequest:
+        params = self._sampling_rules.params(
+            request.sampling,
+            session.sampling,
+            session.env,
+            session.split,
+            session.seed,
+            session.calls.started_calls,
         )
-        if ask.tools and (end := single_call_stop(self._form, ask.tool_use)):
-            params["stop"] = [*ask.wishes.stop, end]
-        order = GenerateRequest(
-            prompt, params, budget, ask.stream, self._sampling.asked(ask.wishes, session.split)
+        if request.tools and (end := single_call_stop(self._tool_format, request.tool_use)):
+            params["stop"] = [*request.sampling.stop, end]
+        engine_request = GenerateRequest(
+            prompt,
+            params,
+            budget,
+            request.stream,
+            self._sampling_rules.requested_params(request.sampling, session.split),
         )
         if stops := params.get("stop"):
-            order.stop_after = partial(stop_after, self._renderer.decode, stops)
-        return order
+            engine_request.stop_after = partial(stop_after, self._renderer.decode, stops)
+        return engine_request
 
     def count(self, session: GatewaySession, rendered: Rendered) -> int:
-        """How many tokens a prompt has."""
-        place, delta, _ = self._taken(session, rendered)
-        return len(session.tree.prompt(place.parent, delta))
+        """Returns the number of tokens of a prompt."""
+        attachment, delta, _ = self._accept(session, rendered)
+        return len(session.tree.prompt(attachment.parent, delta))
 
-    def _taken(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
-        """A rendered request counts, and with it what it says of earlier ones."""
-        place, delta = rendered.place, rendered.delta
-        if place is None:
-            place, delta = self._placed_raw(session, delta)
-        elif place.parent is None and session.tree.nodes:
+    def _accept(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
+        """Attaches a raw prompt, counts a branch's tokens and marks the parent's reply as received."""
+        attachment, delta = rendered.attachment, rendered.delta
+        if attachment is None:
+            attachment, delta = self._attach_raw(session, delta)
+        elif attachment.parent is None and session.tree.nodes:
             self._metrics.rerendered_tokens += len(delta)
-        if place.parent is not None:
-            self._quoted(session, place.parent)  # who quotes a reply has it
-        return place, delta, rendered.branch
+        if attachment.parent is not None:
+            self._on_quoted(session, attachment.parent)
+        return attachment, delta, rendered.branch
 
-    def recall(self, ask: TurnRequest, node: TurnNode) -> PendingTurn:
-        """A call whose reply is there already: the same request, whose turn is `node`, came again."""
+    def recorded_call(self, request: TurnRequest, node: TurnNode) -> PendingTurn:
+        """Creates a call for a repeated request whose turn `node` is already recorded."""
         delta = node.turn.delta_ids
-        place = Attachment(node.turn.parent, 0, node.asked, None, node.root)
-        order = GenerateRequest(delta[:0], {}, 0, ask.stream)
-        reread = partial(self._reader, ask, delta)
-        call = PendingTurn(ask.digest, place, delta, node.said, order, reread(), reread=reread)
+        attachment = Attachment(node.turn.parent, 0, node.history_hash, None, node.tools_hash)
+        engine_request = GenerateRequest(delta[:0], {}, 0, request.stream)
+        new_reader = partial(self._reader, request, delta)
+        call = PendingTurn(
+            request.digest,
+            attachment,
+            delta,
+            node.new_messages,
+            engine_request,
+            new_reader(),
+            new_reader=new_reader,
+        )
         call.id, call.created = node.request.id, int(node.turn.started)
         call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
         return call
 
-    def _as_read(self, ask: TurnRequest) -> TurnRequest:
-        """The request without template options that the template does not read."""
-        return replace(ask, template_options=self._renderer.options_read(ask.template_options))
+    def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
+        """Removes the template options that the template does not read."""
+        return replace(request, template_options=self._renderer.options_read(request.template_options))
 
-    def _place(self, session: GatewaySession, ask: TurnRequest) -> Attachment:
-        tools, options = ask.tools, ask.template_options
+    def _attach_messages(self, session: GatewaySession, request: TurnRequest) -> Attachment:
+        tools, options = request.tools, request.template_options
 
-        def alike(one: list[Message], other: list[Message]) -> bool:
-            return self._renderer.alike(one, other, tools, options)
+        def render_alike(recorded: list[Message], sent: list[Message]) -> bool:
+            return self._renderer.alike(recorded, sent, tools, options)
 
-        place = session.tree.place(ask.messages, tools, options, alike)
-        if place.cut is not None:
-            return self._ended_at_quote(session, ask, place)
+        attachment = session.tree.attach(request.messages, tools, options, render_alike)
+        if attachment.cut is not None:
+            return self._split_at_quote(session, request, attachment)
         nodes = session.tree.nodes
-        if ask.parent is None or place.parent is None or nodes[place.parent].key != nodes[ask.parent].key:
-            return place
-        return place._replace(parent=ask.parent)
+        if (
+            request.parent is None
+            or attachment.parent is None
+            or nodes[attachment.parent].reply_hash != nodes[request.parent].reply_hash
+        ):
+            return attachment
+        return attachment._replace(parent=request.parent)
 
-    def _ended_at_quote(self, session: GatewaySession, ask: TurnRequest, place: Attachment) -> Attachment:
-        """The same place, after its parent was made to end where the request quotes it."""
-        assert place.parent is not None, "a turn is quoted"
-        node = session.tree.nodes[place.parent]
-        form = template_form(ask.messages[place.start - 1], place.start - 1)
-        reply: Message = {"role": "assistant", "content": form["content"].rstrip()}
-        if calls := form.get("tool_calls"):
+    def _split_at_quote(
+        self, session: GatewaySession, request: TurnRequest, attachment: Attachment
+    ) -> Attachment:
+        """Truncates the parent at the end of the text that the request quotes."""
+        assert attachment.parent is not None, "a turn is quoted"
+        node = session.tree.nodes[attachment.parent]
+        quoted = template_form(request.messages[attachment.start - 1], attachment.start - 1)
+        reply: Message = {"role": "assistant", "content": quoted["content"].rstrip()}
+        if calls := quoted.get("tool_calls"):
             reply["tool_calls"] = node.reply["tool_calls"][: len(calls)]
-        reader = partial(self._reader, replace(ask, wishes=RequestedSampling()), node.turn.delta_ids)
+        reader = partial(self._reader, replace(request, sampling=RequestedSampling()), node.turn.delta_ids)
         ids = node.turn.output_ids.tolist()
-        return self._split(session, place, read_through(reader, ids, reply) or len(ids), reply)
+        return self._split(session, attachment, read_through(reader, ids, reply) or len(ids), reply)
 
     @staticmethod
-    def _split(session: GatewaySession, place: Attachment, count: int, reply: Message) -> Attachment:
-        assert place.parent is not None, "a turn is quoted"
-        changed = session.tree.split(place.parent, count, reply)
-        session.unwritten |= {node.turn.index: node for node in changed}
+    def _split(session: GatewaySession, attachment: Attachment, count: int, reply: Message) -> Attachment:
+        assert attachment.parent is not None, "a turn is quoted"
+        changed = session.tree.split(attachment.parent, count, reply)
+        session.unpersisted |= {node.turn.index: node for node in changed}
         if len(changed) == 1:
-            return place
-        return place._replace(why=f"closed: turn {place.parent} is continued from where it is quoted")
+            return attachment
+        return attachment._replace(
+            branch_reason=f"closed: turn {attachment.parent} is continued from where it is quoted"
+        )
 
-    def _delta(
-        self, session: GatewaySession, ask: TurnRequest, place: Attachment, most: int | None
+    def _render_messages(
+        self, session: GatewaySession, request: TurnRequest, attachment: Attachment, max_chars: int | None
     ) -> Rendered:
-        """The ids that the request adds to its parent; a root where the template permits no other."""
-        options = ask.template_options
-        why = None
-        if place.parent is not None:
-            node = session.tree.nodes[place.parent]
+        """Renders the ids that a request adds to its parent, or a new root if the template prevents that."""
+        options = request.template_options
+        branch_reason = None
+        if attachment.parent is not None:
+            node = session.tree.nodes[attachment.parent]
             output = node.turn.output_ids
-            new = [template_form(m, place.start + i) for i, m in enumerate(ask.messages[place.start :])]
+            new = [
+                template_form(m, attachment.start + i)
+                for i, m in enumerate(request.messages[attachment.start :])
+            ]
             try:
                 delta = self._renderer.follow_up(
-                    lambda: [template_form(m, i) for i, m in enumerate(ask.messages[: place.start - 1])],
-                    template_form(node.reply, place.start - 1),
+                    lambda: [
+                        template_form(m, i) for i, m in enumerate(request.messages[: attachment.start - 1])
+                    ],
+                    template_form(node.reply, attachment.start - 1),
                     new,
-                    ask.tools,
+                    request.tools,
                     options,
                     int(output[-1]) if len(output) else None,
-                    most,
+                    max_chars,
                 )
             except Unrenderable as error:
-                why = f"template: {error}"
+                branch_reason = f"template: {error}"
             else:
-                return Rendered(place, delta)
-        forms = [template_form(message, index) for index, message in enumerate(ask.messages)]
-        whole = place._replace(parent=None, start=0)
-        return Rendered(whole, self._renderer.root(forms, ask.tools, options, most), why)
+                return Rendered(attachment, delta)
+        forms = [template_form(message, index) for index, message in enumerate(request.messages)]
+        root = attachment._replace(parent=None, start=0)
+        return Rendered(root, self._renderer.root(forms, request.tools, options, max_chars), branch_reason)
 
-    def _raw(self, session: GatewaySession, prompt: str | list[int], most: int | None) -> Rendered:
-        if most is not None and len(prompt) > most:
+    def _render_raw(
+        self, session: GatewaySession, prompt: str | list[int], max_chars: int | None
+    ) -> Rendered:
+        if max_chars is not None and len(prompt) > max_chars:
             raise LargeText
         ids = self._renderer.encode(prompt) if isinstance(prompt, str) else prompt
         if self.context is not None and len(ids) >= self.context:
-            self._note_overflow(session, len(ids))
+            self._record_overflow(session, len(ids))
             raise context_exceeded(len(ids), self.context)
         return Rendered(None, raw_ids(ids, self._renderer.codec.vocabulary))
 
-    def _placed_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
-        place, delta = place_raw(session.tree, prompt)
-        if place.cut is not None and place.parent is not None:
-            quoted = session.tree.nodes[place.parent].turn.output_ids[: place.cut].tolist()
+    def _attach_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
+        attachment, delta = attach_raw(session.tree, prompt)
+        if attachment.cut is not None and attachment.parent is not None:
+            quoted = session.tree.nodes[attachment.parent].turn.output_ids[: attachment.cut].tolist()
             reply: Message = {"role": "assistant", "content": self._renderer.decode(quoted)}
-            place = self._split(session, place, place.cut, reply)
-        return place, delta
+            attachment = self._split(session, attachment, attachment.cut, reply)
+        return attachment, delta
 
-    def _ends_with_thought(self, last: tuple[int, ...]) -> bool:
+    def _ends_with_thought_start(self, last: tuple[int, ...]) -> bool:
         return self._renderer.decode(last).rstrip().endswith(THOUGHT_START)
 
-    def _reader(self, ask: TurnRequest, delta: Ids) -> ReplyReader:
-        """What reads the reply to a prompt that ends with `delta`."""
-        if ask.prompt is not None:
-            return ReplyReader(self._renderer.decode, ask.wishes.stop, PlainParser())
-        calls = bool(ask.tools) and ask.tool_use.mode != "none"
-        parser: ReplyParser = self._form.parser(ask.tools or ()) if calls else PlainParser()
-        forced = forced_start(self._form, ask.tool_use)
+    def _reader(self, request: TurnRequest, delta: Ids) -> ReplyReader:
+        """Creates the reader of the reply to a prompt that ends with `delta`."""
+        if request.prompt is not None:
+            return ReplyReader(self._renderer.decode, request.sampling.stop, PlainParser())
+        calls = bool(request.tools) and request.tool_use.mode != "none"
+        parser: ReplyParser = self._tool_format.parser(request.tools or ()) if calls else PlainParser()
+        forced = forced_start(self._tool_format, request.tool_use)
         if self.thought_end is not None:
             begun = self._opens_thought(tuple(delta[-4:].tolist()))
             if begun and forced:
-                raise unsupported("tool_choice", "a call cannot be forced where the prompt opens reasoning")
+                raise unsupported(
+                    "tool_choice", "a call cannot be forced when the prompt opens a reasoning section"
+                )
             parser = ReasoningParser(parser, begun)
-        return ReplyReader(self._renderer.decode, ask.wishes.stop, parser, forced)
+        return ReplyReader(self._renderer.decode, request.sampling.stop, parser, forced)
 
 
 def model_context(model: Path) -> int | None:
-    """The model's own longest context, for engines that don't tell theirs."""
+    """Reads the model's context size in tokens, for engines that do not report theirs."""
     path = model / "config.json"
     if not path.is_file():
         return None

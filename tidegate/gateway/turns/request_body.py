@@ -1,4 +1,4 @@
-"""Bodies of requests: read with a bound and a deadline, and understood as JSON."""
+"""Reads and parses request bodies, with limits on size, time and depth."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from starlette.types import Receive
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.large_json import Folded, fold
-from tidegate.gateway.nesting import MOST_BODY_LEVELS, too_deep
+from tidegate.gateway.nesting import MAX_BODY_LEVELS, too_deep
 from tidegate.gateway.request import RawBody
 
 MAX_BODY = 64 * 2**20
 BODY_S = 60.0
-"""How long a client may take to send a body."""
+"""Seconds in which a client must send its body."""
 LARGE = 256 * 1024
-"""Bytes of a body beyond which it is understood in a thread, one at a time of a session."""
+"""Bytes beyond which a body is parsed in a thread, one at a time per session."""
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | None = None) -> RawBody:
-    """The whole body; `large` is awaited before more than LARGE bytes of it are taken.
+    """Reads a complete body; `large` is awaited before more than about LARGE bytes are read.
 
-    Raises Refusal where it is too large or too slow, ClientGone where it never ends.
+    Raises ApiError if the body is too large or too slow, ClientGone if the client disconnects.
     """
     try:
         async with asyncio.timeout(BODY_S) as timeout:
             message = await receive()
-            whole = bytearray()
+            body = bytearray()
             while True:
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
-                if len(whole) + len(chunk) > MAX_BODY:
+                if len(body) + len(chunk) > MAX_BODY:
                     raise ApiError(f"the body is larger than {MAX_BODY} bytes", status=413)
-                if not message.get("more_body") and not whole:
+                if not message.get("more_body") and not body:
                     return chunk
-                whole += chunk
+                body += chunk
                 if not message.get("more_body"):
-                    return whole
-                if large is not None and len(whole) > LARGE:
+                    return body
+                if large is not None and len(body) > LARGE:
                     timeout.reschedule(None)
                     await large()
                     timeout.reschedule(asyncio.get_running_loop().time() + BODY_S)
@@ -58,25 +58,25 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
 
 
 def parse(body: RawBody) -> dict[str, Any]:
-    """A body's JSON; raises Refusal where it is none, or no object."""
+    """Parses a body. Raises ApiError unless it is a JSON object."""
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     brackets = body.count(b"{") + body.count(b"[")
-    return _checked(payload, brackets > MOST_BODY_LEVELS)
+    return _checked(payload, brackets > MAX_BODY_LEVELS)
 
 
-def parse_large(body: RawBody, most_values: int) -> Folded:
-    """The same of a large body, in a thread: its long strings are left folded."""
-    folded = fold(body, most_values)
+def parse_large(body: RawBody, max_values: int) -> Folded:
+    """Parses a large body, in a thread, with long strings folded. Raises as `parse` does."""
+    folded = fold(body, max_values)
     _checked(folded.value, True)
     return folded
 
 
-def _checked(payload: Any, may_be_deep: bool) -> dict[str, Any]:
+def _checked(payload: Any, check_depth: bool) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise ApiError("the body is not a JSON object")
-    if may_be_deep and too_deep(payload, MOST_BODY_LEVELS):
-        raise ApiError(f"the body is nested more than {MOST_BODY_LEVELS} levels deep; send flatter JSON")
+    if check_depth and too_deep(payload, MAX_BODY_LEVELS):
+        raise ApiError(f"the body is nested more than {MAX_BODY_LEVELS} levels deep; send flatter JSON")
     return payload

@@ -136,7 +136,7 @@ async def _keep_gateway(gateway: ServerProcess, client: GatewayClient, note: Cal
                 why = await _again(gateway, why, note)
             note("the gateway is back, with the sessions it had")
     except StartError as error:
-        client.give_up(str(error))  # the run ends now, and what it still has to tell it need not wait
+        client.abort(str(error))  # the run ends now, and what it still has to tell it need not wait
         raise
 
 

@@ -213,7 +213,7 @@ class Gateway:
     dropped: list[str] = field(default_factory=list)
     acked: list[str] = field(default_factory=list)
 
-    async def enter(self, epoch: int) -> None:
+    async def begin_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
     async def list_groups(self) -> list[Any]:

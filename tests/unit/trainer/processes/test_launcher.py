@@ -72,8 +72,8 @@ class Mortal:
     async def returned(self, before: str, url: str) -> None:
         self.notes.append(f"{before} is {url} now")
 
-    def give_up(self, why: str) -> None:
-        self.given_up = why
+    def abort(self, reason: str) -> None:
+        self.given_up = reason
 
     async def kept(self) -> None:
         """Until it serves again, or its owner gives it up."""
