@@ -1,29 +1,28 @@
-"""What may go wrong, and who is told.
+"""Error classes, and the three ways in which failures are handled.
 
-**A bad episode is data, not a crash.** An agent that raises, a reward that hangs, an engine that
-drops a connection: each ends one slot attempt with an `Outcome` of its own, is entered in the
-ledger, and the run goes on. Only `completed` and `truncated` episodes are trained on; a failure is
-never reward 0. A failed slot is attempted again, `max_attempts` times; then its task is quarantined
-and `dead_letters.jsonl` says why. What infrastructure did (`infra_error`) is no task's fault: it has a
-budget of its own, and an outage of everything pauses the run. Where group after group fails, or has
-rewards that are all alike, nothing can be learned: the run stops and says so.
+**A failed episode is data, not a crash.** If an agent raises, a reward hangs or an engine drops a
+connection, one attempt ends with an `Outcome` that names the cause and is recorded in the ledger; the run
+continues. Only `completed` and `truncated` episodes are trained on; a failure never counts as reward 0. The
+slot is attempted again, up to `max_attempts` times; then the task is quarantined, with the reason in
+`dead_letters.jsonl`. Infrastructure failures (`infra_error`) have a separate budget and never quarantine a
+task; an outage of all engines pauses the run. If group after group fails or has equal rewards, the run
+stops, because it cannot learn.
 
-**A bad setting, a bad file, a dead component is an error.** It is raised as one of the classes
-below, reaches the person who runs the command as one sentence that says what was wrong, where, and
-what to do next, and loses nothing: what was checkpointed stays.
+**A bad setting, a bad file or a failed component is an error.** It is raised as one of the classes below
+and shown to the user as one message: what failed, where, and what to do. Committed checkpoints stay.
 
-**A bad request gets a typed answer.** The gateway answers in the dialect of the caller. What must not
-be retried is never 408, 409, 429 or 5xx.
+**A bad request gets a typed response** in the caller's dialect. Errors that must not be retried never have
+the status 408, 409, 429 or 5xx.
 """
 
 from __future__ import annotations
 
 STOPPED = 130
-"""The exit code of what a person stopped, by Ctrl-C or SIGTERM; no error."""
+"""Exit code after Ctrl-C or SIGTERM; not an error."""
 
 
 class TidegateError(Exception):
-    """Base of every error that Tidegate raises on purpose. `str(error)` is fit to be shown."""
+    """Base class of Tidegate's errors. `str(error)` is a message for the user, `exit_code` the command's."""
 
     exit_code = 1
 
@@ -35,21 +34,21 @@ class ConfigError(TidegateError):
 
 
 class StartError(TidegateError):
-    """A process of the run could not start: a port in use, a missing model directory, a bad import."""
+    """A process could not start: a port in use, a missing model directory, a failed import."""
 
     exit_code = 3
 
 
 class FinishedError(TidegateError):
-    """There is nothing left to do: a run that is resumed has taken all its steps. No failure."""
+    """A resumed run has already taken all its steps; not a failure."""
 
     exit_code = 0
 
 
 class EngineError(TidegateError):
-    """An engine refused a call, answered nonsense, or could not be reached in time.
+    """An engine refused a call, returned an invalid response, or did not respond in time.
 
-    `retryable` says whether the same call may succeed later (connection lost, 5xx).
+    `retryable` is True if the same call may succeed later (connection lost, 5xx).
     """
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
@@ -58,11 +57,11 @@ class EngineError(TidegateError):
 
 
 class UnfitEngineError(EngineError):
-    """What an engine samples comes without what training needs of it."""
+    """An engine's responses lack fields that training needs."""
 
 
 class GatewayError(TidegateError):
-    """The gateway answered a control call with an error; `status` is the HTTP status."""
+    """The gateway refused a control call; `status` is the HTTP status."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -74,7 +73,7 @@ class PublishError(TidegateError):
 
 
 class LedgerError(TidegateError):
-    """An entry that the book cannot hold: an unknown id, a second ending, a broken file."""
+    """A ledger entry is invalid: an unknown id, a second ending, a corrupt file."""
 
 
 class CheckpointError(TidegateError):
@@ -82,41 +81,41 @@ class CheckpointError(TidegateError):
 
 
 class StorageError(TidegateError):
-    """The run's directory cannot be written: a full disk, missing rights. What was committed stays."""
+    """The run's directory cannot be written: a full disk, missing permissions. Committed data stays."""
 
 
 class TrainingError(TidegateError):
-    """Training cannot go on: three non-finite steps in a row, or a batch that cannot be formed."""
+    """Training cannot continue: three non-finite steps in a row, or a batch that cannot be assembled."""
 
 
 class StalledError(TidegateError):
-    """Nothing moved for the watchdog's time; the message names what was waited for."""
+    """The run made no progress within the watchdog's time; the message names what it waited for."""
 
 
 class OutageError(TidegateError):
-    """No engine, or nothing else that episodes need, was there for longer than a run waits."""
+    """All engines, or another service that episodes need, were unavailable for `trainer.outage_s`."""
 
 
 class HopelessError(TidegateError):
-    """Nothing can be learned: group after group failed, or was filtered. The message carries the reasons."""
+    """All recent groups failed or were filtered, so the run cannot learn; the message has the reasons."""
 
 
 class RewardError(TidegateError):
-    """A reward function raised, hung, or gave no finite number; ends the session as `reward_error`."""
+    """A reward function raised, hung, or did not return a finite number: outcome `reward_error`."""
 
 
 class CorpusError(TidegateError):
-    """A row of a corpus cannot be read, or an index does not fit its manifest, its encoder or its files."""
+    """A row of a corpus cannot be read, or an index does not match its manifest, encoder or files."""
 
 
 class InfrastructureError(TidegateError):
-    """A service that an agent works with failed, not the agent: a run that this ends is `infra_error`."""
+    """A service that an agent needs failed. Raised by an agent, it ends the episode as `infra_error`."""
 
 
 class RetrievalError(TidegateError):
-    """A search that has no answer, and why: one of the two below, never to be taken for each other.
+    """A search failed; see the two subclasses.
 
-    `status` is the HTTP status, `code` a word for programs.
+    `status` is the HTTP status, `code` a machine-readable reason.
     """
 
     def __init__(self, message: str, *, status: int, code: str) -> None:
@@ -126,31 +125,28 @@ class RetrievalError(TidegateError):
 
 
 class RetrievalUnavailable(RetrievalError, InfrastructureError):
-    """No retrieval server answered in time: an infrastructure failure, not an empty result.
-
-    It ends a session as `infra_error`; another try may succeed.
-    """
+    """No retrieval server responded in time; it ends an episode as `infra_error`, and may be retried."""
 
     def __init__(self, message: str, *, status: int = 503, code: str = "unavailable") -> None:
         super().__init__(message, status=status, code=code)
 
 
 class RetrievalRefused(RetrievalError):
-    """The request is wrong, and would be refused again."""
+    """The request is invalid, and would be refused again."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message, status=status, code=code)
 
 
 def unwrapped(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What tasks that ran together failed of: the first error where all are Tidegate's, else all.
+    """Returns the first error of a group if all are Tidegate's, else the group.
 
-    Before Python 3.11.4 what an `except*` raises comes in a group again, so that its type was lost.
+    Before Python 3.11.4 errors raised in an `except*` are put into a group again, which hides their type.
     """
-    known, others = failures.split(TidegateError)
-    if known is None or others is not None:
+    expected, others = failures.split(TidegateError)
+    if expected is None or others is not None:
         return failures
-    first: BaseException = known
+    first: BaseException = expected
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     return first

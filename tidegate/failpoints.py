@@ -1,9 +1,9 @@
-"""Named places at which a process can be made to die, as by `kill -9`: tests look at what is left.
+"""Failpoints: named places at which tests kill a process, as by `kill -9`, to check its recovery.
 
-`TIDEGATE_FAILPOINT=turn.committed:3` kills the process the third time it passes the place of that name;
-several are separated by commas. With `TIDEGATE_FAILPOINTS_PASSED`, a directory, each place kills once
-over all processes and restarts: a file there of its name says that it did. The variables are read once, when
-the first place is passed; without them a place costs one comparison.
+`TIDEGATE_FAILPOINT=turn.committed:3` kills the process when it reaches this failpoint for the third time;
+several are separated by commas. With the directory `TIDEGATE_FAILPOINTS_PASSED` each failpoint kills once
+over all processes and restarts, and leaves a file with its name there. The variables are read once, at the
+first failpoint; without them a failpoint costs one comparison.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PASSED = "TIDEGATE_FAILPOINTS_PASSED"
 
 @functools.cache
 def _armed() -> dict[str, int]:
-    """Places that kill → how often they are passed until then."""
-    told = [one.partition(":") for one in os.environ.get(VARIABLE, "").split(",") if one]
-    return {name: int(count or 1) for name, _, count in told}
+    """Returns the active failpoints with the number of passes until they kill."""
+    entries = [entry.partition(":") for entry in os.environ.get(VARIABLE, "").split(",") if entry]
+    return {name: int(count or 1) for name, _, count in entries}
 
 
 def reach(name: str) -> None:
-    """Pass the place `name`; the process dies here if it was told to."""
+    """Passes the failpoint `name`, which kills the process if it is active."""
     armed = _armed()
     if name in armed:
         armed[name] -= 1
@@ -37,14 +37,14 @@ def reach(name: str) -> None:
 
 @contextlib.contextmanager
 def around(name: str) -> Iterator[None]:
-    """A durable write: the places `name.before` and `name.after`."""
+    """Passes the failpoints `name.before` and `name.after` around a durable write."""
     reach(f"{name}.before")
     yield
     reach(f"{name}.after")
 
 
 def _first(name: str) -> bool:
-    """Whether this place has not killed before; from now on it has."""
+    """Returns whether this failpoint kills for the first time, and records it."""
     directory = os.environ.get(PASSED)
     if directory is None:
         return True

@@ -1,4 +1,4 @@
-"""`tidegate train`, from settings to the last line: view, signals, run, report."""
+"""Runs `tidegate train`: checks, view, signals, run, report."""
 
 from __future__ import annotations
 
@@ -37,9 +37,17 @@ def launch(
     cluster: str | None = None,
     lift_quarantine: bool = False,
 ) -> int:
-    """Train and show it; returns the exit code. Everything that can be checked before a start is.
+    """Trains with a live view, after all checks that are possible before the start.
 
-    `cluster` is a Ray cluster's address, or `auto` or `local`; None: this machine is enough.
+    Args:
+        settings: Settings of the run.
+        resume: Continue from the newest checkpoint.
+        fresh: Rename an existing run of this name first.
+        cluster: Address of a Ray cluster, or `auto` or `local`; None: run on this machine.
+        lift_quarantine: Issue quarantined tasks again.
+
+    Returns:
+        The exit code.
     """
     view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
     make = partial(Launch, settings, resume, fresh, lift_quarantine=lift_quarantine)
@@ -52,7 +60,7 @@ def launch(
 
 
 def _driver() -> Callable[..., int]:
-    """Raises StartError without Ray."""
+    """Imports the cluster driver; raises StartError if Ray is not installed."""
     try:
         from tidegate.trainer.cluster.driver import drive
     except ModuleNotFoundError as error:
@@ -63,7 +71,7 @@ def _driver() -> Callable[..., int]:
 
 
 class Launch:
-    """One run with what is around it: checks, observers, a report. Made where its first trainer rank is."""
+    """One run with its checks, observers and report; constructed on the machine of the first trainer rank."""
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class Launch:
         *,
         lift_quarantine: bool = False,
     ) -> None:
-        """Raises StartError or ConfigError, and FinishedError where nothing is left to do."""
+        """Raises StartError or ConfigError, and FinishedError if the run has taken all its steps."""
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
@@ -84,7 +92,7 @@ class Launch:
             start.lift_quarantine = lift_quarantine
         check_writable(settings.run_dir)
         check_engines(settings.engine.urls)
-        from tidegate.trainer.run import Run  # torch takes seconds; what is wrong has been said by now
+        from tidegate.trainer.run import Run  # after the checks, because importing torch takes seconds
 
         if fresh:
             set_aside(settings.run_dir)
@@ -94,7 +102,7 @@ class Launch:
         self._run = Run(settings, environment, self._observer, start=start, parts=parts)
 
     async def run(self) -> int:
-        """To the end, and to the last words; the exit code."""
+        """Trains, writes the report and returns the exit code."""
         from tidegate.trainer.run import RunResult
 
         run = self._run
@@ -106,34 +114,34 @@ class Launch:
             except TidegateError as error:
                 result = RunResult("failed", str(error), run.steps_done, run.initial_eval, run.final_eval)
                 code = error.exit_code
-            _finish(self._settings, self._observer, result)
+            _report(self._settings, self._observer, result)
             return code
         finally:
             self._observer.close()
 
     def stop(self) -> None:
-        """Finish the step in hand and commit; asked again, end at once."""
+        """Finishes the current step and commits; a second call exits at once."""
         if self._run.stop.is_set():
-            self._view.close()  # gives the terminal back
-            os._exit(STOPPED)  # the owned processes end when their stdin closes
-        self._view.note("finishing the step and writing a checkpoint; once more stops at once")
+            self._view.close()  # restores the terminal
+            os._exit(STOPPED)  # owned processes exit when their stdin closes
+        self._view.note("finishing the current step and writing a checkpoint; Ctrl-C again exits at once")
         self._run.stop.set()
 
 
 def check(settings: Settings) -> None:
-    """What would fail later fails now, with a sentence. Raises StartError or ConfigError."""
+    """Checks model, agent and loggers before the start; raises StartError or ConfigError."""
     model = settings.model.path
     if not model.is_dir():
         raise StartError(f"model.path = {model}: there is no such directory")
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (model / needed).is_file():
-            raise StartError(f"model.path = {model}: {needed} is missing; a Hugging Face directory is needed")
+    for file in ("config.json", "tokenizer_config.json"):
+        if not (model / file).is_file():
+            raise StartError(f"model.path = {model}: {file} is missing; a Hugging Face directory is needed")
     load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move an existing run to the first free `<name>.N`."""
+    """Renames an existing run to the first free `<name>.N`."""
     if not run_dir.exists():
         return None
     number = 1
@@ -143,7 +151,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 async def _with_signals(launched: Launch) -> int:
-    """Ctrl-C (or SIGTERM) stops it."""
+    """Runs it; Ctrl-C or SIGTERM stops it."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, launched.stop)
@@ -162,8 +170,8 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
     }
 
 
-def _finish(settings: Settings, observer: Observer, result: RunResult) -> None:
-    """The report and the last words; a report that cannot be written does not undo the run."""
+def _report(settings: Settings, observer: Observer, result: RunResult) -> None:
+    """Writes the report and shows the summary; a failure to write the report is only noted."""
     run_dir = settings.run_dir
     try:
         report: str | None = str(write_report(run_dir))
@@ -179,13 +187,13 @@ def _finish(settings: Settings, observer: Observer, result: RunResult) -> None:
             "after": result.final_eval or None,
             "checkpoint": str(newest[-1].parent) if newest else None,
             "report": report,
-            "resume": _go_on(settings, result),
+            "resume": _resume_command(settings, result),
         }
     )
 
 
-def _go_on(settings: Settings, result: RunResult) -> str:
-    """The command that trains on. A run that failed before it began has no ledger: it is started again."""
+def _resume_command(settings: Settings, result: RunResult) -> str:
+    """Returns the command that continues the run, or starts it again if it failed before it had a ledger."""
     command = f"tidegate train {shlex.quote(str(settings.run_dir / 'config.toml'))}"
     if not (settings.run_dir / "ledger.jsonl").exists():
         return command

@@ -1,4 +1,4 @@
-"""Finding an agent or an environment by what the settings say of it: a name, or `file.py:Name`."""
+"""Loads agents and environments by their names in settings: a built-in name, or `file.py:Name`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from tidegate.tracebacks import where
 
 
 def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
-    """The object that `use` names.
+    """Loads the object that `use` names.
 
-    `use` is a key of `builtin` (whose values are `module:Name`), `path/to/file.py:Name`, or
-    `module:Name`. `what` says in errors what was looked for ("agent"). Raises ConfigError.
+    Args:
+        use: A key of `builtin`, `path/to/file.py:Name`, or `module:Name`.
+        builtin: Built-in names with their `module:Name`.
+        what: Kind of the object for messages, such as "agent".
+
+    Raises:
+        ConfigError: There is no such object, or its module cannot be imported.
     """
     where, colon, name = builtin.get(use, use).rpartition(":")
     if not colon:
@@ -32,23 +37,23 @@ def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        public = [one for one in vars(module) if not one.startswith("_")]
+        public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(f"{where} has no {what} {name!r}{did_you_mean(name, public)}") from None
 
 
 def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
-    """`cls(**options)`; raises ConfigError that names an option which the constructor doesn't take."""
+    """Returns `cls(**options)`; raises ConfigError, which names the option, if one is unknown or missing."""
     parameters = inspect.signature(cls).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
         if option not in parameters and not takes_any:
             raise ConfigError(f"the {what} has no option {option!r}{did_you_mean(option, parameters)}")
     missing = [
         name
-        for name, one in parameters.items()
-        if one.default is one.empty
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
         and name not in options
-        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     if missing:
         raise ConfigError(f"the {what} needs the option {', '.join(map(repr, missing))}")
@@ -56,7 +61,7 @@ def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?`, or nothing where nothing is near."""
+    """Returns `; did you mean …?` with the nearest known word, or an empty text."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -64,7 +69,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file to load the {what} from")
-    # A file may import its neighbours, as a script may.
+    # As with a script, the file can import modules of its directory.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -76,8 +81,8 @@ def _file(path: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}{where(error)}"
-        raise ConfigError(f"{path} cannot be loaded: {what}") from error
+        cause = f"{type(error).__name__}: {error}{where(error)}"
+        raise ConfigError(f"{path} cannot be loaded: {cause}") from error
     return module
 
 

@@ -1,4 +1,4 @@
-"""Who watches a run, and what they are told, in plain types. Observing never changes what is observed.
+"""Interface of views and metrics loggers, in plain types.
 
 Metrics of a step are those of `metrics.jsonl`; docs/metrics.md explains every key. Each may be missing.
 """
@@ -9,42 +9,42 @@ from collections.abc import Mapping
 from typing import Protocol
 
 GROUP_ENDINGS = ("trained", "stepped", "stale", "filtered", "failed", "cancelled")
-"""How a group ends, in the ledger's words."""
+"""Endings of groups in the ledger."""
 GROUP_STAGES = ("live", "ready", "leased")
-"""Where a group that has not ended is."""
+"""Stages of groups that have not ended."""
 
 
 class Observer(Protocol):
-    """Something that shows a run while it goes on. No method waits, and none stops the run."""
+    """Shows or records a run. No method may block or raise."""
 
     def started(self, info: Mapping[str, object]) -> None:
-        """`name, dir, model, env, agent, steps, gateway, resumed_from`: texts; `steps` and
-        `resumed_from` are numbers of steps, the latter None in a new run."""
+        """The run started. `info` has the texts `name, dir, model, env, agent`, and the numbers `steps` and
+        `resumed_from` (None in a new run)."""
 
     def note(self, text: str) -> None:
-        """One line of news."""
+        """Shows one line of text."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """`what` has come to `done` of `total`; it has ended where they are equal."""
+        """`done` of `total` parts of an activity are complete; it ends when they are equal."""
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        """What is going on now: `groups/<stage or ending>`, `version`, `attempts/live`, and
-        `tokens_per_s` or `tokens/sampled_total`."""
+        """The current state: `groups/<stage or ending>`, `version`, `attempts/live`, and `tokens_per_s` or
+        `tokens/sampled_total`."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step that was taken, or of an evaluation (step 0: before the first step)."""
+        """Metrics of a completed step or of an evaluation (step 0: before the first step)."""
 
     def finished(self, result: Mapping[str, object]) -> None:
-        """`status` (completed, interrupted, failed), `why`, `before` and `after` (metrics of the first
-        and the last evaluation, or None), and where things are: `checkpoint`, `report`; `resume` is the
-        command that goes on from there."""
+        """The run ended. `result` has `status` (completed, interrupted, failed), `why`, `before` and `after`
+        (metrics of the first and the last evaluation, or None), the paths `checkpoint` and `report`, and
+        `resume`, the command that continues the run."""
 
     def close(self) -> None:
-        """Give the terminal back; may be called twice."""
+        """Restores the terminal; may be called twice."""
 
 
 class Silent:
-    """A view that shows nothing."""
+    """An observer that shows nothing."""
 
     def started(self, info: Mapping[str, object]) -> None: ...
     def note(self, text: str) -> None: ...

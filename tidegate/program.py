@@ -1,4 +1,4 @@
-"""How this program is called from the shell that it was started from."""
+"""Shell commands that start this program, for messages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ NAME = "tidegate"
 
 
 def program() -> str:
-    """`tidegate` where the shell finds this one by that name, else a command that starts it."""
-    beside = Path(sys.executable).with_name(NAME)
-    found = shutil.which(NAME)
-    if found is not None and Path(found).absolute().parent == beside.parent:
+    """Returns `tidegate` if that is this installation on the PATH, else a command that starts it."""
+    if _on_path(NAME):
         return NAME
-    return shlex.quote(str(beside)) if beside.exists() else f"{python()} -m {NAME}"
+    script = Path(sys.executable).with_name(NAME)
+    return shlex.quote(str(script)) if script.exists() else f"{python()} -m {NAME}"
 
 
 def python() -> str:
-    """`python` where the shell finds this interpreter by that name, else its path."""
-    found = shutil.which("python")
-    if found is not None and Path(found).absolute().parent == Path(sys.executable).parent:
-        return "python"
-    return shlex.quote(sys.executable)
+    """Returns `python` if that is this interpreter on the PATH, else its path."""
+    return "python" if _on_path("python") else shlex.quote(sys.executable)
+
+
+def _on_path(name: str) -> bool:
+    path = shutil.which(name)
+    return path is not None and Path(path).absolute().parent == Path(sys.executable).parent

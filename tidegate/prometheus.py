@@ -1,4 +1,4 @@
-"""Counters in Prometheus' text format."""
+"""Writes metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import accumulate
 
 
 class Histogram:
-    """How often a value was at most each of the bounds."""
+    """Counts values by their upper bounds."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """By the first bound that is not exceeded; the last one: above all of them."""
+        """Count per bound of the values between the previous bound and this one; last: above all bounds."""
         self.total = 0.0
 
     def add(self, value: float) -> None:
@@ -26,11 +26,11 @@ class Histogram:
 
 Value = float | Histogram | Mapping[str, float]
 Family = tuple[str, str, Value, str]
-"""Name (the prefix goes before it unless it begins with `tidegate_`), type, value or values by label, and
-that label's name."""
+"""Name (with the prefix unless it begins with `tidegate_`), type, value or values by label, label name."""
 
 
 def prometheus(prefix: str, families: Iterable[Family]) -> str:
+    """Returns the exposition text of some metrics."""
     lines = []
     for name, kind, value, label in families:
         full = name if name.startswith("tidegate_") else f"{prefix}_{name}"
@@ -52,7 +52,7 @@ def _buckets(full: str, histogram: Histogram) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """All digits, so that a large counter is not rounded; `NaN` and `±Inf` as the format spells them."""
+    """Returns a number with all digits (large counters must not be rounded), or `NaN`, `+Inf`, `-Inf`."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -65,10 +65,9 @@ def _escape(label: str) -> str:
 
 
 def merged(texts: Mapping[str, str], label: str) -> str:
-    """The texts of several processes as one: every sample says by `label` whose it is.
+    """Returns the texts of several processes as one; every sample gets `label` with its process.
 
-    Samples are not added up here: `sum without (…)` does that where they are read, for those also
-    that must not be added, like ratios and quantiles.
+    Samples are not added up, because ratios and quantiles cannot be; PromQL can do it with `sum without (…)`.
     """
     families: dict[str, list[str]] = {}
     for key, text in texts.items():
@@ -78,7 +77,7 @@ def merged(texts: Mapping[str, str], label: str) -> str:
                 family = families.setdefault(line, [])
                 continue
             name, space, value = line.rpartition(" ")
-            mine = f'{label}="{_escape(key)}"'
-            labels = f"{name[:-1]},{mine}}}" if name.endswith("}") else f"{name}{{{mine}}}"
+            pair = f'{label}="{_escape(key)}"'
+            labels = f"{name[:-1]},{pair}}}" if name.endswith("}") else f"{name}{{{pair}}}"
             family.append(f"{labels}{space}{value}")
     return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())

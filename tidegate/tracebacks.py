@@ -1,4 +1,4 @@
-"""What raised, told so that a person finds the line of their own code first."""
+"""Formats errors so that the user's own code comes first."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ HERE = str(Path(__file__).parent)
 PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = (HERE, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 MESSAGE = 300
-"""Characters of a message before the frames; a longer one comes again in full behind them."""
-OTHERS = 3
+"""Characters of a message before the frames; a longer message is repeated in full after them."""
+LAST_FRAMES = 3
+"""Number of the innermost frames that are shown last."""
 
 
-def describe_error(error: BaseException, most: int) -> str:
-    """The error, the user's own frames from the innermost one out, then the last ones of all. At most `most`
-    characters are of the message, and as many of frames."""
+def describe_error(error: BaseException, limit: int) -> str:
+    """Returns the message, the user's own frames from the innermost outwards, and the innermost frames.
+
+    `limit` is the limit of the characters of the message, and of those of the frames.
+    """
     message = "".join(traceback.format_exception_only(error)).strip()
     own = [_line(frame) for frame in reversed(own_frames(error))]
     if not own:
-        return f"{message[:most]}\n{_last(error)[-most:].rstrip()}".strip()
+        return f"{message[:limit]}\n{_last(error)[-limit:].rstrip()}".strip()
     cut = len(message) > MESSAGE
-    parts = [message[:MESSAGE] + "…" if cut else message, "\n".join(own)[: most // 2]]
-    parts += [message[:most] if cut else "", _last(error)[-most // 2 :].rstrip()]
+    parts = [message[:MESSAGE] + "…" if cut else message, "\n".join(own)[: limit // 2]]
+    parts += [message[:limit] if cut else "", _last(error)[-limit // 2 :].rstrip()]
     return "\n".join(filter(None, parts))
 
 
 def where(error: BaseException) -> str:
-    """The innermost line of the user's own code, as ` (env.py:12, in correct)`; empty if there is none."""
+    """Returns the innermost line of the user's own code, as ` (env.py:12, in correct)`, or an empty text."""
     own = own_frames(error)
-    return f" ({_place(own[-1])})" if own else ""
+    return f" ({_location(own[-1])})" if own else ""
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames that are neither Tidegate's nor a library's; of an error that has none, those of the error
-    that it came from."""
+    """Returns the frames outside Tidegate and libraries; if there are none, those of the error's cause."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        if isinstance(one, BaseExceptionGroup):
-            inner = own_frames(one.exceptions[0])
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, BaseExceptionGroup):
+            inner = own_frames(current.exceptions[0])
             if inner:
                 return inner
-        own = [frame for frame in traceback.extract_tb(one.__traceback__) if not _is_library(frame.filename)]
-        if own:
+        frames = traceback.extract_tb(current.__traceback__)
+        if own := [frame for frame in frames if not _is_library(frame.filename)]:
             return own
-        one = one.__cause__ or one.__context__
+        current = current.__cause__ or current.__context__
     return []
 
 
@@ -60,14 +62,14 @@ def _is_library(file: str) -> bool:
 
 
 def _line(frame: traceback.FrameSummary) -> str:
-    return f"  {_place(frame)}: {frame.line}" if frame.line else f"  {_place(frame)}"
+    return f"  {_location(frame)}: {frame.line}" if frame.line else f"  {_location(frame)}"
 
 
-def _place(frame: traceback.FrameSummary) -> str:
+def _location(frame: traceback.FrameSummary) -> str:
     path = Path(frame.filename)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{shown}:{frame.lineno}, in {frame.name}"
 
 
 def _last(error: BaseException) -> str:
-    return "".join(traceback.format_tb(error.__traceback__)[-OTHERS:])
+    return "".join(traceback.format_tb(error.__traceback__)[-LAST_FRAMES:])

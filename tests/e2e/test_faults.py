@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_stops_at_once_and_nothing_outlives_it(tmp_path: Path) -
         run.until_step(2)
         children = [run.owned("engine"), run.owned("gateway")]
         run.interrupt()
-        run.until_said("once more stops at once")
+        run.until_said("Ctrl-C again exits at once")
         run.interrupt()
         assert run.wait(20) == 130, run.output()
         assert all(gone(child) for child in children)

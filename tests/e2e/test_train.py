@@ -161,8 +161,8 @@ DEMO = "examples/demo/config.toml"
         (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
         (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
         (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
-        (["--run.name", "../x"], 2, "it names one directory in run.dir"),
         (["--run.dir", "Makefile"], 3, "run.dir = Makefile: cannot write Makefile/demo: "),
+        (["--run.name", "../x"], 2, "must be the name of a directory in run.dir"),
         (["--engine.urls", '["http://127.0.0.1:9"]'], 3, "engine.urls: no engine answers at"),
     ],
 )

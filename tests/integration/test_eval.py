@@ -265,7 +265,7 @@ async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> 
     assert json.loads((out / "results.json").read_text())["status"] == "completed"
     code, _, err = await cli("--url", url, "--model", "m", "--out", str(out))
     assert code == 2
-    assert "holds results already" in err
+    assert "already contains results" in err
 
 
 async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agents: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_text_is_read_from_the_command_line_as_it_stands(text: str) -> None:
 def test_a_number_for_a_text_in_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[run]\nname = 7\n[model]\npath = "m"\n')
-    with pytest.raises(ConfigError, match=r"run\.name = 7: it is a text; write it in quotes"):
+    with pytest.raises(ConfigError, match=r"run\.name = 7: must be text; write it in quotes"):
         load_settings(file)
 
 
@@ -81,10 +81,10 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.steps.more", "3"], "trainer.steps"),
         ([*MODEL, "--sampling.max_tokens", "2000"], "leaves no room for a prompt"),
         ([*MODEL, "--gateway.host", "0.0.0.0"], "set gateway.admin_key"),
-        ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': this is no URL"),
-        ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': this is no URL"),
-        ([*MODEL, '--engine.urls=["http://e:99999"]'], "this is no URL: Port out of range"),
-        ([*MODEL, "--run.name", "../x"], "run.name = '../x': it names one directory in run.dir"),
+        ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': not a URL"),
+        ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': not a URL"),
+        ([*MODEL, '--engine.urls=["http://e:99999"]'], "not a URL: Port out of range"),
+        ([*MODEL, "--run.name", "../x"], "run.name = '../x': must be the name of a directory in run.dir"),
         ([*MODEL, "--run.name", ""], "run.name = ''"),
         ([*MODEL, "--run.name", ".."], "run.name = '..'"),
         (

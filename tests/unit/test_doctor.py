@@ -465,7 +465,7 @@ def test_the_command_takes_a_named_file_as_train_does(tmp_path: Path) -> None:
     file.write_text('[model]\npath = "somewhere"\n[gateway]\nport = 7001\n')
     settings = asked(str(file), "--gateway.port", "7002")
     assert (settings.model.path, settings.gateway.port) == (Path("somewhere"), 7002)
-    with pytest.raises(ConfigError, match="one settings file is read"):
+    with pytest.raises(ConfigError, match="expected one settings file"):
         asked("a.toml", "b.toml")
 
 

@@ -86,7 +86,7 @@ def test_what_exists_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
     else:
         taken.symlink_to("nowhere")
     before = os.lstat(taken)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         make_project("mine", tmp_path)
     assert os.lstat(taken) == before
 
@@ -98,13 +98,13 @@ def test_a_project_that_cannot_be_made_whole_is_not_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(init.shutil, "copytree", fails)
-    with pytest.raises(ConfigError, match="mine cannot be made: No space left on device"):
+    with pytest.raises(ConfigError, match="mine cannot be created: No space left on device"):
         make_project("mine", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be made: No such file"):
+    with pytest.raises(ConfigError, match="cannot be created: No such file"):
         make_project("mine", tmp_path / "nowhere")
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tidegate.config import Settings
-from tidegate.launch import _finish
+from tidegate.launch import _report
 from tidegate.program import program
 from tidegate.settings.sections import dump
 from tidegate.trainer.run import RunResult
@@ -23,14 +23,14 @@ def test_a_run_that_failed_before_it_began_is_started_again_not_resumed(tmp_path
     view = make_view(True, 30, 2, Console(file=output, width=200))
     view.started({"name": "x", "dir": str(settings.run_dir)})
 
-    _finish(settings, view, RunResult("failed", "no engine", 0, {}, {}))
+    _report(settings, view, RunResult("failed", "no engine", 0, {}, {}))
     assert (
         f"train from the start:\n    {program()} train {settings.run_dir}/config.toml\n" in output.getvalue()
     )
     assert "audit" not in output.getvalue()
 
     (settings.run_dir / "ledger.jsonl").touch()
-    _finish(settings, view, RunResult("failed", "no engine", 0, {}, {}))
+    _report(settings, view, RunResult("failed", "no engine", 0, {}, {}))
     assert f"{settings.run_dir}/config.toml --resume\n" in output.getvalue()
     assert "audit" in output.getvalue()
 
@@ -52,7 +52,7 @@ def test_how_to_go_on_after_a_finished_run_names_what_works(
     output = io.StringIO()
     view = make_view(False, 30, 2, Console(file=output, width=200))
     view.started({"name": "x", "dir": str(settings.run_dir)})
-    _finish(settings, view, RunResult("completed", None, 30, {}, {}))
+    _report(settings, view, RunResult("completed", None, 30, {}, {}))
     said = output.getvalue()
     assert f"{program()} train {settings.run_dir}/config.toml --resume --trainer.steps 60\n" in said
     assert f"{program()} {command.format(settings.run_dir)}" in said

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from examples.bases.recipe import encode
 from examples.search_base import make as recipe
-from tidegate.agents.search_tools import offered
+from tidegate.agents.search_tools import tool_definitions
 from tidegate.envs.search.search_qa import SearchQA
 from tidegate.envs.search.synthetic_world import KINDS, held_out_name, make_world
 
@@ -44,7 +44,7 @@ def test_the_recipe_and_the_agent_offer_the_same_tool(tokenizer: Any) -> None:
     def prompt(tools: Any) -> str:
         return tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=tools, tokenize=False)
 
-    assert prompt(recipe.TOOLS) == prompt(offered(False))
+    assert prompt(recipe.TOOLS) == prompt(tool_definitions(False))
 
 
 def test_prompts_and_replies_are_short(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""A calculator for tools: numbers, `+ - * /` and parentheses; exact, and safe with any input."""
+"""A calculator for agents: numbers, `+ - * /` and parentheses; exact, and safe with any input."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 from fractions import Fraction
 
 MAX_LENGTH = 200
-"""Characters of an expression; it bounds the work, the recursion and the size of the result."""
+"""Limit of an expression in characters; it bounds time, recursion and the size of the result."""
 
 DIGITS = "0123456789"
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(\S))")
 
 
 def calculate(expression: str) -> str:
-    """The value as text: `(12 + 3) / 4` gives `3.75`; what is no finite decimal has four places.
+    """Returns the value as text: `(12 + 3) / 4` gives `3.75`; infinite decimals are rounded to four places.
 
-    Raises ValueError in words that are fit for a model to read.
+    Raises ValueError with a message for the model.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression is longer than {MAX_LENGTH} characters")
@@ -27,7 +27,7 @@ def calculate(expression: str) -> str:
 
 
 class _Parser:
-    """Recursive descent: a sum is products, a product is factors, a factor is a number or a sum."""
+    """Recursive-descent parser with the levels sum, product and factor."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens = [number or sign for number, sign in tokens]
@@ -79,12 +79,11 @@ class _Parser:
 def _as_text(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
-    odd = value.denominator
+    rest = value.denominator
     for prime in (2, 5):
-        while odd % prime == 0:
-            odd //= prime
-    places = len(str(value.denominator)) * 4 if odd == 1 else 4
-    whole = round(abs(value) * 10**places)
-    digits = str(whole).rjust(places + 1, "0")
+        while rest % prime == 0:
+            rest //= prime
+    places = len(str(value.denominator)) * 4 if rest == 1 else 4
+    digits = str(round(abs(value) * 10**places)).rjust(places + 1, "0")
     text = f"{digits[:-places]}.{digits[-places:]}".rstrip("0").rstrip(".")
     return f"-{text}" if value < 0 and text != "0" else text

@@ -1,4 +1,4 @@
-"""Any program as an agent: it is told by environment variables where the model is and what to do."""
+"""The built-in agent `command`: runs a program, which gets the endpoint and the task in its environment."""
 
 from __future__ import annotations
 
@@ -20,21 +20,29 @@ from tidegate.errors import ConfigError
 from tidegate.types import TaskView
 
 MAX_STDOUT = 1_000_000
-"""Bytes of stdout that are kept, the last ones: a program that talks without end does no harm."""
+"""Last bytes of each output stream that are kept."""
 STDERR_SHOWN = 1_000
+"""Last characters of stderr in an error."""
 
 
 class CommandAgent(Agent):
     """Runs a command for every task: `CommandAgent(["node", "agent.js"])`.
 
-    The program finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL
-    in its environment. TASK_FILE is JSON: `{"id", "messages"}`; the last message's text also comes on
-    stdin. The output is what it writes to RESULT_FILE (JSON `{"output", "reward"?, "metrics"?}`), or
-    else its stdout. An exit status other than 0 ends the run as `agent_error`.
+    The program's environment contains OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
+    MODEL, SEED, TASK_FILE and RESULT_FILE. TASK_FILE is JSON: `{"id", "messages"}`; stdin has the text of the
+    last message. The output is the content of RESULT_FILE (JSON `{"output", "reward"?, "metrics"?}`) if the
+    program writes it, else its stdout. An exit status other than 0 ends the episode as `agent_error`.
 
-    It runs in a process group of its own, in an empty directory, both of which end with the run. With `user`
-    (a name or an id; needs root) it runs as that user: then it can read neither the run's files nor what
-    belongs to the trainer's user.
+    The program runs in its own process group and in an empty directory, both of which are removed afterwards.
+
+    Args:
+        command: The program and its arguments.
+        env: Further environment variables.
+        user: Name or id of the user to run it as (needs root). It then can read neither the run's files nor
+            those of the trainer's user.
+
+    Raises:
+        ConfigError: The command is not a list of words, or the user does not exist or cannot be assumed.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class CommandAgent(Agent):
             raise ConfigError(
                 f"the command must be a list of words, such as ['node', 'agent.js'], not {command!r}"
             )
-        # A program named by a relative path is meant from here, not from the run's directory.
+        # Relative paths are relative to the current directory, not to the episode's.
         self.command = [os.path.abspath(word) if os.path.isfile(word) else word for word in command]
         self.env = dict(env or {})
         self.user = None if user is None else _user(user)
@@ -64,19 +72,19 @@ class CommandAgent(Agent):
                 **self._as_user(),
             )
             try:
-                await program.talk(_prompt(task))
+                await program.communicate(_prompt(task))
             finally:
                 program.kill_group()
                 transport.close()
             if transport.get_returncode() != 0:
-                said = program.said(2)[-STDERR_SHOWN:]
+                stderr = program.output(2)[-STDERR_SHOWN:]
                 raise RuntimeError(
-                    f"{self.command[0]} ended with status {transport.get_returncode()}: {said}"
+                    f"{self.command[0]} exited with status {transport.get_returncode()}: {stderr}"
                 )
-            return _read_result(result_file, program.said(1))
+            return _read_result(result_file, program.output(1))
 
     def _as_user(self) -> dict[str, Any]:
-        """What the program is started with so that it has that user's rights and no others."""
+        """Returns the arguments of `subprocess_exec` that give the program only that user's rights."""
         if self.user is None:
             return {}
         return {"user": self.user.pw_uid, "group": self.user.pw_gid, "extra_groups": []}
@@ -106,17 +114,17 @@ class CommandAgent(Agent):
 
 
 def _user(user: str | int) -> pwd.struct_passwd:
-    """Raises ConfigError where there is no such user, or it takes rights that this process does not have."""
+    """Raises ConfigError if the user does not exist, or this process has no right to assume it."""
     try:
-        found = pwd.getpwnam(user) if isinstance(user, str) else pwd.getpwuid(user)
+        entry = pwd.getpwnam(user) if isinstance(user, str) else pwd.getpwuid(user)
     except KeyError:
         raise ConfigError(f"agent.options.user = {user!r}: there is no such user on this machine") from None
-    if os.geteuid() not in (0, found.pw_uid):
+    if os.geteuid() not in (0, entry.pw_uid):
         raise ConfigError(
             f"agent.options.user = {user!r}: only root can run a program as another user; start the run as "
-            "root, or leave the option out"
+            "root, or remove the option"
         )
-    return found
+    return entry
 
 
 def _prompt(task: TaskView) -> bytes:
@@ -125,9 +133,9 @@ def _prompt(task: TaskView) -> bytes:
 
 
 class _Program(asyncio.SubprocessProtocol):
-    """A running program: keeps the ends of what it says, and learns of its exit.
+    """A running program: keeps the last part of its output and reports its exit.
 
-    asyncio's streams would wait for the pipes too, which a child that was left behind keeps open.
+    asyncio's streams would also wait for the pipes, which an orphaned child process keeps open.
     """
 
     def __init__(self) -> None:
@@ -135,17 +143,17 @@ class _Program(asyncio.SubprocessProtocol):
         self._exited: asyncio.Future[None] = loop.create_future()
         self._closed: asyncio.Future[None] = loop.create_future()
         self._killed = False
-        self._said = {1: bytearray(), 2: bytearray()}
+        self._output = {1: bytearray(), 2: bytearray()}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        kept = self._said[fd]
-        kept += data
-        if len(kept) > 2 * MAX_STDOUT:
-            del kept[:-MAX_STDOUT]
+        buffer = self._output[fd]
+        buffer += data
+        if len(buffer) > 2 * MAX_STDOUT:
+            del buffer[:-MAX_STDOUT]
 
     def process_exited(self) -> None:
         if not self._exited.done():
@@ -155,8 +163,8 @@ class _Program(asyncio.SubprocessProtocol):
         if not self._closed.done():
             self._closed.set_result(None)
 
-    async def talk(self, prompt: bytes) -> None:
-        """Give it the prompt, which it need not read, and wait until it and its children have ended."""
+    async def communicate(self, prompt: bytes) -> None:
+        """Writes the prompt to stdin and waits until the program and its children have exited."""
         stdin = self._transport.get_pipe_transport(0)
         assert isinstance(stdin, asyncio.WriteTransport)
         stdin.write(prompt)
@@ -166,34 +174,34 @@ class _Program(asyncio.SubprocessProtocol):
         await self._closed
 
     def kill_group(self) -> None:
-        """End whoever is left of the group; once, since its id is another's some day."""
+        """Kills the process group; only once after the exit, because its id may be reused."""
         if self._killed:
             return
         self._killed = self._exited.done()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    def said(self, fd: int) -> str:
-        return self._said[fd][-MAX_STDOUT:].decode("utf-8", "replace")
+    def output(self, fd: int) -> str:
+        return self._output[fd][-MAX_STDOUT:].decode("utf-8", "replace")
 
 
-def _own_text(file: Path) -> bytes:
-    """A file that the program wrote; no link to somebody else's, and no pipe that would be waited for."""
+def _read_own_file(file: Path) -> bytes:
+    """Reads a regular file that the program owns; refuses links to other files, and pipes."""
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        about, folder = os.fstat(opened.fileno()), file.parent.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != folder.st_uid:
-            raise ValueError("RESULT_FILE is no file of the program's own")
+        status, folder = os.fstat(opened.fileno()), file.parent.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != folder.st_uid:
+            raise ValueError("RESULT_FILE is not a regular file owned by the program's user")
         return opened.read()
 
 
 def _read_result(file: Path, stdout: str) -> Result:
     try:
-        text = _own_text(file)
+        text = _read_own_file(file)
     except FileNotFoundError:
         return Result(stdout)
     try:
-        said: dict[str, Any] = json.loads(text)
-        return Result(said["output"], said.get("reward"), said.get("metrics") or {})
+        fields: dict[str, Any] = json.loads(text)
+        return Result(fields["output"], fields.get("reward"), fields.get("metrics") or {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"RESULT_FILE: {error!r}", file=sys.stderr)
         raise ValueError(

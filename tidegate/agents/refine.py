@@ -1,7 +1,7 @@
-"""A second model that condenses what a search found to what matters for the question.
+"""A second model that condenses search results to the parts that are relevant for the question.
 
-It has OpenAI-compatible endpoints of its own: each call goes to the one with the fewest in flight, and on to
-another where that one fails.
+It has its own OpenAI-compatible endpoints. Each call goes to the endpoint with the fewest calls in flight,
+and to another one if that fails.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tidegate.errors import ConfigError, InfrastructureError
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tidegate.agents")
 
-COOL_S = 10.0
-"""How long an endpoint that failed is passed over while others are there."""
+COOLDOWN_S = 10.0
+"""Time after a failure during which other endpoints are preferred."""
 BACKOFF_S = 0.2
-"""Before another attempt, longer each time."""
+"""Wait before the second attempt; it grows linearly with each attempt."""
 PROMPT = (
     "You condense search results for someone who works on the question below. Keep every fact, name, number "
     "and document id in square brackets that may help; leave out the rest; add nothing. If nothing helps, "
@@ -34,7 +34,7 @@ PROMPT = (
 
 @dataclass(slots=True)
 class RefinerEndpoint:
-    """One server of the service, and how it has done."""
+    """One server of the service with its statistics."""
 
     url: str
     client: AsyncOpenAI
@@ -42,14 +42,23 @@ class RefinerEndpoint:
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
-    cool_until: float = field(default=0.0)
+    """Total duration of the successful calls."""
+    cooldown_until: float = 0.0
 
 
 class Refiner:
-    """Condenses results.
+    """Condenses search results.
 
-    `urls`: endpoints (`http://host:8001/v1`) that serve `model`; `api_key_env` names the variable with their
-    key. `attempts` endpoints are tried, each for `timeout_s`.
+    Args:
+        urls: Endpoints, as `http://host:8001/v1`.
+        model: Model that they serve.
+        max_tokens: Limit of a condensed result.
+        timeout_s: Timeout of one attempt.
+        attempts: Attempts per result.
+        api_key_env: Environment variable with the endpoints' key.
+
+    Raises:
+        ConfigError: `urls` is empty, or the variable is not set.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class Refiner:
         from openai import AsyncOpenAI
 
         if isinstance(urls, str) or not urls:
-            raise ConfigError("refine service: urls is a list of endpoints, at least one")
+            raise ConfigError("refine service: urls must be a list of at least one endpoint")
         key = "none" if api_key_env is None else os.environ.get(api_key_env)
         if not key:
             raise ConfigError(f"refine service: api_key_env = {api_key_env!r}, but that variable is not set")
@@ -78,17 +87,17 @@ class Refiner:
         self._attempts = attempts
 
     async def refine(self, question: str, query: str, results: str) -> str:
-        """The condensed results. Raises InfrastructureError where no attempt gave any."""
+        """Returns the condensed results; raises InfrastructureError if all attempts fail."""
         prompt = PROMPT.format(question=question, query=query, results=results)
         failures = []
         for attempt in range(self._attempts):
             await asyncio.sleep(BACKOFF_S * attempt)
             endpoint = self._least_loaded()
             try:
-                return await self._ask(endpoint, prompt)
+                return await self._call(endpoint, prompt)
             except InfrastructureError as error:
                 endpoint.failures += 1
-                endpoint.cool_until = time.monotonic() + COOL_S
+                endpoint.cooldown_until = time.monotonic() + COOLDOWN_S
                 failures.append(str(error))
                 log.warning(
                     "refine service: %s; %d of its %d calls failed", error, endpoint.failures, endpoint.calls
@@ -96,30 +105,33 @@ class Refiner:
         raise InfrastructureError(f"the refine service failed: {'; '.join(failures)}")
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """What became of the calls, by endpoint; `seconds` is the mean of those that were answered."""
+        """Returns the statistics of each endpoint by URL; `seconds` is the mean of successful calls."""
         return {
-            one.url: {
-                "calls": one.calls,
-                "failures": one.failures,
-                "in_flight": one.in_flight,
-                "seconds": one.seconds / max(1, one.calls - one.failures - one.in_flight),
+            endpoint.url: {
+                "calls": endpoint.calls,
+                "failures": endpoint.failures,
+                "in_flight": endpoint.in_flight,
+                "seconds": endpoint.seconds / max(1, endpoint.calls - endpoint.failures - endpoint.in_flight),
             }
-            for one in self.endpoints
+            for endpoint in self.endpoints
         }
 
     def _least_loaded(self) -> RefinerEndpoint:
-        """The endpoint with the fewest calls in flight, of those that didn't just fail if there are any."""
+        """Returns the endpoint with the fewest calls in flight, preferring those that did not just fail."""
         now = time.monotonic()
-        return min(self.endpoints, key=lambda one: (one.cool_until > now, one.in_flight, one.calls))
+        return min(
+            self.endpoints,
+            key=lambda endpoint: (endpoint.cooldown_until > now, endpoint.in_flight, endpoint.calls),
+        )
 
-    async def _ask(self, endpoint: RefinerEndpoint, prompt: str) -> str:
+    async def _call(self, endpoint: RefinerEndpoint, prompt: str) -> str:
         from openai import OpenAIError
 
         began = time.monotonic()
         endpoint.calls += 1
         endpoint.in_flight += 1
         try:
-            async with asyncio.timeout(self._timeout_s):  # the SDK's own bounds each read, not the whole
+            async with asyncio.timeout(self._timeout_s):  # the SDK's timeout applies to each read only
                 reply = await endpoint.client.chat.completions.create(
                     model=self._model,
                     messages=[{"role": "user", "content": prompt}],
@@ -135,7 +147,7 @@ class Refiner:
         text = _without_reasoning((reply.choices[0].message.content if reply.choices else None) or "")
         if not text:
             raise InfrastructureError(
-                f"{endpoint.url} answered nothing, or reasoning alone, which may need more than "
+                f"{endpoint.url} returned no text, or reasoning only; it may need more than "
                 f"max_tokens = {self._max_tokens}"
             )
         endpoint.seconds += time.monotonic() - began
@@ -143,6 +155,6 @@ class Refiner:
 
 
 def _without_reasoning(text: str) -> str:
-    """What follows `</think>`, which a prompt may have opened; nothing where reasoning was cut."""
+    """Returns the text after `</think>` (the prompt may contain the opening tag); empty if it was cut."""
     answer = text.rpartition("</think>")[2].strip()
     return "" if answer.startswith("<think>") else answer

@@ -1,4 +1,4 @@
-"""A search agent: the model searches and opens documents until it answers, on the plain `openai` SDK."""
+"""The built-in agent `search`: the model searches and opens documents until it answers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ from typing import Any
 
 from tidegate.agents.base import Agent, Result, Session
 from tidegate.agents.refine import Refiner
-from tidegate.agents.search_tools import SearchTools, offered
+from tidegate.agents.search_tools import SearchTools, tool_definitions
 from tidegate.errors import ConfigError
 from tidegate.loading import construct
 from tidegate.rag.client import SearchClient
 from tidegate.types import TaskView
 
 CHARACTERS_A_TOKEN = 4
-"""Where an endpoint doesn't say how many tokens it used."""
+"""Estimate for endpoints that do not report the number of tokens."""
 UNREAD = "error: the tool call could not be read; it is one JSON object with a name and arguments"
+"""Reply to a tool call that the server left in the text."""
 
 
 class SearchAgent(Agent):
-    """Answers questions from a corpus.
+    """Answers questions from a corpus. A failure of the retrieval or refine service is an `infra_error`.
 
-    `urls`: retrieval servers (`tidegate rag serve`); `api_key_env` names the variable with their key.
-    `k`: documents a search gives; `open`: whether whole documents can be opened by their id, which results
-    then show. `max_turns`: replies of the model. `context_tokens`: what the conversation may come to;
-    results are cut to what is left of it, and a full one is told to the model, which then has one reply.
-    `instructions` go before the task as a system message. `refine`: options of a `Refiner`, a second model
-    that condenses what a search found. A retrieval or refine service that fails ends the run as
-    `infra_error`.
+    Args:
+        urls: Retrieval servers (`tidegate rag serve`).
+        k: Documents per search.
+        open: Whether the model can open whole documents by their id, which results then contain.
+        max_turns: Limit of the model's replies.
+        context_tokens: Limit of the conversation in tokens. Results are cut to fit; when the context is full,
+            the model is informed and has one more reply.
+        instructions: System message before the task.
+        refine: Options of a `Refiner`, a second model that condenses search results.
+        api_key_env: Environment variable with the retrieval servers' key.
+        timeout_s: Timeout of a retrieval call.
+
+    Raises:
+        ConfigError: An option is invalid.
     """
 
     def __init__(
@@ -45,11 +53,11 @@ class SearchAgent(Agent):
         timeout_s: float = 30.0,
     ) -> None:
         if isinstance(urls, str) or not urls:
-            raise ConfigError("search agent: urls is a list of retrieval servers, at least one")
+            raise ConfigError("search agent: urls must be a list of at least one retrieval server")
         if k < 1 or max_turns < 1:
             raise ConfigError(f"search agent: k = {k} and max_turns = {max_turns} must be at least 1")
         self._k = k
-        self._tools = offered(open)
+        self._tools = tool_definitions(open)
         self._max_turns = max_turns
         self._context_tokens = context_tokens
         self._instructions = instructions
@@ -79,30 +87,30 @@ class SearchAgent(Agent):
                 break
             messages.append(message.model_dump(exclude_none=True))
             tools.room = self._room(messages, reply.usage)
-            if unread:  # servers leave a call that they cannot read in the text
+            if unread:
                 messages.append({"role": "user", "content": tools.error(UNREAD)})
                 continue
-            texts = await together(tools.use(call) for call in calls)
+            texts = await gather_or_cancel(tools.use(call) for call in calls)
             for call, text in zip(calls, texts, strict=True):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
         return Result(content, metrics={"turns": float(turns), **tools.metrics})
 
     async def aclose(self) -> None:
-        """Close the connections; a process that ends needs no such thing."""
+        """Closes the connections; unnecessary if the process exits."""
         await self._client.aclose()
 
     def _room(self, messages: Sequence[Any], usage: Any) -> int | None:
-        """Characters that are left for results; None where there is no limit."""
+        """Returns the characters left for results, None if there is no limit."""
         if self._context_tokens is None:
             return None
         characters = sum(len(str(message)) for message in messages)
         used = usage.total_tokens if usage is not None else characters // CHARACTERS_A_TOKEN
-        # What is left is counted in tokens; how many characters one has, the conversation itself says.
+        # Converts the tokens left by the conversation's mean characters per token.
         return int((self._context_tokens - used) * characters / max(1, used))
 
 
-async def together(calls: Iterable[Awaitable[str]]) -> list[str]:
-    """The results of calls made at the same time; the first that fails ends the others and is raised."""
+async def gather_or_cancel(calls: Iterable[Awaitable[str]]) -> list[str]:
+    """Returns the results of concurrent calls; cancels all and raises if one fails."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -112,9 +120,9 @@ async def together(calls: Iterable[Awaitable[str]]) -> list[str]:
 
 
 def question_of(task: TaskView) -> str:
-    """The text of the task's last message from the user."""
-    said = [message["content"] for message in task.messages if message["role"] == "user"]
-    return str(said[-1]) if said else ""
+    """Returns the text of the task's last user message."""
+    texts = [message["content"] for message in task.messages if message["role"] == "user"]
+    return str(texts[-1]) if texts else ""
 
 
 def _key(variable: str | None) -> str | None:

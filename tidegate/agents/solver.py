@@ -1,4 +1,4 @@
-"""A solver of word problems with a calculator, on the plain `openai` SDK."""
+"""The built-in agent `solver`: solves word problems with a calculator."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ TOOLS: list[Any] = [
 
 
 class Solver(Agent):
-    """Lets the model call the calculator until it answers, for at most `max_turns` replies.
+    """Lets the model call a calculator until it answers.
 
-    `instructions` go before the task as a system message: a model that doesn't know that an answer is
-    stated as `#### number` is told so there.
+    Args:
+        max_turns: Limit of the model's replies.
+        instructions: System message before the task, such as the answer's format (`#### number`) for models
+            that were not trained on it.
     """
 
     def __init__(self, max_turns: int = 6, instructions: str | None = None) -> None:
@@ -60,7 +62,7 @@ class Solver(Agent):
 
 
 def use_tool(call: Any) -> str:
-    """The calculator's result; whatever is wrong with the call goes back to the model in words."""
+    """Returns the calculator's result, or the text of an error for the model."""
     if call.type != "function" or call.function.name != "calculator":
         return "error: there is no such tool; the only one is calculator(expression)"
     try:

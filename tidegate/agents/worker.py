@@ -1,16 +1,16 @@
-"""The agents' process: `python -m tidegate.agents.worker --use REF --options JSON`.
+"""Main of an agent process: `python -m tidegate.agents.worker --use REF`.
 
-It is told what to run in JSON lines on stdin and answers in JSON lines on stdout:
+Reads JSON lines from stdin (the first one: the agent's options) and writes JSON lines to stdout:
 
     <- {"op": "run", "job": ID, "task": {"id", "messages"},
         "session": {"base_url", "api_key", "model", "seed", "deadline_s"}}
     <- {"op": "cancel", "job": ID}
-    -> {"event": "ready"}, or {"event": "failed", "error": TEXT} where the agent cannot be loaded
+    -> {"event": "ready"}, or {"event": "failed", "error": TEXT} if the agent cannot be loaded
     -> {"event": "done", "job": ID, "outcome": null | "agent_error" | "infra_error" | "timeout" |
         "cancelled", "output": TEXT | null, "reward": NUMBER | null, "metrics": {}, "error": TEXT | null}
 
-Whatever the agents print goes to stderr, so it cannot get between the events. The end of stdin ends
-every run and the process.
+The agents' own output goes to stderr, so it cannot mix with the events. At the end of stdin all episodes are
+cancelled and the process exits.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 
 MAX_OUTPUT = 1_000_000
-"""Characters of an output; an agent that returns more has gone wrong."""
+"""Limit of an output, in characters."""
 MAX_METRICS = 100
+"""Limit of an episode's metrics, and of the characters of their names."""
 MAX_LOG = 64_000_000
-"""Characters that the agents of one process may print; more is dropped."""
+"""Characters that the agents of one process may print; further output is dropped."""
 MAX_ERROR = 2_000
-"""Characters of an error that go with the episode; the log has all of it."""
+"""Characters of an error that are recorded with the episode; the log has the full text."""
 GRACE_S = 1.0
-"""What a run that is being cancelled gets to clean up."""
+"""Time for a cancelled episode to clean up."""
 EXIT_S = 3.0
 
 
 @dataclass(slots=True)
 class EpisodeJob:
-    """One run of the agent."""
+    """An episode that is running."""
 
     id: str
     task: asyncio.Task[Result]
@@ -60,7 +61,7 @@ class EpisodeJob:
 
 @dataclass(slots=True)
 class Worker:
-    """Runs the agent many times at once; every run ends in exactly one `done` event."""
+    """Runs episodes concurrently; each ends with exactly one `done` event."""
 
     agent: Agent
     emit: Callable[[dict[str, Any]], None]
@@ -68,28 +69,28 @@ class Worker:
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
 
     def handle(self, line: bytes) -> None:
-        order = json.loads(line)
-        if order["op"] == "run":
-            self._start(order)
-        elif order["op"] == "cancel" and (job := self.jobs.get(order["job"])):
+        command = json.loads(line)
+        if command["op"] == "run":
+            self._start(command)
+        elif command["op"] == "cancel" and (job := self.jobs.get(command["job"])):
             job.cancelled = True
             job.task.cancel()
 
     async def stop(self) -> None:
-        """Cancel every run and give it a moment to clean up."""
+        """Cancels all episodes and waits up to GRACE_S for their clean-up."""
         for job in self.jobs.values():
             job.cancelled = True
             job.task.cancel()
         if self._watches:
             await asyncio.wait(self._watches, timeout=GRACE_S)
 
-    def _start(self, order: dict[str, Any]) -> None:
-        access = order["session"]
+    def _start(self, command: dict[str, Any]) -> None:
+        access = command["session"]
         deadline = time.monotonic() + access["deadline_s"]
         session = Session(access["base_url"], access["api_key"], access["model"], access["seed"], deadline)
-        view = TaskView(order["task"]["id"], order["task"]["messages"])
-        task = asyncio.create_task(self._run_agent(view, session), name=order["job"])
-        job = self.jobs[order["job"]] = EpisodeJob(order["job"], task, deadline)
+        view = TaskView(command["task"]["id"], command["task"]["messages"])
+        task = asyncio.create_task(self._run_agent(view, session), name=command["job"])
+        job = self.jobs[command["job"]] = EpisodeJob(command["job"], task, deadline)
         watch = asyncio.create_task(self._watch(job))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
@@ -98,22 +99,22 @@ class Worker:
         try:
             return checked(await self.agent.run(view, session))
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            # Left alone, any of these would end the process and every other run with it.
+            # Each of these would otherwise end the process with all its episodes.
             raise RuntimeError(f"the agent raised {type(error).__name__}({error})") from error
 
     async def _watch(self, job: EpisodeJob) -> None:
-        """Wait for the run, not beyond its deadline, and say how it ended."""
+        """Waits for the episode until its deadline and emits its `done` event."""
         await asyncio.wait({job.task}, timeout=max(0.0, job.deadline - time.monotonic()))
         late = not job.task.done()
         if late:
             job.task.cancel()
             await asyncio.wait({job.task}, timeout=GRACE_S)
         del self.jobs[job.id]
-        self.emit({"event": "done", "job": job.id, **_ending(job, late=late)})
+        self.emit({"event": "done", "job": job.id, **_outcome(job, late=late)})
 
 
 def checked(result: str | Result | None) -> Result:
-    """The result of a run in its full form; raises TypeError or ValueError where it is none."""
+    """Returns an agent's result as a `Result`; raises TypeError or ValueError if it is invalid."""
     if not isinstance(result, Result):
         result = Result(result)
     output = result.output
@@ -124,57 +125,58 @@ def checked(result: str | Result | None) -> Result:
             raise ValueError(
                 f"the agent's output has {len(output):,} characters; the limit is {MAX_OUTPUT:,}"
             )
-        # Half a surrogate pair is a str, but no text that could be sent on.
+        # A str may contain lone surrogates, which cannot be encoded.
         output = output.encode("utf-8", "replace").decode("utf-8")
     if len(result.metrics) > MAX_METRICS or any(len(str(name)) > MAX_METRICS for name in result.metrics):
-        raise ValueError(f"the agent's metrics are more than {MAX_METRICS}, or their names longer than that")
+        raise ValueError(f"the agent has more than {MAX_METRICS} metrics, or a name of more characters")
     reward = None if result.reward is None else float(result.reward)
     return Result(output, reward, {str(name): float(value) for name, value in result.metrics.items()})
 
 
-def _ending(job: EpisodeJob, *, late: bool) -> dict[str, Any]:
-    ended: dict[str, Any] = {"outcome": None, "output": None, "reward": None, "metrics": {}, "error": None}
-    # Whatever a run still came to after it was cancelled or too late is not wanted any more.
+def _outcome(job: EpisodeJob, *, late: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {"outcome": None, "output": None, "reward": None, "metrics": {}, "error": None}
+    # The result of an episode that was cancelled or late is discarded.
     error = job.task.exception() if job.task.done() and not job.task.cancelled() else None
     if job.cancelled:
-        return {**ended, "outcome": "cancelled", "error": "the run was cancelled"}
+        return {**fields, "outcome": "cancelled", "error": "the episode was cancelled"}
     if late:
-        return {**ended, "outcome": "timeout", "error": "the agent did not end by its deadline"}
+        return {**fields, "outcome": "timeout", "error": "the agent did not return before its deadline"}
     if job.task.cancelled():
-        return {**ended, "outcome": "agent_error", "error": "the agent cancelled itself"}
+        return {**fields, "outcome": "agent_error", "error": "the agent cancelled itself"}
     if error is not None:
         print(f"{job.id}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         outcome = "infra_error" if isinstance(error, InfrastructureError) else "agent_error"
-        return {**ended, "outcome": outcome, "error": describe_error(error, MAX_ERROR)}
+        return {**fields, "outcome": outcome, "error": describe_error(error, MAX_ERROR)}
     result = job.task.result()
-    return {**ended, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
+    return {**fields, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
 
 
 class CappedLog(io.TextIOBase):
-    """A text stream that passes on so many characters and then drops the rest, saying so once."""
+    """A text stream that forwards a limited number of characters and then one line that the rest is
+    dropped."""
 
-    def __init__(self, to: Any, limit: int = MAX_LOG) -> None:
-        self._to = to
+    def __init__(self, target: Any, limit: int = MAX_LOG) -> None:
+        self._target = target
         self._left = limit
 
     def write(self, text: str) -> int:
         if self._left > 0:
-            self._to.write(text[: self._left])
+            self._target.write(text[: self._left])
             self._left -= len(text)
             if self._left <= 0:
-                self._to.write("\n[the agents printed too much: the rest is dropped]\n")
+                self._target.write("\n[the agents printed too much: the rest is dropped]\n")
         return len(text)
 
     def flush(self) -> None:
-        self._to.flush()
+        self._target.flush()
 
     def fileno(self) -> int:
-        return int(self._to.fileno())
+        return int(self._target.fileno())
 
 
 async def _serve(use: str, options: dict[str, Any], stdout: int) -> int:
     loop = asyncio.get_running_loop()
-    # The stream must outlive this function's last write; asyncio's own transport never blocks.
+    # asyncio's transport does not block, and outlives this function's last write.
     events, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(stdout, "wb", buffering=0))
 
     def emit(event: dict[str, Any]) -> None:
@@ -186,38 +188,38 @@ async def _serve(use: str, options: dict[str, Any], stdout: int) -> int:
         emit({"event": "failed", "error": str(error)})
         events.close()
         return error.exit_code
-    ended = asyncio.Event()
-    threading.Thread(target=_read_orders, args=(loop, worker, ended), daemon=True, name="orders").start()
+    eof = asyncio.Event()
+    threading.Thread(target=_read_commands, args=(loop, worker, eof), daemon=True, name="commands").start()
     emit({"event": "ready"})
-    await ended.wait()
+    await eof.wait()
     await worker.stop()
     return 0
 
 
-def _read_orders(loop: asyncio.AbstractEventLoop, worker: Worker, ended: asyncio.Event) -> None:
-    """Runs in a thread, so that the end of stdin is seen even where an agent blocks the event loop."""
+def _read_commands(loop: asyncio.AbstractEventLoop, worker: Worker, eof: asyncio.Event) -> None:
+    """Reads stdin in a thread, so that its end is noticed even if an agent blocks the event loop."""
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(worker.handle, line)
-    loop.call_soon_threadsafe(ended.set)
+    loop.call_soon_threadsafe(eof.set)
     time.sleep(EXIT_S)
     os._exit(1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The agents' process; started by the trainer.")
+    parser = argparse.ArgumentParser(description="An agent process; started by the trainer.")
     parser.add_argument("--use", required=True, help="a built-in agent, file.py:Name or module:Name")
     arguments = parser.parse_args()
     continue_at_parent_exit()
     shield_process()
     options = json.loads(sys.stdin.buffer.readline() or b"{}")
     stdout = os.dup(1)
-    os.dup2(2, 1)  # also for whatever an agent starts
+    os.dup2(2, 1)  # for the agents' child processes, too
     sys.stdout = sys.stderr = CappedLog(sys.stderr)
-    here = f"127.0.0.1,localhost,::1,{own_address()}"
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this machine's own gateway
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), here]))
+    local = f"127.0.0.1,localhost,::1,{own_address()}"
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach a gateway on this machine
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), local]))
     code = asyncio.run(_serve(arguments.use, options, stdout))
-    # Threads of agents that never returned must not keep the process.
+    # Threads of agents that never return must not keep the process alive.
     sys.stderr.flush()
     os._exit(code)
 

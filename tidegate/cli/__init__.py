@@ -1,4 +1,5 @@
-"""The verbs, one a file. Each imports what it needs when it is run, so that `--help` answers at once."""
+"""The command `tidegate`. Each verb is a module that imports its dependencies when it runs, so `--help` is
+fast."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ VERBS = (
 )
 
 EXTRAS = {"torch": "train", "safetensors": "train"}
-"""The optional packages that verbs import, and the extras that bring them."""
+"""Optional packages that verbs import, with the extras that install them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code. A `TidegateError` is shown as its sentence, not as a traceback."""
+    """Runs a verb and returns the exit code. A `TidegateError` is printed as one message, without
+    traceback."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_settings", False):
@@ -68,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return StartError.exit_code
     except KeyboardInterrupt:
         return STOPPED
-    except BrokenPipeError:  # whoever read what was printed has gone: `tidegate … | head`
+    except BrokenPipeError:  # the reader of a pipe exited: `tidegate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:
-    """What is to be installed for a module that is missing; None of one that every install has."""
+    """Returns the command that installs a missing module; None if it is not an optional one."""
     module = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(module)
     return (

@@ -1,4 +1,4 @@
-"""`tidegate train`: from settings to a trained model."""
+"""`tidegate train`: trains an agent's model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add(verbs: Verbs) -> None:
         epilog="Any setting can be given as --section.key value; `tidegate train --settings` lists them.",
     )
     how = verb.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
-    how.add_argument("--fresh", action="store_true", help="set an existing run of this name aside first")
+    how.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
+    how.add_argument("--fresh", action="store_true", help="rename an existing run of this name first")
     verb.add_argument(
         "--cluster",
         metavar="ADDRESS",
@@ -31,7 +31,7 @@ def add(verbs: Verbs) -> None:
     )
     verb.add_argument(
         "--lift-quarantine", action="store_true",
-        help="with --resume: issue the tasks again that were given up",
+        help="with --resume: issue quarantined tasks again",
     )  # fmt: skip
     verb.add_argument("--settings", action="store_true", help="list every setting with its default")
     verb.set_defaults(run=run, takes_settings=True)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return 0
     file, overrides = split_file(rest)
     if arguments.lift_quarantine and not arguments.resume:
-        raise ConfigError("--lift-quarantine is for a run that is resumed: add --resume")
+        raise ConfigError("--lift-quarantine applies to resumed runs only: add --resume")
     if file is None and not overrides:
         raise ConfigError("name a settings file: tidegate train examples/demo/config.toml")
     settings = load_settings(file, overrides)

@@ -1,4 +1,4 @@
-"""What the verbs share."""
+"""Functions shared by the verbs."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ RUNS = Path("runs")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Names the nearest word to one that is none of those to choose from."""
+    """Suggests the nearest choice in errors."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = [str(one) for one in action.choices]
-            words = f"there is no {value!r} among {', '.join(known)}{did_you_mean(str(value), known)}"
-            raise argparse.ArgumentError(action, words)
+            choices = [str(choice) for choice in action.choices]
+            message = f"there is no {value!r} among {', '.join(choices)}{did_you_mean(str(value), choices)}"
+            raise argparse.ArgumentError(action, message)
 
 
-def run_directory(wanted: Path, parent: Path = RUNS) -> Path:
-    """A directory as it was given, or a run's name among the runs. Raises ConfigError with the nearest."""
-    if wanted.exists():
-        return wanted
-    if (parent / wanted).is_dir():
-        return parent / wanted
-    near = {str(one): one.name for one in _directories(wanted.parent)}
-    near |= {one.name: one.name for one in _directories(parent)} if len(wanted.parts) == 1 else {}
-    raise ConfigError(f"{wanted}: there is no such directory{did_you_mean(str(wanted), near)}")
+def run_directory(path: Path, parent: Path = RUNS) -> Path:
+    """Returns an existing path, or the run of this name in `parent`; raises ConfigError otherwise."""
+    if path.exists():
+        return path
+    if (parent / path).is_dir():
+        return parent / path
+    candidates = [str(directory) for directory in _directories(path.parent)]
+    if len(path.parts) == 1:
+        candidates += [directory.name for directory in _directories(parent)]
+    raise ConfigError(f"{path}: there is no such directory{did_you_mean(str(path), candidates)}")
 
 
 def _directories(parent: Path) -> list[Path]:
-    return [one for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+    return [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
 
 
 def add_address(verb: argparse.ArgumentParser, port: int) -> None:
     verb.add_argument("--host", default="127.0.0.1")
-    verb.add_argument("--port", type=int, default=port, help="0 takes a free one")
-    # For a program that starts it: {url, pid} is written there once it serves, and it ends with its stdin.
+    verb.add_argument("--port", type=int, default=port, help="0 selects a free one")
+    # For parent processes: writes {url, pid} to a file when it is ready, and exits when its stdin closes.
     verb.add_argument("--announce", type=Path, help=argparse.SUPPRESS)
     verb.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
 

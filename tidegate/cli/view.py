@@ -1,4 +1,4 @@
-"""`tidegate view`: a run as a page in the browser; without a run, the runs that there are."""
+"""`tidegate view`: shows a run in the browser, or lists the runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def add(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "view",
         help="look at a run in the browser, down to single tokens",
-        description="Serve a page on a run's files, while the run goes on or afterwards. It only reads.",
+        description="Serve a read-only page on a run's files, during the run or afterwards.",
     )
     verb.add_argument(
         "run_dir", metavar="RUN", nargs="?", type=Path, help="its directory, or a name in --dir"
     )
     verb.add_argument("--dir", type=Path, default=RUNS, help="where runs are (default: runs)")
     add_address(verb, PORT)
-    # Without --port another port does as well where 8080 is taken.
+    # Without --port a free port is used if 8080 is taken.
     verb.set_defaults(run=run, port=None)
 
 
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     sock = _bind(listen, chosen=arguments.port is not None)
     print(f"{followed.dir} is shown at {url_of(sock)}  (Ctrl-C ends this)", flush=True)
     if not is_loopback(arguments.host):
-        warning = "anyone who reaches this address can read the run: nothing guards it"
+        warning = "anyone who reaches this address can read the run, because it has no access control"
         print(f"tidegate: --host {arguments.host}: {warning}", file=sys.stderr)
     serve(followed, listen, sock)
     return 0
 
 
 def _bind(listen: Listen, *, chosen: bool) -> socket.socket:
-    """On the chosen port; else on 8080, or on a free one where that is taken."""
+    """Binds the chosen port; else 8080, or a free one if that is taken."""
     from dataclasses import replace
 
     from tidegate.service.serve import bind

@@ -1,8 +1,7 @@
 """Seeded word problems in GSM8K's form: a question in prose, an answer that ends in `#### number`.
 
-Three kinds of problems, no problem in two of them: training problems without end; held-out problems
-of the same templates, which a hash of the problem's text keeps out of training; and problems of
-templates that are never trained on.
+There are three disjoint sets: endless training problems; held-out problems of the same templates, which a
+hash of the text excludes from training; and held-out problems of templates that are never trained on.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ THINGS = ("apples", "books", "buttons", "cards", "coins", "cookies", "eggs", "fl
 
 Numbers = dict[str, int]
 HELD_OUT_SHARE = 16
-"""One problem in so many is held out."""
+"""One problem in 16 is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """A kind of problem.
 
-    `text` has slots for two names {N} {M}, two things {X} {Y} and the numbers; `expression` is the
-    right way to work it out, over the numbers' letters; `draw` gives numbers under which every
-    intermediate result is a positive integer.
+    `text` has placeholders for two names {N} {M}, two things {X} {Y} and the numbers; `expression` is the
+    right expression over the numbers' letters; `draw` returns numbers for which every intermediate result
+    is a positive integer.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, worked out."""
+    """One problem with its solution."""
 
     template: Template
     question: str
@@ -74,7 +73,7 @@ def in_numbers(expression: str, numbers: Numbers) -> str:
 
 
 def evaluate(expression: str, numbers: Numbers) -> Fraction:
-    """The exact value of one of our own expressions."""
+    """Returns the exact value of a template's expression."""
     letters = {letter: Fraction(number) for letter, number in numbers.items()}
     value: Fraction = eval(expression, {"__builtins__": {}}, letters)
     return value
@@ -187,7 +186,9 @@ def draw_problem(rng: Random, templates: Sequence[Template] = TEMPLATES) -> Prob
 class Arithmetic(Environment):
     """Word problems of two or three operations.
 
-    `seed` chooses the problems of every split; `held_out` is the size of each held-out set.
+    Args:
+        seed: Determines the problems of all splits.
+        held_out: Size of each held-out set, 1 to 10,000.
     """
 
     name: ClassVar[str] = "arithmetic"
@@ -201,13 +202,13 @@ class Arithmetic(Environment):
         self._eval_sets: dict[str, list[Task]] | None = None
 
     def train_task(self, index: int) -> Task:
-        problem = next(one for one in self._draws("train", index) if not one.held_out)
+        problem = next(problem for problem in self._draws("train", index) if not problem.held_out)
         return self._task(f"train-{index}", problem)
 
     def eval_sets(self) -> Mapping[str, Sequence[Task]]:
-        """ "" has the training templates; "unseen_templates" those that are never trained on."""
+        """Returns "" with the training templates and "unseen_templates" with those never trained on."""
         if self._eval_sets is None:
-            held_out = (one for one in self._draws("held_out") if one.held_out)
+            held_out = (problem for problem in self._draws("held_out") if problem.held_out)
             unseen = self._draws("unseen", templates=UNSEEN_TEMPLATES)
             self._eval_sets = {
                 "": self._distinct("held_out", held_out),
@@ -218,17 +219,17 @@ class Arithmetic(Environment):
     def _draws(
         self, split: str, index: int = 0, templates: Sequence[Template] = TEMPLATES
     ) -> Iterator[Problem]:
-        # Text seeds are hashed by `random` itself, so neighbouring indices have unrelated problems.
+        # `random` hashes text seeds, so the problems of neighbouring indices are unrelated.
         rng = Random(f"arithmetic/{self._seed}/{split}/{index}")
         while True:
             yield draw_problem(rng, templates)
 
     def _distinct(self, split: str, problems: Iterator[Problem]) -> list[Task]:
-        found: dict[str, Problem] = {}
-        while len(found) < self._held_out:
+        distinct: dict[str, Problem] = {}
+        while len(distinct) < self._held_out:
             problem = next(problems)
-            found.setdefault(problem.question, problem)
-        return [self._task(f"{split}-{index}", one) for index, one in enumerate(found.values())]
+            distinct.setdefault(problem.question, problem)
+        return [self._task(f"{split}-{index}", problem) for index, problem in enumerate(distinct.values())]
 
     def _task(self, id: str, problem: Problem) -> Task:
         return Task(

@@ -1,7 +1,7 @@
-"""Evaluation of any OpenAI-compatible endpoint: the agent talks to it directly, rewards are made here.
+"""Evaluates an OpenAI-compatible endpoint, which the agent calls directly; rewards are computed here.
 
-No gateway stands between: sampling is the agent's and the endpoint's own, and a trajectory has messages
-(the task's, and the output as the reply) but no turns and no tokens.
+There is no gateway: the agent and the endpoint determine the sampling, and a trajectory has messages (the
+task's, and the output as the reply) but no turns or tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidegate.types import Outcome, Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
-    """Where the model is: the base URL as an OpenAI client takes it, the model's name there, the key."""
+    """An OpenAI-compatible base URL, the model's name there, and the key."""
 
     base_url: str
     model: str
@@ -57,7 +57,7 @@ class _Attempt:
 async def direct(
     settings: Settings, environment: Environment, endpoint: ModelEndpoint, directory: Path
 ) -> AsyncIterator[SampledAttempt]:
-    """The way to run an episode against the endpoint. Raises StartError or ConfigError."""
+    """Yields a function that runs an episode against the endpoint; raises StartError or ConfigError."""
     worker = await AgentWorker.start(
         settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
     )

@@ -1,4 +1,4 @@
-"""An evaluation from its settings to its result file; whatever ends it early, what was done is kept."""
+"""Runs an evaluation and writes its results, also those until an error or interruption."""
 
 from __future__ import annotations
 
@@ -33,24 +33,22 @@ EPISODES = "episodes.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class EvalJob:
-    """What to evaluate, and how.
-
-    `settings` name the agent, the environment and, where there is no `endpoint`, the weights.
-    """
+    """Parameters of an evaluation."""
 
     settings: Settings
+    """Name the agent, the environment and, if there is no `endpoint`, the weights."""
     directory: Path
-    """Where the results go; it must not hold any yet."""
+    """Directory of the results, without earlier ones."""
     endpoint: ModelEndpoint | None = None
     temperature: float = 1.0
     samples: int = 1
     ks: Sequence[int] = (1,)
     threshold: float = 1.0
-    """The reward from which on an episode counts as right for pass@k."""
+    """Least reward of an episode that counts as right for pass@k."""
     sets: Sequence[str] = ()
-    """Names of held-out sets; none: all of them. The main one is `main`."""
+    """Names of held-out sets (`main` is the main one); empty: all."""
     tasks: int | None = None
-    """Of each set, the first so many; None: all."""
+    """Number of tasks of each set, from the first; None: all."""
 
     @property
     def target(self) -> str:
@@ -66,23 +64,33 @@ class EvalJob:
 async def evaluate(
     job: EvalJob, progress: Callable[[int, int], None], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run it and write `results.json` and `episodes.jsonl`; returns what the former holds.
+    """Runs an evaluation and writes `results.json` and `episodes.jsonl`.
 
-    `progress` is told how many episodes have ended, of how many; `note` is told one line of news.
-    The first Ctrl-C ends it with what there is (`status` is then `interrupted`), a second one at once.
-    Raises TidegateError after writing what there is.
+    The first Ctrl-C ends it with the results so far (`status` is then `interrupted`), a second one exits at
+    once.
+
+    Args:
+        job: Parameters of the evaluation.
+        progress: Called with the numbers of episodes that have ended, and of all.
+        note: Called with lines for the user.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        TidegateError: The evaluation failed; the results so far are written.
     """
     environment = load_environment(job.settings.env.use, job.settings.env.options)
     check_reward_timeout(environment, job.settings.env.reward_timeout_s)
     sets = choose(environment, job.sets, job.tasks)
     if (job.directory / RESULTS).exists():
-        raise ConfigError(f"{job.directory} holds results already; choose another directory")
+        raise ConfigError(f"{job.directory} already contains results; choose another directory")
     job.directory.mkdir(parents=True, exist_ok=True)
-    tally, began = EvalResults(job.threshold, job.ks), time.monotonic()
+    eval_results, began = EvalResults(job.threshold, job.ks), time.monotonic()
     with (job.directory / EPISODES).open("wb") as file:
 
         def keep(episode: SampledEpisode) -> None:
-            tally.add(episode)
+            eval_results.add(episode)
             file.write(_line(episode, job.temperature))
 
         guard = TaskSupervisor()
@@ -101,7 +109,7 @@ async def evaluate(
                 "status": status,
                 **_described(job),
                 "seconds": round(time.monotonic() - began, 3),
-                "sets": {name or "main": tally.summary(name) for name in sets},
+                "sets": {name or "main": eval_results.summary(name) for name in sets},
                 "failures": dict(reasons.most_common(5)),
             }
             (job.directory / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
@@ -109,8 +117,8 @@ async def evaluate(
 
 
 def choose(environment: Environment, names: Sequence[str], tasks: int | None) -> dict[str, list[Task]]:
-    """The held-out sets that are asked for. Raises ConfigError that names the ones there are."""
-    sets = {name: list(found) for name, found in environment.eval_sets().items()}
+    """Returns the named held-out sets; raises ConfigError if one does not exist or is invalid."""
+    sets = {name: list(members) for name, members in environment.eval_sets().items()}
     known = [name or "main" for name in sets]
     for name in names:
         if name not in known:
@@ -118,13 +126,15 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
                 f"{environment.name}: there is no held-out set {name!r}{did_you_mean(name, known)}; "
                 f"there are {', '.join(known)}"
             )
-    chosen = {name: found[:tasks] for name, found in sets.items() if not names or (name or "main") in names}
-    for name, found in chosen.items():
-        twice = [id for id, times in Counter(task.id for task in found).items() if times > 1]
-        if twice:
+    chosen = {
+        name: members[:tasks] for name, members in sets.items() if not names or (name or "main") in names
+    }
+    for name, members in chosen.items():
+        duplicates = [id for id, times in Counter(task.id for task in members).items() if times > 1]
+        if duplicates:
             raise ConfigError(
-                f"{environment.name}: {len(twice)} ids stand for several tasks of the held-out set "
-                f"{name or 'main'!r}, the first is {twice[0]!r}; give each task an id of its own, by which "
+                f"{environment.name}: {len(duplicates)} ids stand for several tasks of the held-out set "
+                f"{name or 'main'!r}, the first is {duplicates[0]!r}; give each task a unique id, by which "
                 "its samples are counted"
             )
     if not any(chosen.values()):
@@ -145,7 +155,7 @@ async def _attempts(
 
 
 async def _until_stopped(work: Any) -> str:
-    """`completed`, or `interrupted` where SIGINT or SIGTERM came first."""
+    """Returns `completed`, or `interrupted` if SIGINT or SIGTERM came first."""
     loop, main = asyncio.get_running_loop(), asyncio.ensure_future(work)
     stopped = False
 
@@ -196,7 +206,7 @@ def _line(episode: SampledEpisode, temperature: float) -> bytes:
 
 
 def next_directory(parent: Path) -> Path:
-    """The first free `<parent>/N`."""
+    """Returns the first free `<parent>/N`."""
     number = 1
     while (parent / str(number)).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Gold answers, graded as if an agent had returned them: do the rewards know a right answer?"""
+"""Grades gold answers as if an agent had returned them, to check that the rewards accept them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError, RewardError
 from tidegate.types import Task
 
 ENDLESS_TRAIN = 1000
-"""Training tasks that are graded where the split has no end."""
+"""Number of training tasks that are graded if the split has no end."""
 EXTRACTOR = "extractor/"
 
 
@@ -27,13 +27,13 @@ class Miss:
 
 @dataclass(slots=True)
 class GoldSplit:
-    """What came of one split."""
+    """Result of one split."""
 
     name: str
     total: int = 0
     misses: list[Miss] = field(default_factory=list)
     extractors: Counter[str] = field(default_factory=Counter)
-    """How often each extractor found the answer."""
+    """Number of answers that each extractor found."""
 
     @property
     def right(self) -> int:
@@ -41,16 +41,12 @@ class GoldSplit:
 
 
 def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
-    """Grade every gold answer of every split; a task that is in two splits counts in the first. Two that
-    share an id alone are two.
+    """Grades every gold answer of every split; an identical task in two splits counts in the first one.
 
-    Right is a reward of at least `threshold`. Raises ConfigError where the environment has no reward of
-    its own.
+    A reward of at least `threshold` counts as right. Raises ConfigError if the environment has no rewards.
     """
     if not environment.names:
-        raise ConfigError(
-            f"{environment.name}: it has no reward of its own, so there is nothing to grade with"
-        )
+        raise ConfigError(f"{environment.name}: it has no rewards to grade with")
     seen: set[str] = set()
     splits = []
     for name, tasks in _splits(environment):
@@ -92,5 +88,5 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
     )
     if scored.reward < threshold:
         parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts.items())
-        unread = "; nothing could be read from it" if scored.metrics.get("unparseable") else ""
+        unread = "; no answer could be read from it" if scored.metrics.get("unparseable") else ""
         split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))

@@ -1,4 +1,4 @@
-"""Evaluation of a model's weights: an engine and a gateway of its own, started and ended with it."""
+"""Evaluates a model's weights with an engine and a gateway that it starts and stops."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ async def hosted(
     guard: TaskSupervisor,
     note: Callable[[str], None],
 ) -> AsyncIterator[SampledAttempt]:
-    """Serves `settings.model.path` (or uses `settings.engine.urls`) and gives the way to run an episode.
+    """Serves `settings.model.path` (or uses `settings.engine.urls`) and yields a function that runs an
+    episode.
 
-    Logs go to `<directory>/logs`; news go to `note`. A process that dies for good ends what `guard` runs.
-    Raises StartError or ConfigError where a process cannot start.
+    Logs go to `<directory>/logs`, messages to `note`. If a process fails for good, the task of `guard` ends.
+    Raises StartError or ConfigError if a process cannot start.
     """
     await asyncio.to_thread(check_engines, settings.engine.urls)
     weights = settings.model.path.absolute()
@@ -54,4 +55,4 @@ async def hosted(
             episodes = Episodes(processes.gateway, processes.worker, settings.agent.deadline_s)
             yield _Attempt(episodes, sampling)
         finally:
-            await guard.close()  # before the processes are stopped, which would look like a death
+            await guard.close()  # before the processes stop, which it would report as failures

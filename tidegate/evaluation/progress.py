@@ -1,4 +1,4 @@
-"""How far something is, on standard error: one line that is written over, or a line now and then."""
+"""Progress on standard error: one line that is overwritten, or on a non-terminal up to ten lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REDRAW_S = 0.1
 
 
 class EvalProgress:
-    """Called with (done, total) as things end."""
+    """Shows progress when called with (done, total)."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -32,6 +32,6 @@ class EvalProgress:
             print(f"{self._what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """A line of news between."""
+        """Prints one line for the user between the others."""
         print(f"\n{text}" if self._open else text, file=sys.stderr, flush=True)
         self._open = False

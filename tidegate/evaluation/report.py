@@ -1,4 +1,4 @@
-"""Results as lines for a reader."""
+"""Formats results as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN = 5
 
 
 def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """An evaluation's `results.json`, in words."""
+    """Yields the lines of an evaluation's `results.json`."""
     sampling = results["sampling"]
     how = f"temperature {sampling['temperature']:g}" if sampling else "the agent's own sampling"
     samples = results["samples"]
@@ -19,33 +19,33 @@ def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"{results['target']}: {results['env']['use']} × {results['agent']['use']}, {times} a task, {how}"
     if results["status"] != "completed":
         yield f"{results['status']}: these are the episodes until then"
-    for name, found in results["sets"].items():
-        failed = f", {found['failed']:,} failed" if found["failed"] else ""
-        yield f"  {name}: {found['tasks']:,} tasks, {found['episodes']:,} episodes{failed}"
-        yield from _numbers(found)
+    for name, summary in results["sets"].items():
+        failed = f", {summary['failed']:,} failed" if summary["failed"] else ""
+        yield f"  {name}: {summary['tasks']:,} tasks, {summary['episodes']:,} episodes{failed}"
+        yield from _numbers(summary)
     for reason, number in results["failures"].items():
         yield f"  failed {number:,}×: {reason}"
 
 
-def _numbers(found: Mapping[str, Any]) -> Iterator[str]:
-    if "reward" in found:
-        yield _estimate("reward", found["reward"])
-    if "reward_if_failures_were_0" in found:
-        yield f"    {'reward if failures were 0':<26}{found['reward_if_failures_were_0']:.4f}"
-    for k, estimate in found.get("pass", {}).items():
-        yield _estimate(f"pass@{k}", estimate)
+def _numbers(summary: Mapping[str, Any]) -> Iterator[str]:
+    if "reward" in summary:
+        yield _format("reward", summary["reward"])
+    if "reward_if_failures_were_0" in summary:
+        yield f"    {'reward if failures were 0':<26}{summary['reward_if_failures_were_0']:.4f}"
+    for k, estimate in summary.get("pass", {}).items():
+        yield _format(f"pass@{k}", estimate)
     for key in ("reward_by_env", "metrics"):
-        for name, value in found.get(key, {}).items():
+        for name, value in summary.get(key, {}).items():
             yield f"    {name:<26}{value:.4f}"
 
 
-def _estimate(name: str, one: Mapping[str, Any]) -> str:
-    share = f"{one['level']:.0%}"
-    return f"    {name:<26}{one['mean']:.4f}   {share} [{one['low']:.4f}, {one['high']:.4f}]  {one['method']}"
+def _format(name: str, estimate: Mapping[str, Any]) -> str:
+    interval = f"{estimate['level']:.0%} [{estimate['low']:.4f}, {estimate['high']:.4f}]"
+    return f"    {name:<26}{estimate['mean']:.4f}   {interval}  {estimate['method']}"
 
 
 def gold_lines(env: str, splits: Sequence[GoldSplit]) -> Iterator[str]:
-    """What came of grading the gold answers; the last line is the verdict."""
+    """Yields the lines of the gold answers' results; the last line has the totals."""
     yield f"{env}: every gold answer graded as if an agent had returned it"
     for split in splits:
         yield f"  {split.name:<20}{split.right:>8,} of {split.total:,}"
@@ -58,7 +58,7 @@ def gold_lines(env: str, splits: Sequence[GoldSplit]) -> Iterator[str]:
 
 
 def gold_results(env: Mapping[str, Any], splits: Sequence[GoldSplit]) -> dict[str, Any]:
-    """The same, for JSON."""
+    """Returns the gold answers' results for JSON."""
     extractors: dict[str, int] = {}
     for split in splits:
         for name, number in split.extractors.items():

@@ -1,7 +1,7 @@
-"""What came of an evaluation, in numbers.
+"""Aggregates the episodes of an evaluation.
 
-Failed episodes (errors, time-outs) have no reward and are no part of a mean; how many there were stands
-beside it, and `reward_if_failures_were_0` says how low the mean would be if each were worth nothing.
+Failed episodes have no reward and are not included in means; their number is reported separately, and
+`reward_if_failures_were_0` is the mean that would result if each were worth 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidegate.types import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """What an episode leaves in the books."""
+    """The result of one episode."""
 
     task_id: str
     env: str
@@ -32,70 +32,70 @@ class Grading:
 
 @dataclass(slots=True)
 class EvalResults:
-    """Counts the episodes of every held-out set; right is a reward of at least `threshold`."""
+    """Collects the episodes of every held-out set. A reward of at least `threshold` counts as right."""
 
     threshold: float
     ks: Sequence[int]
     gradings: dict[str, list[Grading]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, episode: SampledEpisode) -> None:
-        one = episode.trajectory
+        trajectory = episode.trajectory
         self.gradings[episode.eval_set].append(
             Grading(
-                episode.task.id, episode.task.env, one.outcome, one.reward, one.reward_parts, one.metrics,
-                one.sampled_tokens(),
+                episode.task.id, episode.task.env, trajectory.outcome, trajectory.reward,
+                trajectory.reward_parts, trajectory.metrics, trajectory.sampled_tokens(),
             )
         )  # fmt: skip
 
     def summary(self, eval_set: str) -> dict[str, Any]:
-        """One set's numbers, fit for JSON. `reward` is the mean of the tasks' means."""
+        """Returns one set's results for JSON. `reward` is the mean of the tasks' mean rewards."""
         gradings = self.gradings[eval_set]
-        graded = [one for one in gradings if one.reward is not None]
-        found: dict[str, Any] = {
-            "tasks": len({one.task_id for one in gradings}),
+        graded = [grading for grading in gradings if grading.reward is not None]
+        summary: dict[str, Any] = {
+            "tasks": len({grading.task_id for grading in gradings}),
             "episodes": len(gradings),
             "failed": len(gradings) - len(graded),
-            "outcomes": dict(Counter(one.outcome.value for one in gradings)),
+            "outcomes": dict(Counter(grading.outcome.value for grading in gradings)),
         }
         if not graded:
-            return found
-        rewards = _by_task((one.task_id, one.reward) for one in graded)
-        found["reward"] = estimate([fmean(values) for values in rewards.values()]).to_json()
+            return summary
+        rewards = _grouped((grading.task_id, grading.reward) for grading in graded)
+        summary["reward"] = estimate([fmean(values) for values in rewards.values()]).to_json()
         if len(graded) < len(gradings):
-            worst = _by_task((one.task_id, one.reward or 0.0) for one in gradings)
-            found["reward_if_failures_were_0"] = fmean(fmean(values) for values in worst.values())
-        found["pass"] = self._pass(rewards)
-        envs = _by_key((one.env, one.reward) for one in graded)
+            worst = _grouped((grading.task_id, grading.reward or 0.0) for grading in gradings)
+            summary["reward_if_failures_were_0"] = fmean(fmean(values) for values in worst.values())
+        summary["pass"] = self._pass(rewards)
+        envs = _means((grading.env, grading.reward) for grading in graded)
         if len(envs) > 1:
-            found["reward_by_env"] = envs
-        found["parts"] = _by_key(pair for one in graded for pair in one.parts.items())
-        found["metrics"] = _by_key(pair for one in graded for pair in one.metrics.items())
-        if tokens := sum(one.tokens for one in gradings):
-            found["sampled_tokens"] = tokens
-        return found
+            summary["reward_by_env"] = envs
+        summary["parts"] = _means(pair for grading in graded for pair in grading.parts.items())
+        summary["metrics"] = _means(pair for grading in graded for pair in grading.metrics.items())
+        if tokens := sum(grading.tokens for grading in gradings):
+            summary["sampled_tokens"] = tokens
+        return summary
 
     def _pass(self, rewards: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """pass@k over the tasks that have k graded samples."""
-        found = {}
+        """Returns pass@k over the tasks with at least k graded samples."""
+        estimates = {}
         for k in self.ks:
             values = [
-                pass_at_k(len(ones), sum(one >= self.threshold for one in ones), k)
-                for ones in rewards.values()
-                if len(ones) >= k
+                pass_at_k(len(samples), sum(reward >= self.threshold for reward in samples), k)
+                for samples in rewards.values()
+                if len(samples) >= k
             ]
             if values:
-                found[str(k)] = estimate(values).to_json()
-        return found
+                estimates[str(k)] = estimate(values).to_json()
+        return estimates
 
 
-def _by_task(pairs: Iterable[tuple[str, float | None]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for task_id, reward in pairs:
-        assert reward is not None
-        found[task_id].append(reward)
-    return found
+def _grouped(pairs: Iterable[tuple[str, float | None]]) -> dict[str, list[float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for key, value in pairs:
+        assert value is not None
+        groups[key].append(value)
+    return groups
 
 
-def _by_key(pairs: Iterable[tuple[str, float | None]]) -> dict[str, float]:
-    """The mean of each key's values, over the episodes that have it."""
-    return {key: fmean(values) for key, values in sorted(_by_task(pairs).items())}
+def _means(pairs: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """Returns the mean of each key's values, over the episodes that have it."""
+    return {key: fmean(values) for key, values in sorted(_grouped(pairs).items())}

@@ -13,19 +13,19 @@ from tidegate.trainer.rollout.episodes import attempt_seed
 from tidegate.types import Outcome, Task, Trajectory
 
 GIVE_UP_AFTER = 16
-"""So many episodes that all failed, and none that did not, mean that nothing can succeed."""
+"""If the first 16 episodes all fail, the evaluation stops."""
 _RETRY_S = 1.0
 
 
 class SampledAttempt(Protocol):
-    """One run of the agent on a task, rewarded. Raises GatewayError where it could not be made."""
+    """Runs the agent on a task and scores it; raises GatewayError if the gateway fails."""
 
     async def __call__(self, name: str, task: Task, seed: int) -> Trajectory: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampledEpisode:
-    """One sample: the held-out set it is of, its number (from 0), and what came of it."""
+    """One sample with its held-out set, its number (from 0) and its trajectory."""
 
     eval_set: str
     task: Task
@@ -35,9 +35,9 @@ class SampledEpisode:
 
 @dataclass(slots=True)
 class Sampler:
-    """Samples every task of `sets` `samples` times; first all tasks once, then again.
+    """Samples every task of `sets` `samples` times: all tasks once, then all of them again.
 
-    An episode that ends as `infra_error` is attempted `max_attempts` times; every other one once.
+    An episode that ends as `infra_error` is attempted up to `max_attempts` times.
     """
 
     attempt: SampledAttempt
@@ -47,7 +47,7 @@ class Sampler:
     seed: int
     max_attempts: int
     keep: Callable[[SampledEpisode], None]
-    """Is handed every episode as it ends."""
+    """Called with every episode when it ends."""
     progress: Callable[[int, int], None]
     done: int = 0
     succeeded: int = 0
@@ -59,7 +59,7 @@ class Sampler:
         return self.samples * sum(len(tasks) for tasks in self.sets.values())
 
     async def run(self) -> None:
-        """Until all is sampled; may be cancelled. Raises HopelessError where everything fails."""
+        """Runs until all tasks are sampled; may be cancelled. Raises HopelessError if all episodes fail."""
         order = self._order()
         workers = [
             asyncio.create_task(self._work(order), name=f"sampler {n}")

@@ -1,4 +1,4 @@
-"""A new project: an agent, an environment, settings, a test and a small base model, that train at once."""
+"""Creates a project that can be trained at once: agent, environment, settings, test, small base model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from tidegate.errors import ConfigError
 
 HERE = Path(__file__).parent
 TINY_BASE = HERE / "tiny_base"
-"""The bundled base model; in a checkout a link to `examples/tiny_base/model`."""
+"""The bundled base model; in a checkout it is a link to `examples/tiny_base/model`."""
 FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def make_project(name: str, where: Path) -> Path:
-    """Make the directory `where/name`, complete or not at all; nothing that exists is touched.
+    """Creates the directory `where/name` atomically, with a copy of the base model, so that it can be moved.
 
-    The base model is copied into it, so that the project stands alone and can be moved.
-    Raises ConfigError where the name is none, is taken, or the directory can't be written.
+    Raises ConfigError if the name is invalid, the directory exists, or it cannot be written.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"{name!r} is not a name for a project: letters, digits, '-' and '_' after a letter, at most 64"
+            f"{name!r} is not a name for a project: use a letter, then letters, digits, '-' and '_', at most "
+            "64 characters"
         )
     project = where / name
     if os.path.lexists(project):
-        raise ConfigError(f"{project} exists already and is left as it is; choose another name")
+        raise ConfigError(f"{project} already exists; choose another name")
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
             partial = Path(folder, name)
             _fill(partial, name)
             partial.rename(project)
     except OSError as error:
-        raise ConfigError(f"{project} cannot be made: {error.strerror or error}") from error
+        raise ConfigError(f"{project} cannot be created: {error.strerror or error}") from error
     return project
 
 

@@ -1,4 +1,4 @@
-"""What a run's processes ask of a Ray cluster."""
+"""Settings of runs on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class ClusterSettings(SettingsSection):
-    """What processes ask of a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU = 1}`. What is left
-    out: as many CPUs as a process has threads, and a GPU where its device is cuda."""
+    """Resources that processes reserve on a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU =
+    1}`. Defaults: a CPU per thread of the process, and a GPU if its device is cuda."""
 
     trainer: Resources = {}
-    """Of each trainer rank."""
+    """Resources of each trainer rank, as `{CPU = 4, GPU = 1}`."""
     engine: Resources = {}
-    """Of each engine; SGLang and vLLM have a GPU each where nothing else is said."""
+    """Resources of each engine; SGLang and vLLM reserve one GPU by default."""
     gateway: Resources = {}
-    """Of the gateway with its shards, on the node of the first trainer rank."""
+    """Resources of the gateway with its shards, on the node of the first trainer rank."""
     agents: Resources = {}
-    """Of each of the agents' processes."""
+    """Resources of each agent process."""
     environment: list[str] = []
-    """Variables that processes on other nodes need besides those that are passed on anyway (docs/ray.md)."""
+    """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
     patience_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long the cluster may take to give what is asked."""
+    """Timeout of the reservation."""

@@ -1,6 +1,6 @@
-"""Sections of settings: read from TOML, dotted overrides laid over them, checked, and written again.
+"""Settings sections: reads TOML, applies dotted overrides, validates, and writes TOML again.
 
-Unknown keys are refused by name, with the nearest known one.
+Errors about unknown keys name the nearest known one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def _directory_name(name: str) -> str:
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
-        raise ValueError("it names one directory in run.dir; to write elsewhere, set run.dir")
+        raise ValueError("must be the name of a directory in run.dir; to write elsewhere, set run.dir")
     return name
 
 
@@ -32,9 +32,9 @@ def _http_url(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"this is no URL: {error}") from None
+        raise ValueError(f"not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("this is no URL; write scheme and host, such as http://127.0.0.1:30000")
+        raise ValueError("not a URL with scheme and host, such as http://127.0.0.1:30000")
     return url.rstrip("/")
 
 
@@ -49,44 +49,48 @@ class SettingsSection(BaseModel):
 
 
 def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
-    """Read a TOML file, lay dotted overrides over it, and check everything.
+    """Reads settings from a TOML file and dotted overrides.
 
-    `overrides` are `--section.key value` or `--section.key=value`; values are read as TOML where they
-    can be and as text otherwise; that of a setting which is text is text, whatever else it could be.
+    Args:
+        model: Class of the settings.
+        path: The TOML file; None: defaults only.
+        overrides: `--section.key value` or `--section.key=value`. Values of text settings are text; others
+            are read as TOML if that is possible, else as text.
 
-    Raises ConfigError, which names the key, the file and the nearest known key.
+    Raises:
+        ConfigError: A setting is invalid; the message names the key, the file and the nearest known key.
     """
     raw = _read_toml(path) if path is not None else {}
     for key, value in _pairs(overrides):
-        _lay(raw, key, _value(model, key, value))
+        _set(raw, key, _value(model, key, value))
     return _check(model, raw, str(path) if path is not None else "the command line")
 
 
 def overlay(model: Model, overrides: Sequence[str]) -> Model:
-    """A copy of settings with dotted overrides laid over them; raises ConfigError."""
+    """Returns a copy of settings with dotted overrides; raises ConfigError."""
     raw = model.model_dump()
     for key, value in _pairs(overrides):
-        _lay(raw, key, _value(type(model), key, value))
+        _set(raw, key, _value(type(model), key, value))
     return _check(type(model), raw, "the command line")
 
 
 def _check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
-    """Check settings that were read already, at `where`; raises ConfigError."""
+    """Validates settings that were read from `where`; raises ConfigError."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(one, where, model) for one in error.errors())
+        lines = dict.fromkeys(_explain(detail, where, model) for detail in error.errors())
         raise ConfigError("\n".join(lines)) from None
 
 
 def dump(settings: BaseModel) -> str:
-    """Settings as TOML, loadable again."""
+    """Returns settings as TOML, which `load` reads again."""
     return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
 
 
 def differences(before: BaseModel, after: BaseModel) -> list[str]:
-    """What differs, by dotted key; with the values where they are numbers, as no secret is one."""
-    old, new = (dict(_flat(one.model_dump(mode="json"))) for one in (before, after))
+    """Returns the dotted keys that differ; with their values if they are numbers, which are not secret."""
+    old, new = (dict(_flat(settings.model_dump(mode="json"))) for settings in (before, after))
     return [
         f"{key} {old[key]} → {new[key]}" if _is_number(old.get(key)) and _is_number(new.get(key)) else key
         for key in sorted(old.keys() | new.keys())
@@ -107,35 +111,36 @@ def _is_number(value: Any) -> bool:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """Every setting as (dotted key, default, description)."""
-    found = []
+    """Returns all settings as (dotted key, default, description)."""
+    keys = []
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, SettingsSection):
-            found += known_keys(section, f"{prefix}{name}.")
+            keys += known_keys(section, f"{prefix}{name}.")
         else:
-            default = "required" if field.is_required() else _shown(field.default)
-            found.append((prefix + name, default, field.description or ""))
-    return found
+            default = "required" if field.is_required() else _format(field.default)
+            keys.append((prefix + name, default, field.description or ""))
+    return keys
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Plain words of a command line, and settings: `--section.key value` or `--section.key=value`."""
-    plain, overrides, waiting = [], [], False
+    """Splits a command line into plain words and overrides (`--section.key value`, `--section.key=value`)."""
+    plain, overrides, needs_value = [], [], False
     for word in words:
-        if waiting or word.startswith("--"):
+        if needs_value or word.startswith("--"):
             overrides.append(word)
-            waiting = not waiting and "=" not in word
+            needs_value = not needs_value and "=" not in word
         else:
             plain.append(word)
     return plain, overrides
 
 
 def split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The settings file that a command line names, if it does, and settings. Raises ConfigError on two."""
+    """Splits a command line into the settings file, if any, and overrides; raises ConfigError on two
+    files."""
     files, overrides = split_words(words)
     if len(files) > 1:
-        raise ConfigError(f"one settings file is read, not {' and '.join(files)}")
+        raise ConfigError(f"expected one settings file, not {' and '.join(files)}")
     return Path(files[0]) if files else None, overrides
 
 
@@ -166,7 +171,7 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _lay(raw: dict[str, Any], key: str, value: Any) -> None:
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     table = raw
     for section in sections:
@@ -177,7 +182,7 @@ def _lay(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _value(model: type[BaseModel], key: str, text: str) -> Any:
-    """The value that a command line's text is, for the setting `key`."""
+    """Converts a command line's text to a value for the setting `key`."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -186,7 +191,7 @@ def _value(model: type[BaseModel], key: str, text: str) -> Any:
 
 
 def _takes_text(model: Any, path: Sequence[str]) -> bool:
-    """Whether a setting is a text, or nothing."""
+    """Returns whether a setting's type is text, or text or None."""
     for name in path:
         if not _is_section(model) or name not in model.model_fields:
             return False
@@ -196,17 +201,17 @@ def _takes_text(model: Any, path: Sequence[str]) -> bool:
     return plain <= {str, Path}
 
 
-def _shown(default: Any) -> str:
-    """A default as one would write it in TOML; nothing where there is none."""
+def _format(default: Any) -> str:
+    """Formats a default as TOML; empty for None."""
     if default is None:
         return ""
     return tomli_w.dumps({"a": str(default) if isinstance(default, Path) else default})[4:].strip()
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: what is None is left out, which reads back as the default."""
+    """Removes keys with None, which TOML cannot express; they read back as the default."""
     if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
 
 
@@ -218,9 +223,9 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
         return f"{where}: the setting {key!r} is required"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("string_type", "path_type"):
-        message = "it is a text; write it in quotes"
+        message = "must be text; write it in quotes"
     if not key or (key in model.model_fields and _is_section(model.model_fields[key].annotation)):
-        return f"{where}: {message}"  # of the whole section: it names the keys itself
+        return f"{where}: {message}"  # an error of the whole section, which names the keys itself
     return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
@@ -229,7 +234,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _is_type_tag(part: str | int) -> bool:
-    """Pydantic adds the tried branch of a union to the location; it means nothing to a reader."""
+    """Returns whether a part of a location is a union's branch, which pydantic adds."""
     return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
 
 
@@ -237,5 +242,5 @@ def _nearest(key: str, model: type[BaseModel]) -> str:
     known = [*(name for name, _, _ in known_keys(model)), *model.model_fields]
     tail = {name.rpartition(".")[2]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    close = close or [tail[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
+    close = close or [tail[name] for name in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -168,7 +168,7 @@ async def test_text_that_cannot_be_sent_is_made_so(worker: AgentWorker) -> None:
         ("cancel itself", "cancelled itself"),
         ("number", "returned int"),
         ("long", "2,000,000 characters"),
-        ("metrics", "metrics are more than 100"),
+        ("metrics", "has more than 100 metrics"),
     ],
 )
 async def test_what_goes_wrong_ends_that_run_alone(worker: AgentWorker, do: str, message: str) -> None:
@@ -214,7 +214,7 @@ async def test_a_run_is_ended_at_its_deadline(worker: AgentWorker, fifo: Path, d
     late = asyncio.create_task(run(worker, told(do, fifo=str(fifo)), deadline_s=0.3))
     await met(fifo)
     result = await late
-    assert (result.outcome, result.error) == (Outcome.TIMEOUT, "the agent did not end by its deadline")
+    assert (result.outcome, result.error) == (Outcome.TIMEOUT, "the agent did not return before its deadline")
     assert (await run(worker, told("answer"))).outcome is None
     assert worker.restarts == 0
 

@@ -94,7 +94,7 @@ async def test_a_flood_takes_no_memory() -> None:
     program = _Program()
     for _ in range(100):
         program.pipe_data_received(1, b"x" * 100_000)
-    assert len(program._said[1]) <= 2 * MAX_STDOUT
+    assert len(program._output[1]) <= 2 * MAX_STDOUT
 
 
 async def test_a_program_need_not_read_its_input() -> None:

@@ -90,7 +90,7 @@ async def test_an_endpoint_that_fails_is_passed_over(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("reply", [{"content": ""}, {"content": None}])
 async def test_a_service_that_says_nothing_is_an_infrastructure_failure(reply: Reply) -> None:
     async with scripted_llm(lambda _: reply) as (url, requests):
-        with pytest.raises(InfrastructureError, match=r"refine service failed: .* answered nothing"):
+        with pytest.raises(InfrastructureError, match=r"refine service failed: .* returned no text"):
             await refine(Refiner([url], "m", attempts=2))
     assert len(requests) == 2
 

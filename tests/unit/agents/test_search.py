@@ -12,7 +12,7 @@ import pytest
 from tests.rag_stand import FakeIndex, serving
 from tests.scripted_llm import Reply, scripted_llm, tool_call
 from tidegate.agents.base import Result, Session, load_agent
-from tidegate.agents.search import SearchAgent, together
+from tidegate.agents.search import SearchAgent, gather_or_cancel
 from tidegate.errors import ConfigError, InfrastructureError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus.corpus import Document
 from tidegate.types import TaskView
@@ -122,7 +122,7 @@ async def test_calls_are_made_at_the_same_time_and_a_failure_ends_the_others() -
         return name
 
     with pytest.raises(RetrievalUnavailable):
-        await asyncio.wait_for(together(call(name) for name in "abc"), 10)
+        await asyncio.wait_for(gather_or_cancel(call(name) for name in "abc"), 10)
     await asyncio.sleep(0)
     assert sorted(ended) == ["a", "c"]
 
@@ -246,8 +246,8 @@ async def test_a_mistake_in_the_options_ends_the_run_and_is_not_told_to_the_mode
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"urls": []}, "urls is a list"),
-        ({"urls": "http://127.0.0.1:1"}, "urls is a list"),
+        ({"urls": []}, "urls must be a list"),
+        ({"urls": "http://127.0.0.1:1"}, "urls must be a list"),
         ({"urls": ["http://127.0.0.1:1"], "k": 0}, "k = 0"),
         ({"urls": ["http://127.0.0.1:1"], "api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY', but that variable"),
         ({"urls": ["http://127.0.0.1:1"], "refine": {"urls": ["http://x"]}}, "needs the option 'model'"),

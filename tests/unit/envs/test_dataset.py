@@ -124,17 +124,17 @@ def test_rewards_by_name_with_weights(tmp_path: Path, data: str) -> None:
     ("options", "message"),
     [
         ({"rewards": ["numerik"]}, "no reward 'numerik'; did you mean 'numeric'"),
-        ({"rewards": []}, "rewards is a list of names"),
+        ({"rewards": []}, "rewards must list names"),
         ({"rewards": [{"use": "numeric", "wieght": 2}]}, "no setting 'wieght'; did you mean 'weight'"),
         ({"rewards": [{"weight": 2}]}, "needs a 'use'"),
-        ({"rewards": [{"use": "numeric", "weight": "2"}]}, "weight '2', which is no number"),
+        ({"rewards": [{"use": "numeric", "weight": "2"}]}, "weight '2', which is not a number"),
         ({"rewards": ["numeric", "numeric"]}, "two rewards have the same name"),
         ({"eval_fraction": 1.5}, "eval_fraction = 1.5 is not between 0 and 1"),
         ({"eval_fraction": 0.5, "eval_path": "x.jsonl"}, "exclude each other"),
         ({"eval_path": "nowhere.jsonl"}, "nowhere.jsonl: there is no such data file"),
         ({"path": "."}, "is a directory"),
-        ({"prompt": "{prompt"}, "a brace that is meant is doubled"),
-        ({"prompt": "{prompt.__class__}"}, "braces hold a column's name"),
+        ({"prompt": "{prompt"}, "double each literal brace"),
+        ({"prompt": "{prompt.__class__}"}, "braces must contain a column's name"),
         ({"pth": "x"}, "no option 'pth'"),
     ],
 )
@@ -152,15 +152,15 @@ def test_a_wrong_option_is_told(data: str, options: dict[str, Any], message: str
         ('{"prompt": "", "answer": 1}', "line 3: 'prompt' is empty"),
         ('{"prompt": 7, "answer": 1}', "line 3: 'prompt' is 7, not a text"),
         ('{"prompt": [{"content": "x"}], "answer": 1}', "line 3: 'prompt' is a list, but not of messages"),
-        ('{"prompt": [], "answer": 1}', "line 3: 'prompt' holds no message"),
+        ('{"prompt": [], "answer": 1}', "line 3: 'prompt' contains no message"),
         ('["x", 1]', 'line 3: ["x", 1], not an object'),
         ('{"prompt": "x", "answer": NaN}', "line 3: not valid JSON: NaN"),
         ('{"prompt": "x"', "line 3: not valid JSON"),
         (b'{"prompt": "\xff", "answer": 1}', "line 3: not UTF-8"),
         ('{"prompt": "x", "answer": " "}', "line 3: 'answer' is empty"),
         ('{"prompt": "x", "answer": ["y", ""]}', "line 3: 'answer' is empty"),
-        ('{"prompt": "x", "answer": 1e400}', "line 3: not valid JSON: 1e400 is no number"),
-        ('{"prompt": "x \\uD800", "answer": 1}', r'line 3: not valid JSON: "\ud800" is half of a character'),
+        ('{"prompt": "x", "answer": 1e400}', "line 3: not valid JSON: 1e400 is too large"),
+        ('{"prompt": "x \\uD800", "answer": 1}', r'line 3: not valid JSON: "\ud800" is a lone surrogate'),
     ],
 )
 def test_a_broken_row_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
@@ -190,9 +190,9 @@ def test_whole_numbers_that_no_message_can_carry_are_text(tmp_path: Path) -> Non
 
 
 def test_a_file_without_rows_or_with_one_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no rows"):
+    with pytest.raises(ConfigError, match="contains no rows"):
         Dataset(jsonl(tmp_path / "none.jsonl", []))
-    with pytest.raises(ConfigError, match="one prompt cannot be split"):
+    with pytest.raises(ConfigError, match="a single prompt cannot be split"):
         Dataset(jsonl(tmp_path / "one.jsonl", ROWS[:1] * 3))
 
 
@@ -207,7 +207,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, data: str) -> None:
     with pytest.raises(ConfigError, match=r"sums\.parquet, row 1: there is no key 'question'"):
         Dataset(str(path), prompt="question")
     path.write_bytes(b"no parquet")
-    with pytest.raises(ConfigError, match=r"sums\.parquet: not a parquet file"):
+    with pytest.raises(ConfigError, match=r"sums\.parquet cannot be read as parquet"):
         Dataset(str(path))
 
 

@@ -90,7 +90,7 @@ def test_how_the_answer_was_found_is_kept(data: Path) -> None:
         ({"path": "../nowhere"}, "'../nowhere': there is no such directory"),
         ({"path": "FILE"}, "is a file; name the directory"),
         ({"prompt": "{qestion}"}, "train.jsonl, line 1: there is no key 'qestion'; did you mean 'question'"),
-        ({"prompt": "{question!r:>9} {0}"}, "braces hold a column's name"),
+        ({"prompt": "{question!r:>9} {0}"}, "braces must contain a column's name"),
     ],
 )
 def test_a_wrong_option_is_told(data: Path, options: dict, message: str) -> None:
@@ -246,30 +246,30 @@ def judge():
 
 
 def test_math_verify_compares_expressions(data: Path, judge: Verifier) -> None:
-    assert judge.ask("so \\boxed{\\frac{1}{2}}", "0.5").equal
-    assert judge.ask("#### 18", "18").equal
-    wrong = judge.ask("\\boxed{19}", "18")
+    assert judge.verify("so \\boxed{\\frac{1}{2}}", "0.5").equal
+    assert judge.verify("#### 18", "18").equal
+    wrong = judge.verify("\\boxed{19}", "18")
     assert (wrong.parsed, wrong.equal) == (True, False)
-    assert not judge.ask("no idea", "18").parsed
+    assert not judge.verify("no idea", "18").parsed
     assert judge.starts == 1
 
 
 def test_a_comparison_that_hangs_is_ended_and_the_next_one_is_served(judge: Verifier) -> None:
-    judge.ask("1", "1")
+    judge.verify("1", "1")
     judge.limit_s = 0.05
     with pytest.raises(RewardError, match=r"longer than 0\.05 s"):
-        judge.ask("$" + "+".join(f"\\sqrt{{{n}}}" for n in range(2, 400)) + "$", "1")
+        judge.verify("$" + "+".join(f"\\sqrt{{{n}}}" for n in range(2, 400)) + "$", "1")
     judge.limit_s = 10.0
-    assert judge.ask("\\boxed{3}", "3").equal
+    assert judge.verify("\\boxed{3}", "3").equal
     assert judge.starts == 2
 
 
 def test_a_process_that_died_is_told_and_replaced(judge: Verifier) -> None:
-    judge.ask("1", "1")
+    judge.verify("1", "1")
     assert judge._process is not None
     judge._process.kill()
     judge._process.wait()
-    assert judge.ask("\\boxed{3}", "3").equal
+    assert judge.verify("\\boxed{3}", "3").equal
     assert judge.starts == 2
 
 

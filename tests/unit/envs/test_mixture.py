@@ -115,14 +115,14 @@ def test_a_runs_metrics_are_reported_per_part() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([], "parts is a list of tables"),
+        ([], "parts must be a list of tables"),
         ([{"weight": 1}], "part 1 needs a 'use'"),
         ([{"use": "arithmetic"}, {"use": "arithmetic", "wieght": 2}], "part 2 has no setting 'wieght'"),
         ([{"use": "arithmetic", "weight": 0}], "part 1 has the weight 0"),
         ([{"use": "arithmetic", "weight": float("nan")}], "part 1 has the weight nan"),
-        ([{"use": "arithmetic"}, {"use": "arithmetic"}], "two parts are called 'arithmetic'"),
+        ([{"use": "arithmetic"}, {"use": "arithmetic"}], "two parts are named 'arithmetic'"),
         ([{"use": "arithmetics"}], "did you mean 'arithmetic'"),
-        ([{"use": "mixture", "options": {"parts": [{"use": "arithmetic"}]}}], "no part of another"),
+        ([{"use": "mixture", "options": {"parts": [{"use": "arithmetic"}]}}], "a part cannot be a mixture"),
     ],
 )
 def test_a_wrong_setting_is_told(parts: list[Any], message: str) -> None:

@@ -148,7 +148,7 @@ def test_the_cipher_is_the_published_one() -> None:
     [
         ({"answer": "x"}, "there is none of 'question', 'query'"),
         ({"question": "x"}, "there is none of 'golden_answers', 'answers', 'answer'"),
-        ({"question": "x", "answer": []}, "'answer' holds no answer"),
+        ({"question": "x", "answer": []}, "'answer' contains no answer"),
         ({"question": " ", "answer": "x"}, "'question' is empty"),
     ],
 )
@@ -162,9 +162,9 @@ def test_a_row_that_will_not_do_is_named(tmp_path: Path, row: dict[str, Any], me
     ("options", "message"),
     [
         ({"metric": "emm"}, "no metric 'emm'; did you mean 'em'"),
-        ({"metric": "judge"}, "go together"),
-        ({"judge": {"url": "http://x", "model": "m"}}, "go together"),
-        ({"path": "train.jsonl"}, "path and eval_path go together"),
+        ({"metric": "judge"}, "must be set together"),
+        ({"judge": {"url": "http://x", "model": "m"}}, "must be set together"),
+        ({"path": "train.jsonl"}, "path and eval_path must be set together"),
         (
             {"metric": "judge", "judge": {"url": "http://x", "modle": "m"}},
             "no option 'modle'; did you mean 'model'",

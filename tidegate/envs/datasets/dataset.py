@@ -1,4 +1,4 @@
-"""One's own data as an environment, by settings alone: a JSONL or parquet file, a prompt, rewards."""
+"""The environment `dataset`: rows of the user's JSONL or parquet file, configured by settings alone."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ _REWARD_KEYS = ("use", "weight", "name")
 
 
 class Dataset(Finite):
-    """Rows of a file as tasks.
+    """Makes a task of each row of a file. Columns other than the answer become the task's `info`.
 
-    `path`: a `.jsonl` or `.parquet` file. Held out is `eval_path`, another such file, or `eval_fraction`
-    of the rows (a tenth, where neither is given), chosen by a hash of the prompt: equal prompts are on the
-    same side, and a row stays on its side when the file is put in another order.
-    `prompt`: the column that the agent is given, or a text with columns in braces. `answer`: the column
-    that rewards compare with; "" or None where they need none. The other columns are the task's `info`.
-    `system`: a system message before the prompt.
-    `rewards`: names of built-in functions, `file.py:function`, or tables `{use, weight, name}` of them;
-    the reward is their weighted sum. `seed` chooses the order of training.
+    Args:
+        path: A `.jsonl` or `.parquet` file.
+        eval_path: Another such file with the held-out rows.
+        eval_fraction: Share of the rows of `path` that is held out, instead of `eval_path` (default 0.1). A
+            hash of the prompt selects them, so equal prompts are on the same side, and the order of the file
+            does not matter.
+        prompt: Name of the column with the prompt, or a template with columns in braces.
+        answer: Column with the answer; "" or None if the rewards need none.
+        system: System message before the prompt.
+        rewards: Names of built-in functions, `file.py:function`, or tables `{use, weight, name}` of them.
+        seed: Determines the order of training.
 
-    Raises ConfigError that names file, line and key of a row that will not do.
+    Raises:
+        ConfigError: An option or a row is invalid; the message names file, line and key.
     """
 
     name: ClassVar[str] = "dataset"
@@ -55,7 +59,7 @@ class Dataset(Finite):
             raise ConfigError(
                 "dataset: eval_path and eval_fraction exclude each other; remove one of the two"
             )
-        self.rewards = tuple(_reward(one) for one in _listed(rewards))
+        self.rewards = tuple(_reward(reward) for reward in _listed(rewards))
         self._prompt = Prompt(prompt, system)
         self._answer = answer or None
         tasks = self._tasks(read_rows(Path(path)), "row")
@@ -64,7 +68,7 @@ class Dataset(Finite):
         else:
             fraction = EVAL_FRACTION if eval_fraction is None else eval_fraction
             train, held_out = _split(tasks, fraction, path)
-        self._hold(train, {"": held_out}, seed)
+        self._set_tasks(train, {"": held_out}, seed)
 
     def gold_output(self, task: Task) -> str | None:
         answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer
@@ -78,22 +82,22 @@ class Dataset(Finite):
         answer = None
         if self._answer is not None:
             answer = row[self._answer]
-            if any(one is None or not str(one).strip() for one in _listed_answers(answer)):
+            if any(value is None or not str(value).strip() for value in _listed_answers(answer)):
                 raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
         info = {key: value for key, value in row.values.items() if key != self._answer}
         return Task(id, self.name, messages, answer, info)
 
 
 def _split(tasks: Sequence[Task], fraction: float, path: str) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks, in the file's order."""
+    """Returns training and held-out tasks, in the file's order."""
     if not 0 < fraction < 1:
         raise ConfigError(f"dataset: eval_fraction = {fraction} is not between 0 and 1")
     keys = [_digest(task) for task in tasks]
     distinct = sorted(set(keys))
     if len(distinct) < 2:
         raise ConfigError(
-            f"{path}: one prompt cannot be split into training and held-out; give an eval_path, which may be "
-            "the same file where nothing is trained"
+            f"{path}: a single prompt cannot be split into training and held-out rows; set eval_path, "
+            "which may be the same file if nothing is trained"
         )
     held = set(distinct[: min(len(distinct) - 1, max(1, math.ceil(fraction * len(distinct))))])
     train = [task for key, task in zip(keys, tasks, strict=True) if key not in held]
@@ -106,7 +110,7 @@ def _digest(task: Task) -> bytes:
 
 
 def _listed_answers(answer: Any) -> Sequence[Any]:
-    """Each of the answers; a list without any is an empty answer."""
+    """Returns a list of the answers; an empty list counts as an empty answer."""
     return (answer or [None]) if isinstance(answer, list) else [answer]
 
 
@@ -114,25 +118,24 @@ def _listed(rewards: Any) -> Sequence[Any]:
     if isinstance(rewards, str | Mapping):
         return [rewards]
     if not isinstance(rewards, Sequence) or not rewards:
-        raise ConfigError("dataset: rewards is a list of names, 'file.py:function', or tables {use, weight}")
+        raise ConfigError("dataset: rewards must list names, 'file.py:function', or tables {use, weight}")
     return rewards
 
 
-def _reward(given: Any) -> Reward:
-    """A reward function as settings name it. Raises ConfigError."""
-    table = {"use": given} if isinstance(given, str) else given
+def _reward(entry: Any) -> Reward:
+    table = {"use": entry} if isinstance(entry, str) else entry
     if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
-        raise ConfigError(f"dataset: the reward {given!r} needs a 'use': a built-in name or file.py:function")
+        raise ConfigError(f"dataset: the reward {entry!r} needs a 'use': a built-in name or file.py:function")
     for key in table:
         if key not in _REWARD_KEYS:
             raise ConfigError(f"dataset: a reward has no setting {key!r}{did_you_mean(key, _REWARD_KEYS)}")
     use, weight = table["use"], table.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise ConfigError(f"dataset: the reward {use!r} has the weight {weight!r}, which is no number")
+        raise ConfigError(f"dataset: the reward {use!r} has the weight {weight!r}, which is not a number")
     if use == "math_verify":
         require_math_verify("the reward 'math_verify'")
     built_in = {name: f"tidegate.envs.grading.graders:{name}" for name in GRADERS}
     function = load_object(use, built_in, "reward")
     if not callable(function):
-        raise ConfigError(f"dataset: the reward {use!r} is no function, but {type(function).__name__}")
+        raise ConfigError(f"dataset: the reward {use!r} is not a function, but {type(function).__name__}")
     return Reward(str(table.get("name", use.rpartition(":")[2])), function, float(weight))

@@ -1,4 +1,4 @@
-"""An environment of so many tasks, however they came to be."""
+"""Base class of environments with a finite number of tasks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tidegate.types import Task
 
 
 class Finite(Environment):
-    """Trained on epoch after epoch, each in an order of its own that the seed alone determines.
+    """Issues its tasks epoch by epoch, each in a different order that the seed determines.
 
-    A subclass calls `_hold` once, when it is made.
+    The constructor of a subclass calls `_set_tasks` once.
     """
 
-    def _hold(self, train: Sequence[Task], held_out: Mapping[str, Sequence[Task]], seed: int) -> None:
+    def _set_tasks(self, train: Sequence[Task], held_out: Mapping[str, Sequence[Task]], seed: int) -> None:
         self._train = train
         self._held_out = held_out
         self._order = EpochShuffle(len(train), seed)

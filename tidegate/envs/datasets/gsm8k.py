@@ -23,7 +23,7 @@ MODES = {
     "verl_flexible": "verl_flexible",
     "math_verify": "math_verify",
 }
-"""Mode → the reward function that grades in it."""
+"""Mode → name of its reward function."""
 HUB_ID = "openai/gsm8k"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -31,13 +31,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class GSM8K(Finite):
     """The published splits: `train` is trained on, `test` is held out.
 
-    `path` is a directory with `train.jsonl` and `test.jsonl` as published, or a dataset's id on the
-    Hugging Face hub (which needs the extra `data`). `mode` says how an answer is read and compared:
-    `tolerant` (any usual form, exact numbers), `verl_strict` and `verl_flexible` (as verl does), or
-    `math_verify` (needs the extra `math`). `prompt` may add to the question: `"{question}\\nThink."`.
-    `seed` chooses the order of training.
+    Args:
+        path: A directory with `train.jsonl` and `test.jsonl` as published, or a data set's id on the Hugging
+            Face hub (needs the extra `data`).
+        mode: How an answer is read and compared: `tolerant` (any usual form, exact numbers), `verl_strict`
+        and `verl_flexible` (as verl does), or `math_verify` (needs the extra `math`).
+        prompt: Template of the prompt, such as `"{question}\\nThink."`.
+        system: System message before the prompt.
+        seed: Determines the order of training.
 
-    Raises ConfigError where the data is missing or a row is broken.
+    Raises:
+        ConfigError: The data is missing or a row is invalid.
     """
 
     name: ClassVar[str] = "gsm8k"
@@ -63,10 +67,10 @@ class GSM8K(Finite):
             [self._task(f"{split}-{n}", row) for n, row in enumerate(splits[split])]
             for split in ("train", "test")
         )
-        self._hold(train, {"": test}, seed)
+        self._set_tasks(train, {"": test}, seed)
 
     def gold_output(self, task: Task) -> str:
-        """The published solution, whose last line is `#### answer`."""
+        """Returns the published solution, whose last line is `#### answer`."""
         solution: str = task.info["solution"]
         return solution
 
@@ -96,18 +100,18 @@ def _from_hub(dataset_id: str) -> dict[str, list[DataRow]]:
         from datasets import load_dataset
     except ImportError:
         raise ConfigError(
-            f"gsm8k: path = {dataset_id!r} is no directory here, and reading it from the hub needs the "
+            f"gsm8k: path = {dataset_id!r} is not a directory, and reading it from the hub needs the "
             "library datasets: pip install 'tidegate[data]', or name a directory with train.jsonl and "
             "test.jsonl"
         ) from None
     try:
-        found: Any = load_dataset(dataset_id, "main")
-        return {split: _rows(dataset_id, split, found[split]) for split in ("train", "test")}
+        splits: Any = load_dataset(dataset_id, "main")
+        return {split: _rows(dataset_id, split, splits[split]) for split in ("train", "test")}
     except Exception as error:
         raise ConfigError(
             f"gsm8k: {dataset_id!r} could not be read from the hub: {type(error).__name__}: {error}"
         ) from error
 
 
-def _rows(dataset_id: str, split: str, found: Any) -> list[DataRow]:
-    return [DataRow(Path(f"{dataset_id}/{split}"), number, dict(one)) for number, one in enumerate(found, 1)]
+def _rows(dataset_id: str, split: str, rows: Any) -> list[DataRow]:
+    return [DataRow(Path(f"{dataset_id}/{split}"), number, dict(row)) for number, row in enumerate(rows, 1)]

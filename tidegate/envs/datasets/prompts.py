@@ -1,4 +1,4 @@
-"""How a row of data becomes the messages that an agent is given."""
+"""Makes the messages of a task from a row of data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 class Prompt:
-    """`prompt` is a column's name, or a text with columns in braces: `"{question}\\nThink first."`.
+    """Template of a task's messages.
 
-    A column that holds a list of messages (`role`, `content`) is taken as it is. `system` goes before
-    them. Raises ConfigError where the text's braces don't make sense.
+    Args:
+        prompt: A column's name, or a text with columns in braces: `"{question}\\nThink first."`. A column may
+            contain a list of messages (`role`, `content`).
+        system: System message before the others.
+
+    Raises:
+        ConfigError: The text's braces are invalid.
     """
 
     def __init__(self, prompt: str, system: str | None = None) -> None:
@@ -27,7 +32,7 @@ class Prompt:
         self._is_column = "{" not in prompt and "}" not in prompt
 
     def messages(self, row: DataRow) -> list[Message]:
-        """Raises ConfigError that names the row and the column that will not do."""
+        """Raises ConfigError, which names row and column, if a value is invalid."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         if not self._is_column:
             return [*system, {"role": "user", "content": self._fill(row)}]
@@ -41,22 +46,26 @@ class Prompt:
         for name in self.columns:
             value = row[name]
             if value is None or isinstance(value, dict | list):
-                raise row.error(f"{name!r} is no text or number, so the prompt cannot hold it")
+                raise row.error(f"{name!r} is neither text nor a number, so the prompt cannot contain it")
             values[name] = value
         return self._template.format_map(values)
 
 
 def _columns(template: str) -> list[str]:
-    """The columns that a template names; none where it has no braces."""
+    """Returns the columns that a template names."""
     try:
-        fields = [(name, spec, how) for _, name, spec, how in Formatter().parse(template) if name is not None]
+        fields = [
+            (name, spec, conversion)
+            for _, name, spec, conversion in Formatter().parse(template)
+            if name is not None
+        ]
     except ValueError as error:
-        raise ConfigError(f"prompt = {template!r}: {error}; a brace that is meant is doubled") from None
-    for name, spec, how in fields:
-        if not _NAME.fullmatch(name) or spec or how:
+        raise ConfigError(f"prompt = {template!r}: {error}; double each literal brace") from None
+    for name, spec, conversion in fields:
+        if not _NAME.fullmatch(name) or spec or conversion:
             raise ConfigError(
-                f"prompt = {template!r}: braces hold a column's name and nothing else, not {name!r}; "
-                "a brace that is meant is doubled"
+                f"prompt = {template!r}: braces must contain a column's name only, not {name!r}; "
+                "double each literal brace"
             )
     return list(dict.fromkeys(name for name, _, _ in fields))
 
@@ -66,5 +75,5 @@ def _checked(row: DataRow, key: str, messages: list[Any]) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.error(f"{key!r} is a list, but not of messages with a role and a content")
     if not messages:
-        raise row.error(f"{key!r} holds no message")
+        raise row.error(f"{key!r} contains no message")
     return messages

@@ -1,4 +1,4 @@
-"""The rows of a data file: JSONL or parquet, each row knowing where it stands."""
+"""Reads the rows of a data file (JSONL or parquet), with their line numbers for errors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tidegate.loading import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row; `number` is its line (JSONL) or its place (parquet), counted from 1."""
+    """One row; `number` is its line (JSONL) or its position (parquet), from 1."""
 
     file: Path
     number: int
     values: dict[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        """A column's value; raises ConfigError that names file, line and key."""
+        """Returns a column's value; raises ConfigError, which names file, line and key, if it is missing."""
         if key not in self.values:
             has = ", ".join(map(repr, self.values)) or "none"
             raise self.error(f"there is no key {key!r}{did_you_mean(key, self.values)} (it has {has})")
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """A column's text; raises ConfigError where it is missing, no text, or empty."""
+        """Returns a column's text; raises ConfigError if it is missing, of another type, or empty."""
         value = self[key]
         if not isinstance(value, str):
             raise self.error(f"{key!r} is {_short(value)}, not a text")
@@ -38,26 +38,23 @@ class DataRow:
         return value
 
     def error(self, message: str) -> ConfigError:
-        """What is wrong with this row, and where it is."""
-        return ConfigError(f"{self.file}, {self.place}: {message}")
+        """Returns an error with the row's file and line."""
+        return ConfigError(f"{self.file}, {self.position}: {message}")
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         return f"{'row' if is_parquet(self.file) else 'line'} {self.number}"
 
 
 def read_rows(path: Path) -> list[DataRow]:
-    """All rows of a `.jsonl` or `.parquet` file.
-
-    Raises ConfigError that names the file, and the line where there is one.
-    """
+    """Reads all rows of a `.jsonl` or `.parquet` file; raises ConfigError, which names file and line."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name the .jsonl or .parquet file in it")
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such data file")
     rows = list(_parquet(path) if is_parquet(path) else _jsonl(path))
     if not rows:
-        raise ConfigError(f"{path} holds no rows")
+        raise ConfigError(f"{path} contains no rows")
     return rows
 
 
@@ -72,41 +69,43 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
                 continue
             where = f"{path}, line {number}"
             try:
-                values = json.loads(line, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+                values = json.loads(
+                    line, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
+                )
                 if b"\\ud" in line.lower():
                     _check_characters(values)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not valid JSON: {error}; one object a line is needed") from None
+                raise ConfigError(f"{where}: not valid JSON: {error}; each line must be one object") from None
             if not isinstance(values, dict):
                 raise ConfigError(f"{where}: {_short(values)}, not an object with keys")
             yield DataRow(path, number, values)
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise ValueError(f"{text[:60]} is no number that can be held")
+        raise ValueError(f"{text[:60]} is too large for a floating-point number")
     return number
 
 
-def _whole(text: str) -> int | str:
-    """A whole number; one of more than 64 bits stays the text it is, for no message could carry it."""
+def _integer(text: str) -> int | str:
+    """Returns an integer; one of more than 64 bits stays text, because msgpack cannot encode it."""
     fits = len(text) <= 20 and -(2**63) <= int(text) < 2**64
     return int(text) if fits else text
 
 
 def _check_characters(values: Any) -> None:
-    """Raises ValueError for half of an escaped pair of surrogates: no character, which nothing can encode."""
+    """Raises ValueError for a lone surrogate, which cannot be encoded as UTF-8."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = json.dumps(error.object[error.start])
-        raise ValueError(f"{half} is half of a character") from None
+        surrogate = json.dumps(error.object[error.start])
+        raise ValueError(f"{surrogate} is a lone surrogate, not a character") from None
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:
@@ -119,24 +118,24 @@ def _parquet(path: Path) -> Iterator[DataRow]:
     try:
         table = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: not a parquet file that can be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read as parquet: {error}") from None
     for number, values in enumerate(table, 1):
         yield DataRow(path, number, {key: _plain(value) for key, value in values.items()})
 
 
 def _plain(value: Any) -> Any:
-    """A parquet value as JSON has it: what JSON lacks (dates, decimals, bytes, NaN) as text or None."""
+    """Returns a parquet value in JSON's types: dates, decimals and bytes as text, NaN as None."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _short(value: Any) -> str:
-    """A value for an error's message."""
+    """Formats a value for an error message."""
     if value is None:
         return "null"
     text = json.dumps(value, ensure_ascii=False, default=str)

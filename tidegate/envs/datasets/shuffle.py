@@ -1,4 +1,4 @@
-"""In which order a finite set of rows is trained on."""
+"""Training order of a finite set of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 
 class EpochShuffle:
-    """Epoch after epoch, each a permutation of its own that the seed alone determines."""
+    """Endless order of rows: each epoch is a different permutation, determined by the seed."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -15,9 +15,9 @@ class EpochShuffle:
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def __getitem__(self, index: int) -> int:
-        """The row (0 to size − 1) that training index `index` ≥ 0 stands for."""
-        epoch, place = divmod(index, self.size)
-        return self._epoch(epoch)[place]
+        """Returns the row (0 to size − 1) of training index `index` ≥ 0."""
+        epoch, position = divmod(index, self.size)
+        return self._epoch(epoch)[position]
 
     def _shuffled(self, epoch: int) -> list[int]:
         rows = list(range(self.size))

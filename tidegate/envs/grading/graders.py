@@ -1,7 +1,7 @@
-"""The built-in reward functions, by the names that settings give them.
+"""Built-in reward functions by their names in settings.
 
-Those that look for an answer tell which extractor found it (`extractor/<name>`, 1 or 0, so that a mean is
-a share), and whether none did: `unparseable` is counted apart from wrong.
+Those that read an answer report which extractor found it (`extractor/<name>`, 1 or 0, so that a mean is a
+share), or `unparseable`, so that unparseable and wrong answers are counted separately.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tidegate.errors import RewardError
 
 
 def exact_match(output: str | None, answer: Any) -> float:
-    """1 where the output is the answer, blanks at both ends aside; a list of answers has any of them."""
-    said = (output or "").strip()
-    return float(any(said == one.strip() for one in _answers(answer)))
+    """1 if the stripped output equals the answer, or any of a list of answers."""
+    text = (output or "").strip()
+    return float(any(text == gold.strip() for gold in _answers(answer)))
 
 
 def contains(output: str | None, answer: Any) -> float:
-    """1 where the answer (any, of a list) occurs in the output, upper and lower case alike."""
-    said = (output or "").casefold()
-    return float(any(one.strip().casefold() in said for one in _answers(answer)))
+    """1 if the answer, or any of a list, occurs in the output, ignoring case."""
+    text = (output or "").casefold()
+    return float(any(gold.strip().casefold() in text for gold in _answers(answer)))
 
 
 def numeric(output: str | None, answer: Any) -> Grade:
-    r"""1 where the number that the output gives equals the answer (any, of a list), exactly.
+    r"""1 if the number in the output equals the answer, or any of a list, exactly.
 
-    It is read from the last `####`, else the last `\boxed{}`, else after 'answer is' or 'A:', else it is
-    the last number.
+    The number is read from the last `####`, else the last `\boxed{}`, else after 'answer is' or 'A:', else it
+    is the last number.
     """
-    found = read_answer(output)
-    told = _extractor(EXTRACTORS, None if found is None else found.extractor)
-    golds = [_gold(one) for one in _each(answer)]
-    return Grade(float(found is not None and found.value in golds), told)
+    parsed = read_answer(output)
+    metrics = _extractor(EXTRACTORS, None if parsed is None else parsed.extractor)
+    golds = [_gold(gold) for gold in _listed(answer)]
+    return Grade(float(parsed is not None and parsed.value in golds), metrics)
 
 
 def verl_strict(output: str | None, answer: Any) -> Grade:
@@ -52,9 +52,9 @@ def verl_flexible(output: str | None, answer: Any) -> Grade:
 
 
 def math_verify(output: str | None, answer: Any) -> Grade:
-    """1 where math-verify finds the output equivalent to the answer (any, of a list); needs the extra
+    """1 if math-verify finds the output equivalent to the answer, or any of a list; needs the extra
     `math`."""
-    verdicts = [verify(output or "", one) for one in _answers(answer)]
+    verdicts = [verify(output or "", gold) for gold in _answers(answer)]
     parsed = any(verdict.parsed for verdict in verdicts)
     equal = any(verdict.equal for verdict in verdicts)
     return Grade(float(equal), _extractor(["math_verify"], "math_verify" if parsed else None))
@@ -71,31 +71,31 @@ GRADERS: dict[str, Callable[..., float | Grade]] = {
 }
 
 
-def _verl(name: str, said: str | None, answer: Any) -> Grade:
-    return Grade(float(said in _answers(answer)), _extractor([name], said and name))
+def _verl(name: str, text: str | None, answer: Any) -> Grade:
+    return Grade(float(text in _answers(answer)), _extractor([name], text and name))
 
 
-def _extractor(names: Iterable[str], fired: str | None) -> dict[str, float]:
-    shares = {f"extractor/{name}": float(name == fired) for name in names}
-    return {**shares, "unparseable": float(fired is None)}
+def _extractor(names: Iterable[str], used: str | None) -> dict[str, float]:
+    shares = {f"extractor/{name}": float(name == used) for name in names}
+    return {**shares, "unparseable": float(used is None)}
 
 
-def _each(answer: Any) -> Sequence[Any]:
+def _listed(answer: Any) -> Sequence[Any]:
     return answer if isinstance(answer, list | tuple) else [answer]
 
 
 def _answers(answer: Any) -> list[str]:
-    return [str(one) for one in _each(answer)]
+    return [str(gold) for gold in _listed(answer)]
 
 
 def _gold(answer: Any) -> Fraction:
     text = str(answer)
     if type(answer) in (int, float):
-        return Fraction(text)  # 1e-05, which is no number in what a model writes
+        return Fraction(text)  # allows 1e-05, which is not read from a model's output
     value = number(text)
     if value is None:
-        found = read_answer(text)
-        if found is None:
+        parsed = read_answer(text)
+        if parsed is None:
             raise RewardError(f"the answer {text[:80]!r} contains no number")
-        value = found.value
+        value = parsed.value
     return value

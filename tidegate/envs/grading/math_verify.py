@@ -1,7 +1,7 @@
-"""math-verify in a process of its own: it parses what a model wrote with sympy, which may take for ever.
+"""Runs math-verify in a separate process, because parsing a model's output with sympy may never end.
 
-One process serves all threads, one comparison after the other; one that is late is killed with it, and
-the next comparison starts another. It ends when this process does (its stdin closes then).
+One process serves all threads, one comparison at a time. A comparison that exceeds its timeout is killed with
+the process, and the next one starts another. The process exits when its stdin closes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidegate.errors import ConfigError, RewardError
 LIMIT_S = 10.0
 START_S = 60.0
 MAX_TEXT = 20_000
-"""Characters, from the end, that are parsed."""
+"""Number of characters, from the end, that are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class MathVerdict:
 
 
 def require_math_verify(what: str) -> None:
-    """Raises ConfigError where math-verify is not installed; `what` wants it."""
+    """Raises ConfigError, which names the user `what`, if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{what} needs math-verify, which is not installed: pip install 'tidegate[math]'")
 
 
 def verify(output: str, answer: str) -> MathVerdict:
-    """Compare by math-verify. Raises RewardError where it takes longer than LIMIT_S or cannot run."""
-    return _shared().ask(output[-MAX_TEXT:], answer)
+    """Compares by math-verify; raises RewardError if it takes longer than LIMIT_S or fails."""
+    return _shared().verify(output[-MAX_TEXT:], answer)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def _shared() -> Verifier:
 
 
 class Verifier:
-    """Owns the process; made without one, which the first question starts."""
+    """Owns the process, which the first comparison starts."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = limit_s
@@ -61,9 +61,9 @@ class Verifier:
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: SimpleQueue[bytes] = SimpleQueue()
 
-    def ask(self, output: str, answer: str) -> MathVerdict:
+    def verify(self, output: str, answer: str) -> MathVerdict:
         with self._lock:
-            process = self._live()
+            process = self._running()
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps({"output": output, "answer": answer}).encode() + b"\n")
@@ -76,7 +76,7 @@ class Verifier:
                 line = b""
             if not line:
                 self._end()
-                raise RewardError("math-verify's process died")
+                raise RewardError("math-verify's process exited")
         reply = json.loads(line)
         if "error" in reply:
             raise RewardError(f"math-verify: {reply['error']}")
@@ -86,7 +86,7 @@ class Verifier:
         with self._lock:
             self._end()
 
-    def _live(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -101,7 +101,7 @@ class Verifier:
         threading.Thread(target=_read, args=(process, replies), daemon=True, name="math-verify").start()
         self._process, self._replies = process, replies
         try:
-            greeting = replies.get(timeout=START_S)  # it says when it has imported what it needs
+            greeting = replies.get(timeout=START_S)  # sent after its imports
         except Empty:
             self._end()
             raise RewardError(f"math-verify was not ready after {START_S:g} s") from None
@@ -121,7 +121,7 @@ class Verifier:
 
 
 def _read(process: subprocess.Popen[bytes], replies: SimpleQueue[bytes]) -> None:
-    """Hand on each line; an empty one says that the process has ended."""
+    """Puts each line into the queue, and an empty one when the process has exited."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:

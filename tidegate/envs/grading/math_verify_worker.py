@@ -1,4 +1,4 @@
-"""The process that runs math-verify: questions and verdicts in JSON lines.
+"""Main of the process that runs math-verify: reads and writes JSON lines.
 
     python -m tidegate.envs.grading.math_verify_worker
 
@@ -22,7 +22,7 @@ def main() -> None:
     continue_at_parent_exit()
     from math_verify import parse, verify
 
-    # What the library prints must not get between the verdicts.
+    # The library's own output goes to stderr.
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -32,12 +32,12 @@ def main() -> None:
 
     emit({"ready": True})
     for line in sys.stdin.buffer:
-        asked = json.loads(line)
+        texts = json.loads(line)
         try:
-            gold = parse(f"${asked['answer']}$")
-            said = parse(asked["output"])
-            emit({"parsed": bool(said), "equal": bool(said) and bool(verify(gold, said))})
-        except Exception as error:  # noqa: BLE001 - whatever it raises becomes the reward's error
+            gold = parse(f"${texts['answer']}$")
+            output = parse(texts["output"])
+            emit({"parsed": bool(output), "equal": bool(output) and bool(verify(gold, output))})
+        except Exception as error:  # noqa: BLE001 - becomes the reward's error
             emit({"error": f"{type(error).__name__}: {error}"})
 
 

@@ -1,8 +1,8 @@
-"""GSM8K's answers as verl reads and compares them, so that figures can be set beside verl's.
+"""Reads GSM8K's answers by verl's rules, so that results can be compared with verl's.
 
-The rules are those of verl/utils/reward_score/gsm8k.py (github.com/volcengine/verl): texts are compared,
-not numbers, so `18.0` is not `18`. Newer versions of verl look at the last 300 characters only and take the
-last `####` there; these are the rules as first published, over the whole text and with the first one.
+The rules are those of verl/utils/reward_score/gsm8k.py (github.com/volcengine/verl) as first published: the
+first `####` of the whole text, compared as text, so `18.0` is not `18`. Newer versions of verl read the
+last `####` of the last 300 characters.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def strict(text: str) -> str | None:
-    """What follows the first `#### `, without `,` and `$`; None where no such number is there."""
+    """Returns the number after the first `#### `, without `,` and `$`; None if there is none."""
     match = _STRICT.search(text)
     return None if match is None else match[1].replace(",", "").replace("$", "")
 
 
 def flexible(text: str) -> str | None:
-    """The last run of digits, dots and commas, as it stands: commas stay. None where there is none.
+    """Returns the last run of digits, dots and commas, unchanged; None if there is none.
 
-    A run that is a single dot is passed over while there is another one before it.
+    A run that is a single dot counts only if there is no other run before it.
     """
     runs = _FLEXIBLE.findall(text)
     if not runs:

@@ -1,4 +1,4 @@
-"""A language model that says whether an answer means the same as a gold answer."""
+"""A language model that decides whether an answer means the same as a gold answer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 CACHED = 50_000
-"""Verdicts that are kept; the oldest give way."""
-MAX_SAID = 4_000
-"""Characters of an answer that are judged."""
+"""Number of cached verdicts; the oldest are evicted."""
+MAX_ANSWER = 4_000
+"""Number of characters of an answer that are judged."""
 PROMPT = """Judge whether the response answers the question correctly. It is correct if it means the same as \
 one of the correct answers; small differences in wording, form or precision don't matter. Don't solve the \
 question yourself.
 
 Question: {question}
 Correct answers: {golds}
-Response: {said}
+Response: {answer}
 
 Give one sentence of reasoning, then a last line that is either "correct: yes" or "correct: no"."""
 _VERDICT = re.compile(r"correct:\W*(yes|no)\b", re.IGNORECASE)
 
 
 class Judge:
-    """Asks `model` at `url` (`http://host:8002/v1`); `api_key_env` names the variable with the key.
+    """Judges answers with a model. Verdicts are cached, also between concurrent threads.
 
-    `attempts` calls are made, each bounded by `timeout_s`. A verdict is kept: the same answer to the same
-    question is judged once, also by threads that ask at the same time.
+    Args:
+        url: Endpoint of the model, as `http://host:8002/v1`.
+        model: Name of the model.
+        timeout_s: Timeout of one call.
+        attempts: Calls before a verdict fails.
+        api_key_env: Environment variable with the endpoint's key.
+
+    Raises:
+        ConfigError: The variable is not set.
     """
 
     def __init__(
@@ -49,37 +56,38 @@ class Judge:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self.limit_s = attempts * timeout_s
-        """How long a verdict may take."""
+        """Longest duration of a verdict."""
         self._key = "none" if api_key_env is None else os.environ[api_key_env]
         self._verdicts: OrderedDict[tuple[str, ...], Future[float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def verdict(self, question: str, golds: Sequence[str], said: str) -> float:
-        """1 where the answer is right, 0 where it is wrong. Raises RewardError where nobody said which."""
-        said = said[:MAX_SAID]
-        asked = (question, *golds, said)
+    def verdict(self, question: str, golds: Sequence[str], answer: str) -> float:
+        """Returns 1 if the answer is right, 0 if wrong; raises RewardError if all attempts fail."""
+        answer = answer[:MAX_ANSWER]
+        key = (question, *golds, answer)
         with self._lock:
-            verdict = self._verdicts.get(asked)
-            mine = verdict is None
+            verdict = self._verdicts.get(key)
+            is_new = verdict is None
             if verdict is None:
-                verdict = self._verdicts[asked] = Future()
+                verdict = self._verdicts[key] = Future()
                 if len(self._verdicts) > CACHED:
                     self._verdicts.popitem(last=False)
-        if mine:
-            self._settle(asked, verdict, PROMPT.format(question=question, golds="; ".join(golds), said=said))
+        if is_new:
+            prompt = PROMPT.format(question=question, golds="; ".join(golds), answer=answer)
+            self._settle(key, verdict, prompt)
         return verdict.result(timeout=self.limit_s + 1.0)
 
-    def _settle(self, asked: tuple[str, ...], verdict: Future[float], prompt: str) -> None:
+    def _settle(self, key: tuple[str, ...], verdict: Future[float], prompt: str) -> None:
         try:
-            verdict.set_result(self._ask(prompt))
+            verdict.set_result(self._call(prompt))
         except BaseException as error:
-            with self._lock:  # a failure is no verdict: the next one asks again
-                self._verdicts.pop(asked, None)
+            with self._lock:  # failures are not cached
+                self._verdicts.pop(key, None)
             verdict.set_exception(error)
             if not isinstance(error, RewardError):
                 raise
 
-    def _ask(self, prompt: str) -> float:
+    def _call(self, prompt: str) -> float:
         from openai import OpenAIError
 
         failures = []
@@ -92,9 +100,9 @@ class Judge:
                 failures.append(f"{type(error).__name__}: {error}")
                 continue
             text = (reply.choices[0].message.content if reply.choices else None) or ""
-            found = _VERDICT.findall(text)
-            if found:
-                return float(found[-1].lower() == "yes")
+            verdicts = _VERDICT.findall(text)
+            if verdicts:
+                return float(verdicts[-1].lower() == "yes")
             failures.append(f"no verdict in {text[:200]!r}")
         raise RewardError(
             f"the judge at {self._url} gave no verdict in {self._attempts} attempts: {'; '.join(failures)}"

@@ -1,4 +1,4 @@
-"""Questions of data sets: HotpotQA's and NQ's columns, and BrowseComp-Plus, which stays encrypted on disk."""
+"""Reads questions of data sets: HotpotQA, NQ, and BrowseComp-Plus, which stays encrypted on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID = ("id", "_id", "query_id")
 
 @dataclass(frozen=True, slots=True)
 class LabelledQuestion:
-    """A question of a data set. `gold` is its documents: id or title → text, "" where that isn't given."""
+    """A question of a data set. `gold` has its documents: id or title → text, "" if unknown."""
 
     id: str
     question: str
@@ -29,23 +29,30 @@ class LabelledQuestion:
 
 
 def read_questions(path: Path, canary: str | None = None) -> list[LabelledQuestion]:
-    """All questions of a `.jsonl` or `.parquet` file.
+    """Reads all questions of a `.jsonl` or `.parquet` file.
 
     A row has a `question`; its answers in `golden_answers`, `answers` or `answer`, a text or a list of
     texts; and its gold documents, if known, as `gold_ids`, as HotpotQA's `supporting_facts`, or as
-    BrowseComp-Plus's `gold_docs`. With a `canary` the file is BrowseComp-Plus as published, whose texts it
-    deciphers in memory. Raises ConfigError that names the row which will not do.
+    BrowseComp-Plus's `gold_docs`.
+
+    Args:
+        path: The file.
+        canary: String with which the file is encrypted (BrowseComp-Plus as published); it is decrypted in
+        memory.
+
+    Raises:
+        ConfigError: A row is invalid.
     """
     rows = read_rows(path)
     if canary is not None:
         rows = [DataRow(row.file, row.number, _deciphered(row, canary)) for row in rows]
-    return [_asked(row) for row in rows]
+    return [_question(row) for row in rows]
 
 
 def decipher(text: str, canary: str) -> str:
-    """BrowseComp's cipher: base64, then each byte XOR those of sha256(canary), over and over.
+    """Decrypts BrowseComp's cipher: base64, then XOR with the repeated bytes of sha256(canary).
 
-    Raises ValueError where the text is not what that canary enciphered.
+    Raises ValueError if the text was not encrypted with that canary.
     """
     key = hashlib.sha256(canary.encode()).digest()
     return bytes(
@@ -54,16 +61,15 @@ def decipher(text: str, canary: str) -> str:
 
 
 def _deciphered(row: DataRow, canary: str) -> dict[str, Any]:
-    """The columns that are read, in the clear; `query_id` was never enciphered."""
+    """Returns the columns that are used, decrypted; `query_id` is not encrypted."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, str):
             return decipher(value, canary)
         if isinstance(value, list):
-            return [plain(one) for one in value]
-        if isinstance(value, dict):
-            # Of documents the ids will do: their texts stay as they are.
-            return {key: plain(one) for key, one in value.items() if key == "docid"}
+            return [plain(item) for item in value]
+        if isinstance(value, dict):  # a document, of which only the id is used
+            return {key: plain(item) for key, item in value.items() if key == "docid"}
         return value
 
     try:
@@ -71,28 +77,30 @@ def _deciphered(row: DataRow, canary: str) -> dict[str, Any]:
             key: plain(row[key]) for key in ("query", "answer", "gold_docs") if key in row.values
         }
     except (ValueError, binascii.Error) as error:
-        raise row.error(f"its texts are not BrowseComp's, enciphered with this canary: {error}") from None
+        raise row.error(f"its texts are not BrowseComp's, encrypted with this canary: {error}") from None
     return {"query_id": row.values.get("query_id"), **read}
 
 
-def _asked(row: DataRow) -> LabelledQuestion:
+def _question(row: DataRow) -> LabelledQuestion:
     question = row.text(_first(row, _QUESTION))
     key = _first(row, _ANSWERS)
     value = row[key]
-    answers = [str(one) for one in (value if isinstance(value, list) else [value]) if one not in (None, "")]
+    values = value if isinstance(value, list) else [value]
+    answers = [str(answer) for answer in values if answer not in (None, "")]
     if not answers:
-        raise row.error(f"{key!r} holds no answer")
-    named = next((row.values[one] for one in _ID if row.values.get(one) is not None), row.number)
-    return LabelledQuestion(str(named), question, answers, dict(_gold(row)))
+        raise row.error(f"{key!r} contains no answer")
+    id = next((row.values[key] for key in _ID if row.values.get(key) is not None), row.number)
+    return LabelledQuestion(str(id), question, answers, dict(_gold(row)))
 
 
 def _gold(row: DataRow) -> Iterator[tuple[str, str]]:
-    """The gold documents that a row names."""
+    """Yields id or title and text ("") of the gold documents that a row names."""
     facts = row.values.get("supporting_facts")
-    if isinstance(facts, Mapping):  # as parquet has them: columns
+    if isinstance(facts, Mapping):  # parquet stores them as columns
         facts = facts.get("title")
-    titles = [one[0] if isinstance(one, list) and one else one for one in _listed(facts)]
-    documents = [one.get("docid") for one in _listed(row.values.get("gold_docs")) if isinstance(one, Mapping)]
+    titles = [fact[0] if isinstance(fact, list) and fact else fact for fact in _listed(facts)]
+    gold_docs = _listed(row.values.get("gold_docs"))
+    documents = [document.get("docid") for document in gold_docs if isinstance(document, Mapping)]
     for name in (*_listed(row.values.get("gold_ids")), *titles, *documents):
         if isinstance(name, str | int):
             yield str(name), ""
@@ -103,9 +111,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _first(row: DataRow, keys: tuple[str, ...]) -> str:
-    found = next((key for key in keys if key in row.values), None)
-    if found is None:
-        raise row.error(
-            f"there is none of {', '.join(map(repr, keys))}; it has {', '.join(map(repr, row.values))}"
-        )
-    return found
+    for key in keys:
+        if key in row.values:
+            return key
+    raise row.error(
+        f"there is none of {', '.join(map(repr, keys))}; it has {', '.join(map(repr, row.values))}"
+    )

@@ -1,4 +1,4 @@
-"""Questions to be answered from a corpus: a synthetic world, or a data set's own."""
+"""The environment `search_qa`: questions about a synthetic world or of a data set, answered from a corpus."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ from tidegate.types import Message, Task
 class SearchQA(Finite):
     """Questions with gold answers, and gold documents where the data names them.
 
-    `path`: questions to train on, a `.jsonl` or `.parquet` file (see `search_data.read_questions`);
-    `eval_path`: those held out; `canary`: what BrowseComp-Plus's files are enciphered with. Without a path
-    they are about a synthetic world of `seed`: trained on are its questions of `hops` hops; held out are
-    those of a world without an entity in common, of two hops ("") and three (`three_hops`). `metric`: what
-    an answer is worth (`em`, `sub_em`, `f1`, or `judge`, which needs `judge`, the options of a `Judge`). An
-    answer stands in the last `<answer>`; an output with fewer than `min_matches` of them has none.
-    `format_weight`: of a reward for exactly one `<answer>` at the end; 0: none. `seed` chooses the order of
-    training too.
+    The answer is the text in the last `<answer>` of the output. Metrics of each episode: `em`, `sub_em`,
+    `f1`, `unparseable`, and `retrieval_recall` if the gold documents are known.
 
-    Metrics of each episode: `em`, `sub_em`, `f1`, `unparseable`, and `retrieval_recall` where the gold
-    documents are known. Raises ConfigError where the data is missing or a row is broken.
+    Args:
+        path: Questions to train on, a `.jsonl` or `.parquet` file (see `questions.read_questions`). None: a
+            synthetic world; the held-out questions are about another world that shares no entity with it,
+            with two hops ("") and three (`three_hops`).
+        eval_path: Held-out questions.
+        canary: String with which BrowseComp-Plus's files are encrypted.
+        metric: Reward of an answer: `em`, `sub_em`, `f1` or `judge`.
+        judge: Options of the `Judge` for metric `judge`.
+        min_matches: Least number of `<answer>` in an output; with fewer it has no answer.
+        format_weight: Weight of a reward for exactly one `<answer>`, at the end; 0: no such reward.
+        hops: Facts (1 to 3) that lead to the answer of a training question of the synthetic world.
+        seed: Determines the synthetic world and the order of training.
+
+    Raises:
+        ConfigError: An option contradicts another one, the data is missing, or a row is invalid.
     """
 
     name: ClassVar[str] = "search_qa"
@@ -49,19 +56,20 @@ class SearchQA(Finite):
         seed: int = 0,
     ) -> None:
         if metric != "judge" and metric not in METRICS:
-            known = (*METRICS, "judge")
+            metrics = (*METRICS, "judge")
             raise ConfigError(
-                f"search_qa: there is no metric {metric!r}{did_you_mean(metric, known)}; "
-                f"there are {', '.join(known)}"
+                f"search_qa: there is no metric {metric!r}{did_you_mean(metric, metrics)}; "
+                f"there are {', '.join(metrics)}"
             )
         if (metric == "judge") != (judge is not None):
-            raise ConfigError("search_qa: metric = 'judge' and the judge's options go together")
+            raise ConfigError("search_qa: metric = 'judge' and the judge's options must be set together")
         if (path is None) != (eval_path is None):
             raise ConfigError(
-                "search_qa: path and eval_path go together; without either there is a synthetic world"
+                "search_qa: path and eval_path must be set together; without both, questions are about a "
+                "synthetic world"
             )
         if canary is not None and path is None:
-            raise ConfigError("search_qa: canary is of BrowseComp-Plus's files, but there is no path")
+            raise ConfigError("search_qa: canary applies to files of BrowseComp-Plus, but path is not set")
         self._judge = None if judge is None else construct(Judge, judge, "search_qa's judge")
         self.reward_limit_s = 0.0 if self._judge is None else self._judge.limit_s
         self._metric = metric
@@ -79,36 +87,36 @@ class SearchQA(Finite):
                 "": self._of_world(unseen, 2, seed),
                 "three_hops": self._of_world(unseen, 3, seed),
             }
-        self._hold(train, held_out, seed)
+        self._set_tasks(train, held_out, seed)
 
     def gold_output(self, task: Task) -> str:
-        """The first gold answer, as often as one is looked for."""
+        """Returns the first gold answer in as many `<answer>` as an output must contain."""
         return f"<answer>{task.answer[0]}</answer>" * self._min_matches
 
     def _grade(
         self, output: str | None, answer: Sequence[str], task: Task, messages: Sequence[Message]
     ) -> Grade:
-        said = extract(output, self._min_matches)
-        values = {name: 0.0 if said is None else grade(said, answer) for name, grade in METRICS.items()}
-        metrics = {**values, "unparseable": float(said is None)}
+        text = extract(output, self._min_matches)
+        values = {name: 0.0 if text is None else grade(text, answer) for name, grade in METRICS.items()}
+        metrics = {**values, "unparseable": float(text is None)}
         gold = task.info.get("gold")
         if gold:
             metrics["retrieval_recall"] = recall(messages, gold)
         if self._judge is None:
             return Grade(values[self._metric], metrics)
         verdict = (
-            0.0 if said is None else self._judge.verdict(str(task.messages[-1]["content"]), answer, said)
+            0.0 if text is None else self._judge.verdict(str(task.messages[-1]["content"]), answer, text)
         )
         return Grade(verdict, metrics)
 
     def _read(self, path: str, canary: str | None, split: str) -> list[Task]:
         return [
-            self._task(f"{split}-{one.id}", one.question, one.answers, one.gold)
-            for one in read_questions(Path(path), canary)
+            self._task(f"{split}-{labelled.id}", labelled.question, labelled.answers, labelled.gold)
+            for labelled in read_questions(Path(path), canary)
         ]
 
     def _of_world(self, world: SyntheticWorld, hops: int, seed: int) -> list[Task]:
-        """The world's questions in an order of their own: the first of them are of every kind."""
+        """Returns the world's questions, shuffled so that the first ones are of all kinds."""
         questions = list(world.questions(hops))
         if not questions:
             raise ConfigError(f"search_qa: hops = {hops}; the synthetic world has questions of 1 to 3")

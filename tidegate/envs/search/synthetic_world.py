@@ -1,8 +1,7 @@
-"""A seeded world to search in: people, companies, cities and mayors, one fact a passage.
+"""A seeded world to search in: people, companies, cities and mayors, one fact per passage.
 
-Every fact leads from one entity to another, so that a question of n hops is answered by n passages in a
-row, each found by what the one before it says. Worlds of different splits share no entity: whoever answers
-a held-out question has read it up.
+Every fact leads from one entity to another, so a question of n hops is answered by a chain of n passages.
+Worlds of different splits share no entity, so answers to held-out questions cannot be memorised in training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SYLLABLES = (
     "sel", "sor", "tal", "tan", "tar", "tel", "tor", "val", "var", "vel", "vin", "vor", "wal",
     "wen", "zan",
 )  # fmt: skip
-"""A name is two of them: `Kelmor`."""
+"""A name consists of two syllables: `Kelmor`."""
 
 Relation = Literal["employer", "seat", "mayor"]
 FACTS: dict[Relation, str] = {
@@ -41,7 +40,7 @@ QUERIES: dict[Relation, str] = {
 """Relation → a query that finds its passage."""
 PEOPLE, COMPANIES, CITIES = 85, 85, 30
 HELD_OUT_SHARE = 3
-"""One name in so many is an entity of held-out worlds only."""
+"""One name in three is used in held-out worlds only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of question: the relations that lead from the entity it names to its answer."""
+    """A kind of question; `path` has the relations that lead from its entity to the answer."""
 
     name: str
     text: str
@@ -83,7 +82,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class WorldQuestion:
-    """A question with the facts that answer it, in the order in which they are found."""
+    """A question with the chain of facts that answers it."""
 
     kind: Kind
     text: str
@@ -105,7 +104,7 @@ class SyntheticWorld:
     facts: tuple[Fact, ...]
 
     def questions(self, hops: int) -> Iterator[WorldQuestion]:
-        """Every question of so many hops, in the facts' order."""
+        """Yields all questions with this number of hops, in the facts' order."""
         by_subject = {fact.subject: fact for fact in self.facts}
         for start in self.facts:
             for kind in KINDS:
@@ -119,29 +118,29 @@ class SyntheticWorld:
 
 
 def make_world(seed: int | str, split: WorldSplit) -> SyntheticWorld:
-    """85 people, 85 companies and 30 cities with a mayor each: 200 facts, the same for the same seed."""
+    """Returns the seed's world: 85 people, 85 companies, 30 cities with a mayor each, and 200 facts."""
     rng = Random(f"world/{seed}/{split}")
-    names = [one for one in _names() if held_out_name(one) == (split == "held_out")]
+    names = [name for name in _names() if held_out_name(name) == (split == "held_out")]
     drawn = iter(rng.sample(names, PEOPLE + COMPANIES + 2 * CITIES))
     people, companies, cities, mayors = (
         [next(drawn) for _ in range(size)] for size in (PEOPLE, COMPANIES, CITIES, CITIES)
     )
-    told: list[tuple[Relation, str, str]] = [
+    facts: list[tuple[Relation, str, str]] = [
         *(("employer", person, rng.choice(companies)) for person in people),
         *(("seat", company, rng.choice(cities)) for company in companies),
         *(("mayor", city, mayor) for city, mayor in zip(cities, mayors, strict=True)),
     ]
-    return SyntheticWorld(tuple(Fact(f"{split}-{n}", *one) for n, one in enumerate(told)))
+    return SyntheticWorld(tuple(Fact(f"{split}-{n}", *fact) for n, fact in enumerate(facts)))
 
 
 def held_out_name(name: str) -> bool:
-    """Whether a name belongs to held-out worlds; the same for every seed."""
+    """Returns whether a name belongs to held-out worlds, for every seed."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
 def documents(worlds: Sequence[SyntheticWorld]) -> list[dict[str, str]]:
-    """The passages of some worlds as a corpus has them: `id`, `title` (the subject) and `text`."""
+    """Returns the passages of worlds in a corpus's format: `id`, `title` (the subject) and `text`."""
     return [
         {"id": fact.id, "title": fact.subject, "text": fact.text} for world in worlds for fact in world.facts
     ]

@@ -1,4 +1,4 @@
-"""What the ledger says of single groups, and of the run as a whole, beyond the counts by state."""
+"""Details of single groups and of the run from the ledger, in addition to the counts by state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LostAttempt:
 
 @dataclass(slots=True)
 class GroupEntry:
-    """A group in the ledger; `version` is the trainer's when it was issued."""
+    """A group in the ledger; `version` is the trainer's version at its issue."""
 
     task: str
     version: int | None = None
@@ -46,14 +46,14 @@ class Quarantined:
 
 
 class LedgerGroups:
-    """Follows the ledger entry by entry. Attempts are kept only where they came to nothing: those that did
-    not are in the trajectory files."""
+    """Processes the ledger entry by entry. Keeps lost attempts only; the others are in the trajectory
+    files."""
 
     def __init__(self) -> None:
         self.groups: dict[str, GroupEntry] = {}
         self.quarantined: list[Quarantined] = []
         self.ended: str | None = None
-        """Why the run ended; empty where it came to its end, None while it goes on."""
+        """Why the run ended; empty if it was completed, None while it runs."""
         self.version: int | None = None
         self._slots: dict[str, tuple[str, int | None]] = {}
 
@@ -89,7 +89,7 @@ class LedgerGroups:
             self.quarantined.append(Quarantined(*words))
         elif event == "lifted":
             lifted = printable(entry.get("task") or "")
-            self.quarantined = [one for one in self.quarantined if one.task != lifted]
+            self.quarantined = [task for task in self.quarantined if task.task != lifted]
 
     def _issue(self, name: str, entry: Mapping[str, Any]) -> None:
         replaces = str(entry.get("replaces") or "")
