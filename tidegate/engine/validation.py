@@ -17,26 +17,26 @@ PARAMS = "sampling_params."
 """Prefix of sampling parameters in error messages."""
 
 
-def number(rest: dict[str, Any], name: str, default: float) -> float:
-    value = rest.pop(name, None)
+def number(fields: dict[str, Any], name: str, default: float) -> float:
+    value = fields.pop(name, None)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise refusal(name, value, "it must be a number")
+        raise invalid_parameter(name, value, "it must be a number")
     return float(value)
 
 
-def integer(rest: dict[str, Any], name: str, default: int) -> int:
-    value = rest.pop(name, None)
+def integer(fields: dict[str, Any], name: str, default: int) -> int:
+    value = fields.pop(name, None)
     if value is None:
         return default
     if type(value) is not int or abs(value) >= 2**62:
-        raise refusal(name, value, "it must be an integer")
+        raise invalid_parameter(name, value, "it must be an integer")
     return value
 
 
-def boolean(rest: dict[str, Any], name: str, default: bool, prefix: str) -> bool:
-    value = rest.pop(name, None)
+def boolean(fields: dict[str, Any], name: str, default: bool, prefix: str) -> bool:
+    value = fields.pop(name, None)
     if value is None:
         return default
     if not isinstance(value, bool):
@@ -50,13 +50,15 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def refuse_rest(rest: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
-    for name, value in rest.items():
+def refuse_unsupported(
+    fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str
+) -> None:
+    for name, value in fields.items():
         if name not in neutral:
             raise RequestError(f"{prefix}{name} is not a parameter of this engine")
         if value not in neutral[name]:
             raise RequestError(f"{prefix}{name} = {value!r} is not supported by this engine; leave it out")
 
 
-def refusal(name: str, value: Any, rule: str) -> RequestError:
+def invalid_parameter(name: str, value: Any, rule: str) -> RequestError:
     return RequestError(f"{PARAMS}{name} = {value!r}: {rule}")

@@ -163,4 +163,4 @@ def test_penalties_of_one_row_leave_the_others_alone_and_count_no_prompt() -> No
 def test_a_row_takes_its_penalties_with_it_when_it_moves() -> None:
     slots = slots_of(SamplingParams(), SamplingParams(min_p=0.3, presence_penalty=1.0))
     slots.remove(0)
-    assert (bool(slots.adjusted[0]), float(slots.min_ps[0])) == (True, np.float32(0.3))
+    assert (bool(slots.has_processors[0]), float(slots.min_ps[0])) == (True, np.float32(0.3))

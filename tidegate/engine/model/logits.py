@@ -16,10 +16,10 @@ from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.scheduling.slots import Slots
 
 
-def adjust(logits_bv: Tensor, slots: Slots) -> None:
+def process_logits(logits_bv: Tensor, slots: Slots) -> None:
     """Changes logits in place; sets `slots.choices` to the number of ids that each row's grammar allows and
     `slots.masses` to their total probability."""
-    for row in np.flatnonzero(slots.adjusted[: slots.count]):
+    for row in np.flatnonzero(slots.has_processors[: slots.count]):
         owner = slots.owners[row]
         if owner.params.penalised:
             penalise(logits_bv[row], owner.output_ids, owner.params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidegate.engine.model.device import upload
-from tidegate.engine.model.logits import adjust
+from tidegate.engine.model.logits import process_logits
 from tidegate.engine.scheduling.slots import Slots
 
 GREEDY_BELOW = 1e-6
@@ -45,8 +45,8 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     greedy, scales = temperatures(slots)
     scale = upload(scales, logits_bv.device)
     logits_bv = logits_bv.float()
-    if slots.adjusted[: slots.count].any():
-        adjust(logits_bv, slots)
+    if slots.has_processors[: slots.count].any():
+        process_logits(logits_bv, slots)
     logprobs_bv = torch.log_softmax(logits_bv / scale[:, None], dim=-1)
     uniform = upload(draws(slots), logits_bv.device)
     ids = _inverse_cdf(logprobs_bv, uniform)
@@ -74,7 +74,7 @@ def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.fl
 
 def draws(slots: Slots) -> npt.NDArray[np.float64]:
     """Returns each row's uniform number for its next token, [rows]."""
-    return uniforms(slots.seeds[: slots.count], slots.drawn[: slots.count])
+    return uniforms(slots.seeds[: slots.count], slots.output_counts[: slots.count])
 
 
 def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:

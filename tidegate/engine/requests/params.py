@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tidegate.engine.validation import PARAMS, boolean, integer, number, refusal, refuse_rest
+from tidegate.engine.validation import PARAMS, boolean, integer, invalid_parameter, number, refuse_unsupported
 
 UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "min_new_tokens": (None, 0),
@@ -71,59 +71,59 @@ class SamplingParams:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
 
-def read_params(given: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
+def read_params(body: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
     """Parses sampling parameters. Raises RequestError, which names the parameter."""
-    rest = dict(given)
-    ignore_eos = boolean(rest, "ignore_eos", False, PARAMS)
-    stop_ids = _stop_ids(rest.pop("stop_token_ids", None))
+    fields = dict(body)
+    ignore_eos = boolean(fields, "ignore_eos", False, PARAMS)
+    stop_ids = _stop_ids(fields.pop("stop_token_ids", None))
     params = SamplingParams(
-        temperature=_within(rest, "temperature", 1.0, 0, None),
-        top_p=_top_p(rest),
-        top_k=integer(rest, "top_k", -1),
-        min_p=_within(rest, "min_p", 0.0, 0, 1),
-        frequency_penalty=_within(rest, "frequency_penalty", 0.0, -2, 2),
-        presence_penalty=_within(rest, "presence_penalty", 0.0, -2, 2),
-        repetition_penalty=_repetition_penalty(rest),
-        max_new_tokens=_count(rest, "max_new_tokens", 128, None),
-        stop=_stop(rest.pop("stop", None), limits),
+        temperature=_within(fields, "temperature", 1.0, 0, None),
+        top_p=_top_p(fields),
+        top_k=integer(fields, "top_k", -1),
+        min_p=_within(fields, "min_p", 0.0, 0, 1),
+        frequency_penalty=_within(fields, "frequency_penalty", 0.0, -2, 2),
+        presence_penalty=_within(fields, "presence_penalty", 0.0, -2, 2),
+        repetition_penalty=_repetition_penalty(fields),
+        max_new_tokens=_count(fields, "max_new_tokens", 128, None),
+        stop=_stop(fields.pop("stop", None), limits),
         stop_ids=frozenset() if ignore_eos else limits.eos_ids | stop_ids,
-        seed=_seed(rest.pop("sampling_seed", None)),
-        n=_count(rest, "n", 1, MAX_SAMPLES),
-        grammar=_grammar(rest),
-        skip_special_tokens=boolean(rest, "skip_special_tokens", True, PARAMS),
+        seed=_seed(fields.pop("sampling_seed", None)),
+        n=_count(fields, "n", 1, MAX_SAMPLES),
+        grammar=_grammar(fields),
+        skip_special_tokens=boolean(fields, "skip_special_tokens", True, PARAMS),
     )
-    refuse_rest(rest, UNSET_PARAMS, PARAMS)
+    refuse_unsupported(fields, UNSET_PARAMS, PARAMS)
     return params
 
 
-def _within(rest: dict[str, Any], name: str, default: float, low: float, high: float | None) -> float:
-    value = number(rest, name, default)
+def _within(fields: dict[str, Any], name: str, default: float, low: float, high: float | None) -> float:
+    value = number(fields, name, default)
     if value < low or (high is not None and value > high):
         bounds = f"it must be at least {low}" if high is None else f"it must be between {low} and {high}"
-        raise refusal(name, value, bounds)
+        raise invalid_parameter(name, value, bounds)
     return value
 
 
-def _top_p(rest: dict[str, Any]) -> float:
-    value = number(rest, "top_p", 1.0)
+def _top_p(fields: dict[str, Any]) -> float:
+    value = number(fields, "top_p", 1.0)
     if not 0 < value <= 1:
-        raise refusal("top_p", value, "it must be more than 0 and at most 1")
+        raise invalid_parameter("top_p", value, "it must be more than 0 and at most 1")
     return value
 
 
-def _repetition_penalty(rest: dict[str, Any]) -> float:
-    value = number(rest, "repetition_penalty", 1.0)
+def _repetition_penalty(fields: dict[str, Any]) -> float:
+    value = number(fields, "repetition_penalty", 1.0)
     if not 0 < value <= 2:
-        raise refusal("repetition_penalty", value, "it must be more than 0 and at most 2")
+        raise invalid_parameter("repetition_penalty", value, "it must be more than 0 and at most 2")
     return value
 
 
-def _count(rest: dict[str, Any], name: str, default: int, maximum: int | None) -> int:
-    value = integer(rest, name, default)
+def _count(fields: dict[str, Any], name: str, default: int, maximum: int | None) -> int:
+    value = integer(fields, name, default)
     if value < 1:
-        raise refusal(name, value, "it must be at least 1")
+        raise invalid_parameter(name, value, "it must be at least 1")
     if maximum is not None and value > maximum:
-        raise refusal(name, value, f"it must be at most {maximum}")
+        raise invalid_parameter(name, value, f"it must be at most {maximum}")
     return value
 
 
@@ -131,33 +131,35 @@ def _seed(value: Any) -> int:
     if value is None:
         return secrets.randbits(64)
     if type(value) is not int:
-        raise refusal("sampling_seed", value, "it must be an integer")
+        raise invalid_parameter("sampling_seed", value, "it must be an integer")
     return value % 2**64
 
 
-def _grammar(rest: dict[str, Any]) -> GrammarSource | None:
-    values = {kind: rest.pop(kind, None) for kind in GRAMMARS}
+def _grammar(fields: dict[str, Any]) -> GrammarSource | None:
+    values = {kind: fields.pop(kind, None) for kind in GRAMMARS}
     grammars = {kind: text for kind, text in values.items() if text is not None}
     for kind, text in grammars.items():
         if not isinstance(text, str) or not text:
-            raise refusal(kind, text, "it must be a non-empty string")
+            raise invalid_parameter(kind, text, "it must be a non-empty string")
     if len(grammars) > 1:
         first, second, *_ = grammars
-        raise refusal(second, grammars[second], f"{first} is given too; give only one of them")
+        raise invalid_parameter(second, grammars[second], f"{first} is given too; give only one of them")
     return GrammarSource(*next(iter(grammars.items()))) if grammars else None
 
 
 def _stop(value: Any, limits: TokenLimits) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value or []
     if not isinstance(strings, list) or not all(isinstance(stop, str) and stop for stop in strings):
-        raise refusal("stop", value, "it must be a list of non-empty strings")
+        raise invalid_parameter("stop", value, "it must be a list of non-empty strings")
     if strings and not limits.has_tokenizer:
-        raise refusal("stop", value, "stop strings need a tokenizer, and the model directory has none")
+        raise invalid_parameter(
+            "stop", value, "stop strings need a tokenizer, and the model directory has none"
+        )
     return tuple(strings)
 
 
 def _stop_ids(value: Any) -> frozenset[int]:
     ids = [] if value is None else value
     if not isinstance(ids, list) or not all(type(stop_id) is int for stop_id in ids):
-        raise refusal("stop_token_ids", value, "it must be a list of token ids")
+        raise invalid_parameter("stop_token_ids", value, "it must be a list of token ids")
     return frozenset(ids)

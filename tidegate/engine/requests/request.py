@@ -12,7 +12,7 @@ from typing import Any
 from tidegate.engine.requests.block_hashes import BlockHashes
 from tidegate.engine.requests.grammar import Grammar
 from tidegate.engine.requests.params import SamplingParams, TokenLimits, read_params
-from tidegate.engine.validation import RequestError, boolean, mapping, refuse_rest
+from tidegate.engine.validation import RequestError, boolean, mapping, refuse_unsupported
 
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "text": (None,),
@@ -104,7 +104,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         raise RequestError(f"rid = {rid!r}: it must be a non-empty string; give one or leave it out")
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
-    refuse_rest(fields, UNSET_FIELDS, "")
+    refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     return Generation(rid, prompt_ids, params, limit, stream, return_logprob)
 

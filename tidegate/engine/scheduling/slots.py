@@ -20,21 +20,21 @@ class Slots:
         self.owners: list[Generation] = []
         self.tokens = np.zeros(max_slots, np.int64)
         self.lengths = np.zeros(max_slots, np.int64)
-        self.drawn = np.zeros(max_slots, np.uint64)
+        self.output_counts = np.zeros(max_slots, np.uint64)
         self.seeds = np.zeros(max_slots, np.uint64)
         self.temperatures = np.ones(max_slots, np.float32)
         self.top_ps = np.ones(max_slots, np.float32)
         self.top_ks = np.zeros(max_slots, np.int64)
         self.min_ps = np.zeros(max_slots, np.float32)
-        self.adjusted = np.zeros(max_slots, bool)
+        self.has_processors = np.zeros(max_slots, bool)
         """Whether penalties or a grammar change the logits."""
         self.choices = np.zeros(max_slots, np.int64)
         """For rows with a grammar: number of ids that it allows in this step."""
         self.masses = np.zeros(max_slots, np.float64)
         """For rows with a grammar: total probability of these ids before the grammar excluded the others."""
         self._arrays: list[np.ndarray] = [
-            self.tokens, self.lengths, self.drawn, self.seeds, self.temperatures,
-            self.top_ps, self.top_ks, self.min_ps, self.adjusted,
+            self.tokens, self.lengths, self.output_counts, self.seeds, self.temperatures,
+            self.top_ps, self.top_ks, self.min_ps, self.has_processors,
         ]  # fmt: skip
 
     @property
@@ -52,13 +52,13 @@ class Slots:
         self.owners.append(generation)
         self.tokens[row] = (generation.output_ids or generation.prompt_ids)[-1]
         self.lengths[row] = len(generation.prompt_ids) + len(generation.output_ids) - 1
-        self.drawn[row] = len(generation.output_ids)
+        self.output_counts[row] = len(generation.output_ids)
         self.seeds[row] = params.seed
         self.temperatures[row] = params.temperature
         self.top_ps[row] = params.top_p
         self.top_ks[row] = max(params.top_k, 0)
         self.min_ps[row] = params.min_p
-        self.adjusted[row] = params.penalised or generation.grammar is not None
+        self.has_processors[row] = params.penalised or generation.grammar is not None
         return row
 
     def advance(self, ids: np.ndarray) -> None:
@@ -66,7 +66,7 @@ class Slots:
         n = len(self.owners)
         self.tokens[:n] = ids
         self.lengths[:n] += 1
-        self.drawn[:n] += np.uint64(1)
+        self.output_counts[:n] += np.uint64(1)
 
     def remove(self, row: int) -> int:
         """Frees a row. Returns the row that moved into it, or `row` if none did."""
