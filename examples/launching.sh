@@ -1,10 +1,10 @@
-# Sourced by launch scripts: they run at the repository's root, with its own `tidegate` first on the path.
+# Sourced by launch scripts: changes to the repository's root and puts its own `tidegate` first on the path.
 
 called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 
-# needs COUNT USAGE WORDS...: ends the script with its usage where fewer words were given.
+# needs COUNT USAGE WORDS...: exits with the usage message if there are fewer than COUNT words.
 needs() {
   local count=$1 usage=$2
   shift 2
@@ -14,7 +14,7 @@ needs() {
   fi
 }
 
-# given PATH: what the caller meant by it, where the caller stood.
+# given PATH: resolves a path relative to the caller's directory.
 given() {
   (cd "$called_from" && realpath -m "$1")
 }

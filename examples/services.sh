@@ -1,4 +1,4 @@
-# Sourced by launch scripts: servers that run until the script ends.
+# Sourced by launch scripts: starts servers that run until the script ends.
 
 services=()
 stop_services() {
@@ -9,7 +9,7 @@ stop_services() {
 }
 trap stop_services EXIT
 
-# start NAME READY_URL COMMAND...: runs it with its log in runs/logs, and returns when READY_URL answers.
+# start NAME READY_URL COMMAND...: starts a server with its log in runs/logs, and returns when READY_URL responds.
 start() {
   local name=$1 ready=$2
   shift 2
@@ -27,7 +27,7 @@ start() {
   done
 }
 
-# as_list URL...: a list of texts as settings have it.
+# as_list URL...: formats a list of strings as a setting.
 as_list() {
   printf '["%s"' "$1"
   printf ', "%s"' "${@:2}" | sed 's/^, ""$//'
@@ -43,12 +43,12 @@ is_dry() {
   return 1
 }
 
-# this_node: an address by which other machines reach this one.
+# this_node: an address at which other machines can reach this one.
 this_node() {
   hostname -I | cut -d ' ' -f 1
 }
 
-# new_key: a secret that nobody has used.
+# new_key: a new random key.
 new_key() {
   python -c 'import secrets; print(secrets.token_urlsafe(24))'
 }

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# launch-cluster.sh DATA INDEX [settings]: as launch.sh, on a Ray cluster: SGLang with the policy, the trainer and
-# the agents on its nodes; the retrieval server and the helper (which condenses results and judges answers) on this
-# one, under an address that the others reach. DATA is on a disk that all nodes share. More settings may follow,
-# --dry-run too.
-#   CLUSTER           auto (this machine is a node of it, the default), or ray://HOST:10001
-#   SGLANG            the Python of an environment with SGLang, the same on all nodes
+# launch-cluster.sh DATA INDEX [settings]: like launch.sh, on a Ray cluster: SGLang with the policy, the trainer and
+# the agents run on its nodes; the retrieval server and the helper (which condenses results and judges answers) run
+# on this node, at an address that the other nodes can reach. DATA is on a shared disk. Further settings may follow,
+# including --dry-run.
+#   CLUSTER           auto (this machine is a node of the cluster, the default), or ray://HOST:10001
+#   SGLANG            the Python interpreter of an environment with SGLang, at the same path on all nodes
 #   MODEL, HELPER     Hugging Face directories (default: models/Qwen3-0.6B, models/Qwen3-4B)
-#   HELPER_GPU        of this node, which its Ray must not give away (default: 0)
-#   NODE_HOST         this node's address in the cluster (default: the first that the system knows)
-#   RAG_URLS, HELPER_URLS   servers that run already
-#   TIDEGATE_RAG_KEY  the retrieval servers' key; without one a new one is made for the server started here
+#   HELPER_GPU        a GPU of this node, which Ray must not assign (default: 0)
+#   NODE_HOST         this node's address in the cluster (default: the system's first address)
+#   RAG_URLS, HELPER_URLS   addresses of running servers
+#   TIDEGATE_RAG_KEY  the retrieval servers' key (default: a new key for the server started here)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
 source examples/services.sh

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# launch.sh DATA INDEX [settings]: DATA is what prepare.py wrote, INDEX what `tidegate rag build` made of its
-# corpus. More settings may follow, --dry-run too.
-#   SGLANG          the Python of an environment with SGLang (default: python)
+# launch.sh DATA INDEX [settings]: DATA is the output of prepare.py, INDEX the index that `tidegate rag build` made
+# of its corpus. Further settings may follow, including --dry-run.
+#   SGLANG          the Python interpreter of an environment with SGLang (default: python)
 #   MODEL           the policy, a Hugging Face directory (default: models/Qwen3-0.6B)
 #   HELPER          the model that condenses results and judges answers (default: models/Qwen3-4B)
-#   ENGINE_GPU, HELPER_GPU, TRAINER_GPU   where each of them runs (default: 0, 1, 2)
-#   RAG_URLS, ENGINE_URLS, HELPER_URLS    servers that run already, on this machine or on others
+#   ENGINE_GPU, HELPER_GPU, TRAINER_GPU   the GPU of each process (default: 0, 1, 2)
+#   RAG_URLS, ENGINE_URLS, HELPER_URLS    addresses of running servers, on this machine or others
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
 needs 2 "DATA INDEX [settings]" "$@"
@@ -17,7 +17,7 @@ read -ra rag_urls <<<"${RAG_URLS:-http://127.0.0.1:8100}"
 read -ra engine_urls <<<"${ENGINE_URLS:-http://127.0.0.1:30000}"
 read -ra helper_urls <<<"${HELPER_URLS:-http://127.0.0.1:30001/v1}"
 
-# sglang NAME GPU PORT MODEL: one server of SGLang's.
+# sglang NAME GPU PORT MODEL: starts one SGLang server.
 sglang() {
   CUDA_VISIBLE_DEVICES=$2 start "$1" "http://127.0.0.1:$3/health" \
     "${SGLANG:-python}" -m sglang.launch_server --model-path "$4" --served-model-name helper --port "$3" \

@@ -57,9 +57,7 @@ def main(overrides: Sequence[str]) -> int:
     try:
         plan = load_settings(CONFIG, overrides)
         seed = plan.env.options.get("seed", 0)
-        from tidegate.launch import (
-            launch,
-        )  # imported after the check of the settings, because the import is slow
+        from tidegate.launch import launch  # a slow import, after the check of the settings
 
         with served_worlds(plan.run.dir / f"{plan.run.name}-corpus", seed) as url:
             return launch(load_settings(CONFIG, [*told(url), *overrides]), fresh=True)

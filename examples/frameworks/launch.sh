@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train an agent of a framework. More settings may follow, such as which one:
+# Trains an agent of a framework. Further settings may follow, such as the choice of the agent:
 #   launch.sh --agent.use examples/frameworks/langgraph_agent.py:agent
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"

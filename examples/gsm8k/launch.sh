@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # launch.sh tiny|qwen3-0.6b DATA [settings]: DATA is a directory with GSM8K's train.jsonl and test.jsonl,
-# or its id on the hub. More settings may follow, --dry-run too.
+# or its id on the hub. Further settings may follow, including --dry-run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
 needs 2 "tiny|qwen3-0.6b DATA [settings]" "$@"

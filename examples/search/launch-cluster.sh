@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# launch-cluster.sh DATA INDEX [settings]: as launch.sh, with engine, trainer and agents on a Ray cluster and the
-# retrieval server on this node of it, under an address that the others reach. DATA and INDEX as there; DATA is on
-# a disk that all nodes share. More settings may follow, --dry-run too.
-#   CLUSTER           auto (this machine is a node of it, the default), or ray://HOST:10001
-#   RAG_HOST          this node's address in the cluster (default: the first that the system knows)
-#   RAG_URLS          retrieval servers that run already
-#   TIDEGATE_RAG_KEY  the retrieval servers' key; without one a new one is made for the server started here
+# launch-cluster.sh DATA INDEX [settings]: like launch.sh, with engine, trainer and agents on a Ray cluster and the
+# retrieval server on this node, at an address that the other nodes can reach. DATA is on a shared disk. Further
+# settings may follow, including --dry-run.
+#   CLUSTER           auto (this machine is a node of the cluster, the default), or ray://HOST:10001
+#   RAG_HOST          this node's address in the cluster (default: the system's first address)
+#   RAG_URLS          addresses of running retrieval servers
+#   TIDEGATE_RAG_KEY  the retrieval servers' key (default: a new key for the server started here)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
 source examples/services.sh

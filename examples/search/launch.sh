@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# launch.sh DATA INDEX [settings]: DATA is a directory with train.jsonl and test.jsonl (questions), INDEX what
-# `tidegate rag build` wrote. More settings may follow, --dry-run too. RAG_URLS="http://a:8100 http://b:8100"
-# names retrieval servers that run already; without it one is started here.
+# launch.sh DATA INDEX [settings]: DATA is a directory with train.jsonl and test.jsonl (questions), INDEX the
+# output of `tidegate rag build`. Further settings may follow, including --dry-run. With
+# RAG_URLS="http://a:8100 http://b:8100", these retrieval servers are used and none is started.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launching.sh"
 needs 2 "DATA INDEX [settings]" "$@"
