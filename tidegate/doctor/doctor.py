@@ -1,4 +1,4 @@
-"""The examination: every check, in the order in which one needs another's result."""
+"""Runs all checks of `tidegate doctor`, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Examination:
         self._say([note(check, "skipped", f"not tried: {why}")])
 
     def _take_another_port(self) -> None:
-        """So that the rest can be tried nevertheless."""
+        """Provides a replacement so that the other checks can run."""
         gateway = self.settings.gateway.model_copy(update={"port": 0, "host": "127.0.0.1"})
         self.settings = self.settings.model_copy(update={"gateway": gateway})
 
@@ -89,7 +89,7 @@ class Examination:
             await self._try_agent(stack, urls, environment, renderer)
 
     async def _engines(self, stack: contextlib.AsyncExitStack) -> list[str]:
-        """The settings' engines, or an embedded one as a run would start it; none where it can't start."""
+        """Yields the settings' engines, or an embedded one as in a run; none if it cannot start."""
         settings = self.settings
         if settings.engine.urls:
             return [url.rstrip("/") for url in settings.engine.urls]

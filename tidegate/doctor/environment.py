@@ -1,4 +1,4 @@
-"""Do the environment's tasks hold together?"""
+"""Checks the environment's tasks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tidegate.types import Task
 
 TASKS = 8
 TRAINED = 256
-"""Training tasks that are compared with the held-out ones."""
+"""Number of training tasks that are compared with the held-out ones."""
 CALL_S = 10.0
 
 
 def check_environment(
     settings: Settings, renderer: Renderer | None
 ) -> tuple[list[Finding], Environment | None]:
-    """Load the environment and look at its tasks; None where nothing can be run on it."""
+    """Loads the environment and checks its tasks; returns no environment if it cannot be used."""
     use = settings.env.use
     try:
         environment = within(60.0, lambda: load_environment(use, settings.env.options))

@@ -1,4 +1,4 @@
-"""What a check comes to: findings, as values."""
+"""Results of checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Level(StrEnum):
     OK = "ok"
     NOTE = "note"
     WARNING = "warning"
-    """Training is possible, and will be worse or slower for it."""
+    """Training is possible, but will be worse or slower."""
     ERROR = "error"
-    """Training would fail, or learn nothing."""
+    """Training would fail or not learn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found. `code` names it for programs and never changes; `fix` says what to do."""
+    """One result. `code` is stable and machine-readable; `fix` says what to do."""
 
     check: str
     level: Level
@@ -31,7 +31,7 @@ class Finding:
 
 
 Tell = Callable[[Finding], None]
-"""Who is told of each finding as soon as there is one."""
+"""Called with each finding as soon as it exists."""
 
 
 def ok(check: str, text: str) -> Finding:

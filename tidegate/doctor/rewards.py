@@ -1,4 +1,4 @@
-"""Do the rewards tell gold answers from garbage, on any output at all?"""
+"""Checks that the rewards distinguish gold answers from garbage, and accept any output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GARBAGE = ("", "I do not know.")
 
 
 class Fault(Exception):
-    """The reward of one output failed; `finding` says how."""
+    """The reward of one output failed; `finding` has the cause."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.text)
@@ -30,7 +30,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One task's rewards: of its gold answer, and of each garbage output."""
+    """The rewards of one task's gold answer and of each garbage output."""
 
     task: Task
     gold: float
@@ -38,7 +38,7 @@ class Graded:
 
 
 def check_rewards(environment: Environment) -> list[Finding]:
-    """Grade gold answers and garbage; a reward that can't tell them apart teaches nothing."""
+    """Grades gold answers and garbage; training cannot use a reward that does not distinguish them."""
     if not any(scorer.names for scorer in environment.rewarders().values()):
         why = "the environment has no reward: the agent's own counts (Result.reward)"
         return [note("rewards", "agent_rewards", why)]
@@ -69,7 +69,7 @@ def _gold(environment: Environment, task: Task) -> str | None:
 
 
 def _grade(environment: Environment, task: Task, gold: str, golds: Sequence[str]) -> Graded:
-    """Garbage is nothing, something else, and another task's answer: right in form, wrong in content."""
+    """Garbage is empty output, unrelated text, and another task's answer (right form, wrong content)."""
     others = [one for one in golds if one != gold][:1]
     scores = [score(environment, task, output) for output in (gold, *GARBAGE, *others)]
     return Graded(task, scores[0], scores[1:])
@@ -105,7 +105,7 @@ def _reads_trajectory(environment: Environment) -> bool:
 
 
 def score(environment: Environment, task: Task, output: str) -> float:
-    """The reward of an output. Raises Fault where it raises, hangs, or gives no finite number."""
+    """Returns the reward of an output; raises Fault if it raises, hangs, or is not a finite number."""
     on = f"on the output {output[:60]!r} of task {task.id}"
     messages = [*task.messages, {"role": "assistant", "content": output}]
     trajectory = Trajectory(
@@ -126,6 +126,6 @@ def score(environment: Environment, task: Task, output: str) -> float:
 
 
 def _turn() -> Turn:
-    """A bare turn, for rewards that look for one."""
+    """Returns an empty turn, for rewards that read turns."""
     ids = np.zeros(1, np.int32)
     return Turn(0, None, ids, ids, np.zeros(1, np.float32), (VersionSpan(0, 0, 1),), "stop", 1.0)

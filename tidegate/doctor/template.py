@@ -1,4 +1,4 @@
-"""Does the chat template let a conversation grow: which continuations are exact, which are not, and why?"""
+"""Checks which continuations of a conversation the chat template extends exactly, and why others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a user's function for so long and no longer."""
+"""Runs a user's function with a timeout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises; raises TimeoutError where it takes longer (it is left behind)."""
+    """Returns or raises the result of `call`; raises TimeoutError if it takes longer (its thread keeps
+    running)."""
     results: list[T] = []
     failures: list[BaseException] = []
 

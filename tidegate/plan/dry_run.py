@@ -1,4 +1,4 @@
-"""`tidegate train --dry-run`: what a run would be, before anything is loaded, started or fetched."""
+"""`tidegate train --dry-run`: describes a run without loading, starting or fetching anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a run will take, worked out from the model's config.json before anything is loaded.
+"""Estimates the memory of a run from the model's config.json, without loading anything.
 
 With P parameters, L layers, h hidden, i intermediate, H and K attention and key-value heads, d the size
 of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):

@@ -1,1 +1,1 @@
-"""What a run would do on other machines: the admission core of real runs in a simulated world."""
+"""Simulates runs on other machines, with the admission core of real runs."""

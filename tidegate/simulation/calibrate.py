@@ -1,4 +1,4 @@
-"""A scenario from a real run's files: its engines' speed, its episodes, its trainer, its rules."""
+"""Makes a scenario from a real run's files: speed of its engines, episodes, trainer and rules."""
 
 from __future__ import annotations
 

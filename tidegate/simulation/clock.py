@@ -1,4 +1,4 @@
-"""Simulated time: events in order of their time, those of the same time in order of scheduling."""
+"""Simulated clock: runs events in order of time, then of scheduling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""Results of a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated: engines, agents, trainer and rules. Times are seconds, lengths tokens."""
+"""Parameters of a simulation: engines, agents, trainer and rules. Times are in seconds, lengths in tokens."""
 
 from __future__ import annotations
 

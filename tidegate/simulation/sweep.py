@@ -1,4 +1,4 @@
-"""Many scenarios side by side: which ratio of engines to trainers, which staleness."""
+"""Compares scenarios with different ratios of engines to trainers and staleness bounds."""
 
 from __future__ import annotations
 

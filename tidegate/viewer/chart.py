@@ -1,4 +1,4 @@
-"""Line and area charts as SVG that takes its colours from the page, so that it suits light and dark.
+"""Line and area charts as SVG with the page's colours, for light and dark modes.
 
 Nothing here draws text that came from a model or an agent; what is passed is escaped all the same.
 """

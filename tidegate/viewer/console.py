@@ -1,4 +1,4 @@
-"""Printing that a run survives."""
+"""Console whose output errors cannot stop a run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from rich.console import Console, RenderableType
 
 
 class Terminal(Console):
-    """Standard output. rich ends the program where the reader is gone; this falls silent."""
+    """Standard output. If the reader is gone, rich exits the program; this class stops printing."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class SafeConsole:
-    """A console that may go away.
+    """A console whose failures do not stop the run.
 
-    Where the reader is gone (a closed pipe, a lost terminal) or the disk behind it is full, nothing more
-    is written and `lost` says why: a run of hours does not end because nobody looks. Characters that the
-    console's encoding lacks become question marks.
+    If the reader is gone (a closed pipe, a lost terminal) or the disk is full, nothing more is written, and
+    `lost` has the reason. Characters that the encoding lacks become question marks.
     """
 
     def __init__(self, console: Console) -> None:

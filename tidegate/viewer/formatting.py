@@ -1,4 +1,4 @@
-"""Small pieces of text: numbers and times for people, sparklines, and what is safe to print."""
+"""Formats numbers, times and sparklines, and makes text safe to print."""
 
 from __future__ import annotations
 

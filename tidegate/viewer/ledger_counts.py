@@ -1,6 +1,6 @@
-"""What the ledger comes to: how many groups and slot attempts are in which state, and why some failed.
+"""Counts groups and attempts of the ledger by state, and the reasons of failures.
 
-This counts; `tidegate audit` proves.
+It does not check the ledger's consistency; `tidegate audit` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The live view: one screen that says where the run stands, redrawn at most twice a second."""
+"""The live view: one screen with the run's state, redrawn at most twice a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live view knows: a run's news and numbers so far, with bounded memory."""
+"""State of the live view: a run's messages and metrics so far, with bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run as lines of text, where there is no terminal: one line a step, news in between."""
+"""Plain view for non-terminals: one line per step, and messages between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which numbers of a run are drawn, and how: the report's charts and `reward.png`."""
+"""Charts of a run for the report and the dashboard, and `reward.png`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, and `reward.png` beside it.
+"""The report of a run: one self-contained HTML file, and `reward.png`.
 
 All text that came from models, agents or settings is escaped; besides, the page's content security
 policy allows its own script and style by their hashes alone, and no connection at all.
@@ -47,7 +47,7 @@ class Score:
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `reward.png` into the run's directory; returns the report's path.
 
-    A run that is going on or was cut off gets a report of what there is, which says so. Without
+    The report of a running or interrupted run covers its steps so far and says so. Without
     matplotlib there is no `reward.png`.
 
     Raises ConfigError where the directory holds no run.
@@ -141,14 +141,15 @@ def scores(run: RunFiles) -> list[Score]:
     return found
 
 
-def banners(run: RunFiles, books: LedgerCounts | None) -> Iterator[str]:
+def banners(run: RunFiles, books: LedgerCounts | None, *, progress: bool = True) -> Iterator[str]:
+    """Yields remarks on the run; with `progress` also that it has not taken all its steps."""
     planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
     if not run.rows:
         yield "This run has written no step yet."
-    elif planned and done is not None and done < planned:
+    elif progress and planned and done is not None and done < planned:
         yield (
-            f"This run has taken {int(done)} of {planned} steps: it is going on, or it was cut off. "
-            "What follows is what there is so far."
+            f"This run has taken {int(done)} of {planned} steps: it is running or was interrupted. "
+            "This report shows the steps so far."
         )
     again = max(len(run.redone), len(books.starts) - 1 if books is not None else 0)
     if again:

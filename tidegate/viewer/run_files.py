@@ -1,4 +1,4 @@
-"""The files of a run, as far as they are there: a run that is going on or was cut off is read too."""
+"""Reads the files of a run, also of one that is running or was interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said when a run ends: what it came to, three episodes, and how to go on."""
+"""Summary at the end of a run: results, three episodes, and commands for the next steps."""
 
 from __future__ import annotations
 

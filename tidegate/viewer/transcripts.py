@@ -1,4 +1,4 @@
-"""Episodes for people: the same problems before and after training, in full."""
+"""Transcripts of the same problems before and after training."""
 
 from __future__ import annotations
 

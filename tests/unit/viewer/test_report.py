@@ -96,7 +96,7 @@ def test_a_finished_run(finished: tuple[Path, Page]) -> None:
     assert "100 of 100" in page.text
     assert "Training time 3:10" in page.text
     assert f"{rows[-1]['tokens/sampled_total']:,}" in page.text
-    assert "cut off" not in page.text
+    assert "was interrupted" not in page.text
     assert page.text.count("Problem heldout-") == 3
     assert "not a fair sample" in page.text
     assert "straddles a publish" in page.text

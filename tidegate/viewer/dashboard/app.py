@@ -1,4 +1,4 @@
-"""The dashboard's server: a page, its few files, and the run as JSON. It answers GET and nothing else.
+"""The dashboard's server: a page, its files, and the run as JSON. It accepts GET only.
 
 No request names a file: a step is a number, an episode a line, a group an id that is looked up, and the
 page's own files are a fixed table. Text of models, agents and settings reaches the browser as JSON only and

@@ -1,4 +1,4 @@
-"""The metrics of very long runs, a few thousand rows in place of all, so that curves are drawn at once."""
+"""Reduces the metrics of very long runs to a few thousand rows, so that curves are drawn quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode as the page shows it: its turns, their tokens, and why each token was trained or not.
+"""One episode for the page: its turns, their tokens, and why each token was trained on or not.
 
 What is trained follows the trainer's rule: every path from a root to a last turn that can be trained is one
 sequence, and a token that several sequences share is trained in the first of them.

@@ -1,4 +1,4 @@
-"""What the page asked for and is not there."""
+"""Errors of the dashboard's requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tidegate eval` found of a run: `evals/*/results.json`, as plain data that is safe to print."""
+"""Reads a run's results of `tidegate eval` (`evals/*/results.json`) as plain data that is safe to print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trajectories/*.jsonl` by line: an index of byte offsets and a few words on each record."""
+"""Indexes `trajectories/*.jsonl`: the byte offset and a summary of each line."""
 
 from __future__ import annotations
 

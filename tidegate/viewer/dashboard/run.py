@@ -1,4 +1,4 @@
-"""A run as the dashboard knows it: followed while it grows, and asked by many requests at once."""
+"""A run whose files the dashboard follows while they grow; it serves concurrent requests."""
 
 from __future__ import annotations
 

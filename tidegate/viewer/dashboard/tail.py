@@ -1,4 +1,4 @@
-"""Following files that a run appends to: what was read once is not read again."""
+"""Follows files that a run appends to, reading each byte once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids as text, by the run's own tokenizer, which is loaded when the first token is asked for."""
+"""Decodes token ids with the run's tokenizer, which is loaded at the first request."""
 
 from __future__ import annotations
 

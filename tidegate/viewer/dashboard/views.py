@@ -1,4 +1,4 @@
-"""What the page asks for, as plain data: every text in it is safe to print, and none is HTML but charts."""
+"""Data of the page's requests. All texts are safe to print, and only charts contain markup."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEP_COLUMNS = {
 
 
 def state(run: FollowedRun) -> Wire:
-    """What changes while a run goes on, small enough to be asked for every second or two."""
+    """Returns the state that changes during a run, small enough to be polled every second or two."""
     stamp = run.look()
     planned = run.files.settings.get("trainer", {}).get("steps")
     return {
@@ -68,30 +68,29 @@ def _overview(run: FollowedRun) -> Wire:
     curves = run.curves()
     reward = reward_chart(curves)
     bound = staleness_bound(files.settings.get("trainer", {}))
-    told = [one for one in banners(files, books) if "going on, or it was cut off" not in one]
     return {
         "opening": opening(files),
-        "banners": [printable(text) for text in [*told, *run.remarks()]],
-        "scores": [asdict(one) for one in scores(files)],
-        "tiles": [asdict(one) for one in tiles(files, books)],
+        "banners": [printable(text) for text in (*banners(files, books, progress=False), *run.remarks())],
+        "scores": [asdict(score) for score in scores(files)],
+        "tiles": [asdict(tile) for tile in tiles(files, books)],
         "reward": None if reward is None else _chart(reward),
-        "charts": [_chart(one) for one in main_charts(curves, bound)],
-        "health": [_chart(one) for one in health_charts(curves)],
+        "charts": [_chart(chart) for chart in main_charts(curves, bound)],
+        "health": [_chart(chart) for chart in health_charts(curves)],
         "books": None
         if books is None
         else {
-            "states": [[one, books.groups[one], books.attempts[one]] for one in STATES],
+            "states": [[state, books.groups[state], books.attempts[state]] for state in STATES],
             "issued": [books.groups.total(), books.attempts.total()],
             "staleness": sorted(books.staleness.items()),
             "outcomes": books.outcomes.most_common(),
             "reasons": books.reasons.most_common(8),
         },
-        "quarantined": [asdict(one) for one in run.book.quarantined[-50:]],
+        "quarantined": [asdict(task) for task in run.book.quarantined[-50:]],
     }
 
 
 def _chart(chart: Chart) -> Wire:
-    """`svg` is markup of our own making; `data` is what a pointer reads, as JSON."""
+    """Returns a chart; `svg` is generated markup, `data` the values for tooltips, as JSON."""
     return {
         "title": chart.title,
         "note": chart.note,
@@ -102,7 +101,7 @@ def _chart(chart: Chart) -> Wire:
 
 
 def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
-    """The newest steps first, those below `before`."""
+    """Returns the steps below `before`, the newest first."""
     run.look()
     with run.lock:
         rows = run.files.rows
@@ -113,7 +112,7 @@ def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
 
 
 def _at(rows: Sequence[Row], step: int) -> int:
-    """The place of the first row that is not below a step."""
+    """Returns the index of the first row that is not below a step."""
     return bisect.bisect_left(rows, float(step), key=lambda row: row["step"])
 
 
@@ -122,7 +121,7 @@ def _step_row(row: Row) -> Wire:
 
 
 def step(run: FollowedRun, number: int) -> Wire:
-    """A step's metrics and its neighbours. Raises NotThere for a step that was not taken."""
+    """Returns a step's metrics and its neighbours; raises NotFound if the run has not taken it."""
     run.look()
     with run.lock:
         rows = run.files.rows
@@ -143,7 +142,7 @@ def step(run: FollowedRun, number: int) -> Wire:
 
 
 def groups(run: FollowedRun, number: int, which: str | None, start: int, most: int) -> Wire:
-    """The groups of a step: those trained on, then those dropped while its batch was gathered."""
+    """Returns a step's groups: those trained on, then those dropped while its batch was assembled."""
     run.look()
     file = run.records.file("step", number)
     counts: dict[str, int] = {}
