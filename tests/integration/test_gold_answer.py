@@ -73,7 +73,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     episodes = Episodes(stage.client, worker, 60.0, epoch=admission.epoch)
     files = TrajectoryFiles(run_dir)
     rollout = Rollout(
-        settings, admission, episodes, environment, files.lost, lambda *_: None,
+        settings, admission, episodes, environment, files.append, lambda *_: None,
         Pause(admission, lambda _: None, 60.0),
     )  # fmt: skip
     batches = Batcher(stage.client, admission, rollout.wake, lambda _: True, answer=rollout.answer)

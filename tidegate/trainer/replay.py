@@ -68,7 +68,7 @@ class Replay:
         """Take the steps with the policy from `start`. Raises TidegateError if files are missing."""
         rows = {row["step"]: row for row in read_metrics(self.run_dir)}
         files = step_files(self.run_dir)
-        kept = checkpoints.committed(self.run_dir)
+        saved = checkpoints.committed(self.run_dir)
         versions = _versions(self.run_dir)
         credit = GroupCredit(self.settings.trainer)
         for step in self.steps():
@@ -78,7 +78,7 @@ class Replay:
             published = step == 1 or self.settings.trainer.publishes(step - 1)
             version = versions[step] if published else UNPUBLISHED
             now = policy.update(rows_to_train(groups, credit(groups)), version)
-            weights = kept.get(step)
+            weights = saved.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
 
     def steps(self) -> range:
@@ -110,15 +110,15 @@ class Replay:
             )
         if self.first == 0:
             return Policy.load(settings.model.path.absolute(), settings.trainer, settings.run.seed)
-        kept = checkpoints.committed(self.run_dir)
-        if self.first not in kept:
-            available = ", ".join(map(str, [0, *sorted(kept)]))
+        saved = checkpoints.committed(self.run_dir)
+        if self.first not in saved:
+            available = ", ".join(map(str, [0, *sorted(saved)]))
             raise TidegateError(
                 f"{self.run_dir} has no checkpoint of step {self.first}; replay can start from {available}"
             )
-        base = base_model(settings, kept[self.first])
+        base = base_model(settings, saved[self.first])
         policy = Policy.load(base, settings.trainer, settings.run.seed)
-        checkpoints.load(checkpoints.read(kept[self.first]), policy)
+        checkpoints.load(checkpoints.read(saved[self.first]), policy)
         return policy
 
 
@@ -139,8 +139,8 @@ def _groups(path: Path) -> list[Group]:
 
 def _same_weights(policy: Policy, path: Path) -> bool:
     """Whether the policy's weights equal those in a directory, bit for bit."""
-    saved = dict(read_model(path).named_parameters())
-    return all(saved[name].equal(tensor.cpu()) for name, tensor in policy.weights().items())
+    weights = dict(read_model(path).named_parameters())
+    return all(weights[name].equal(tensor.cpu()) for name, tensor in policy.weights().items())
 
 
 def _equal(before: Any, now: float) -> bool:

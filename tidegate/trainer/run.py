@@ -112,7 +112,7 @@ class Run:
 
         Raises TidegateError after shutdown.
         """
-        self._guard = TaskSupervisor()
+        self._supervisor = TaskSupervisor()
         try:
             self._prepare()
             async with contextlib.AsyncExitStack() as stack:
@@ -120,7 +120,7 @@ class Run:
                     await self._assemble(stack)
                     await self._train_and_end()
                 finally:
-                    await self._guard.close()
+                    await self._supervisor.close()
         except OSError as error:
             raise _translate_os_error(error, self.dir) from error
         status = "interrupted" if self.loop.step < self.settings.trainer.steps else "completed"
@@ -128,14 +128,14 @@ class Run:
 
     async def _train_and_end(self) -> None:
         try:
-            await self._guard.run(self._train())
+            await self._supervisor.run(self._train())
         finally:
             await run_to_completion(self._end())
 
     async def _train(self) -> None:
         await self._initial_evaluation()
         if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
-            self._guard.watch(self.rollout.run(), "rollout")
+            self._supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
     async def _end(self) -> None:
@@ -173,7 +173,7 @@ class Run:
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         processes = await start_processes(
-            settings, self.dir, self._live, self._guard, self.observer.note, stack, self.parts
+            settings, self.dir, self._live, self._supervisor, self.observer.note, stack, self.parts
         )
         self.gateway, engines = processes.gateway, processes.engines
         self.policy = await loading
@@ -191,7 +191,7 @@ class Run:
         self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
         engines.on_look = self._set_serving
         self.rollout = Rollout(
-            settings, self.admission, episodes, self.environment, files.lost,
+            settings, self.admission, episodes, self.environment, files.append,
             DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
         self.batches = Batcher(
@@ -223,10 +223,10 @@ class Run:
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
             self._checkpoint, self._evaluate, self.credit, self.start.step, self.stop,
         )  # fmt: skip
-        self._guard.watch(engines.watch(), "engines")
-        self._guard.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
-        self._guard.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
-        self._guard.watch(every(STATE_S, self.pause.check), "outage")
+        self._supervisor.watch(engines.watch(), "engines")
+        self._supervisor.watch(watchdog(settings.patience_s, self._last_progress, self._describe), "watchdog")
+        self._supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
+        self._supervisor.watch(every(STATE_S, self.pause.check), "outage")
 
     def _publisher(self, engines: EngineMembership, stack: contextlib.AsyncExitStack) -> Publisher:
         settings = self.settings
@@ -245,7 +245,7 @@ class Run:
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
         base = base_model(self.settings, self.start.weights)
-        policy = await ranks.open(base, self.settings.run.seed, self._guard.watch)
+        policy = await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
         if self.start.checkpoint is not None:
             await asyncio.to_thread(checkpoints.load, self.start.checkpoint, policy)
         return policy

@@ -55,17 +55,17 @@ class MetricsLog:
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, which a resumed run takes again. Returns the number dropped."""
         lines = read_metrics(self.path.parent)
-        kept = [line for line in lines if line["step"] <= step]
+        remaining = [line for line in lines if line["step"] <= step]
         self._file.close()
         partial = self.path.with_name(f".{FILE}.partial")
         with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
+            file.writelines(json.dumps(line) + "\n" for line in remaining)
             file.flush()
             os.fsync(file.fileno())
         with failpoints.around("metrics.truncated"):
             partial.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        return len(lines) - len(kept)
+        return len(lines) - len(remaining)
 
     def close(self) -> None:
         self._file.close()

@@ -35,8 +35,8 @@ class TrajectoryFiles:
         self.directory = run_dir / "trajectories"
         self._undone = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lost = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
-        for path in self._lost.values():
+        self._unleased = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
+        for path in self._unleased.values():
             drop_torn_line(path)
 
     def batch(self, batch: Batch, step: int) -> None:
@@ -80,10 +80,10 @@ class TrajectoryFiles:
             for name, by_session in members.items()
         }
 
-    def lost(self, trajectory: Trajectory, state: State) -> None:
+    def append(self, trajectory: Trajectory, state: State) -> None:
         """Append an episode that failed, or became stale before its group was leased."""
         attempt = trajectory.metadata.get("attempt")
-        with failpoints.around(f"trajectories.{state}"), open(self._lost[state], "ab") as file:
+        with failpoints.around(f"trajectories.{state}"), open(self._unleased[state], "ab") as file:
             file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:

@@ -45,7 +45,7 @@ class Rollout:
     admission: Admission
     episodes: Episodes
     tasks: Tasks
-    record: Callable[[Trajectory, State], None]
+    save: Callable[[Trajectory, State], None]
     """Saves an episode that failed, or became stale before its group was leased."""
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
     """Called with a task, group, slot and its attempts before the task is quarantined."""
@@ -197,7 +197,7 @@ class Rollout:
         try:
             trajectory = await gateway.trajectory(summary.session_id)
             trajectory.answer = bounded_answer(task.answer)
-            self.record(trajectory, State.FAILED)
+            self.save(trajectory, State.FAILED)
             await gateway.delete_session(summary.session_id)
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
@@ -218,7 +218,7 @@ class Rollout:
         if index is not None:
             for trajectory in dropped:
                 trajectory.answer = self.answer(index)
-                self.record(trajectory, state)
+                self.save(trajectory, state)
 
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
         """End groups that `version` makes stale, given their oldest sampled version, and drop them."""

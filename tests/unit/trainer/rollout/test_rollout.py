@@ -296,7 +296,7 @@ async def test_episodes_that_are_lost_have_the_answer_of_their_task(make: Callab
     """One that failed, the members of a group that failed with it, and of one that went stale."""
     stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001.0." in name else Outcome.COMPLETED))
     kept: list[tuple[str, str, Any]] = []
-    stage.rollout.record = lambda one, state: kept.append((one.metadata["attempt"], state, one.answer))
+    stage.rollout.save = lambda one, state: kept.append((one.metadata["attempt"], state, one.answer))
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: {"g1-000002", "g1-000003"} <= set(stage.script.sealed))
         await stage.rollout.end_stale(3, {"g1-000003": 0})
