@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
-from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.microbatch import prefix_batches
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
@@ -174,7 +174,7 @@ def whole(rows: Iterable[TrainSequence]) -> list[Work]:
 def shared(rows: list[TrainSequence]) -> list[Work]:
     """Work if shared prefixes are computed once."""
     found = []
-    for bundle in bundles(rows, SETTINGS["microbatch_tokens"]):
+    for bundle in prefix_batches(rows, SETTINGS["microbatch_tokens"]):
         found += [Work(0, int(length), 0) for one in bundle.prefixes for length in one.lengths_p]
         for batch in bundle.microbatches:
             for at, index in enumerate(batch.rows):

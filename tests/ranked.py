@@ -42,13 +42,13 @@ def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
 
 
 def main(directory: Path, rank: int) -> None:
-    opening, variants, batches = pickle.loads((directory / "plan.pickle").read_bytes())
-    assert isinstance(opening, RankInit)
-    policy = opening.join(rank, dist.FileStore(str(directory / "store"), opening.settings.ranks))
+    init, variants, batches = pickle.loads((directory / "plan.pickle").read_bytes())
+    assert isinstance(init, RankInit)
+    policy = init.join(rank, dist.FileStore(str(directory / "store"), init.settings.ranks))
     found = {}
     for name, changed in variants.items():
-        settings = opening.settings.model_copy(update=changed)
-        found[name] = train(type(policy).load(opening.model, settings), batches)
+        settings = init.settings.model_copy(update=changed)
+        found[name] = train(type(policy).load(init.model, settings), batches)
     if rank == 0:
         torch.save(found, directory / "found.pt")
     dist.barrier()  # a rank that exits first would close the others' connections

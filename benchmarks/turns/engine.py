@@ -20,7 +20,7 @@ import httptools
 import orjson
 import uvloop
 
-from tidegate.service.serve import url_of, write_whole
+from tidegate.service.serve import url_of, write_atomically
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n%b"
@@ -78,7 +78,7 @@ async def serve(replies: Replies, announce: Path) -> None:
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(replies), sock=sock, backlog=4096)
-    write_whole(announce, orjson.dumps({"url": url_of(sock)}).decode())
+    write_atomically(announce, orjson.dumps({"url": url_of(sock)}).decode())
     async with server:
         await server.serve_forever()
 

@@ -107,6 +107,6 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_ends_the_run_befor
     finally:
         await engine.stop()
     said = " ".join(run.output().split())
-    assert f"engine {engine.url}: a token comes without the version of the weights behind it" in said
+    assert f"engine {engine.url}: a sampled token lacks the version of the weights behind it" in said
     assert [line["step"] for line in metrics(tmp_path / "run")] == []
     assert len(engine.requests) == 1

@@ -17,10 +17,12 @@ SENT = "--trainer.publish_transport=broadcast"
 ADAPTED = ("--trainer.lora_rank=4", "--trainer.activation_checkpointing=true", "--trainer.learning_rate=3e-3")
 
 
-def follower(run: TrainProcess) -> int:
+def other_rank(run: TrainProcess) -> int:
     """The pid of the trainer's rank 1."""
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    found = [int(pid) for pid in children if b"trainer.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = [
+        int(pid) for pid in children if b"distributed.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert len(found) == 1, found
     return found[0]
 
@@ -29,7 +31,7 @@ def test_two_ranks_train_and_the_run_goes_on_with_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "two"
     with training(run_dir, "--trainer.steps=3", TWO, SENT) as run:
         run.until_step(1)
-        other = follower(run)
+        other = other_rank(run)
         assert run.wait() == 0, run.output()
         assert gone(other)
         assert "could not be sent" not in run.output()
@@ -48,7 +50,7 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
     run_dir = tmp_path / "two"
     with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1", TWO, *ADAPTED) as run:
         run.until_step(2)
-        os.kill(follower(run), signal.SIGKILL)
+        os.kill(other_rank(run), signal.SIGKILL)
         assert run.wait(60) == TrainingError.exit_code, run.output()
         said = " ".join(run.output().split())
         assert "trainer rank 1 was killed by SIGKILL" in said
@@ -56,7 +58,7 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
     steps = held(run_dir).steps
     with training(run_dir, "--trainer.steps=1000", "--resume", TWO, *ADAPTED) as run:
         run.until_step(steps + 1)
-        other = follower(run)
+        other = other_rank(run)
         run.kill()
         assert gone(other)
     held(run_dir)

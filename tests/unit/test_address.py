@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tidegate.service.address import EVERYWHERE, own_address
+from tidegate.service.address import WILDCARDS, reachable_address
 from tidegate.service.serve import Listen, bind, url_of
 
 
@@ -15,7 +15,7 @@ def test_what_listens_everywhere_is_told_by_an_address_that_answers() -> None:
     with bind(Listen("0.0.0.0")) as sock:
         sock.listen()
         url = urlsplit(url_of(sock))
-        assert url.hostname not in EVERYWHERE
+        assert url.hostname not in WILDCARDS
         with socket.create_connection((url.hostname, url.port or 0), timeout=10):
             pass
 
@@ -25,4 +25,8 @@ def test_without_a_way_out_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(socket.socket, "connect", unreachable)
-    assert (own_address(), own_address("::"), own_address("10.0.0.7")) == ("127.0.0.1", "::1", "10.0.0.7")
+    assert (reachable_address(), reachable_address("::"), reachable_address("10.0.0.7")) == (
+        "127.0.0.1",
+        "::1",
+        "10.0.0.7",
+    )

@@ -49,13 +49,13 @@ def written(tmp_path: Path) -> Path:
     model = make_tiny_model(tmp_path / "base", hidden=32)
     write_model(tmp_path / "v1", model, dict(model.state_dict()), {}, durable=False)
     tensors = load_file(tmp_path / "v1" / "model.safetensors")
-    assert checksum.fault_of(tmp_path / "v1") is None
+    assert checksum.find_damage(tmp_path / "v1") is None
     half = dict(list(tensors.items())[::2])
     save_file(half, tmp_path / "v1" / "model.safetensors")
     save_file(
         {name: one for name, one in tensors.items() if name not in half}, tmp_path / "v1" / "b.safetensors"
     )
-    assert checksum.fault_of(tmp_path / "v1") is None, "it does not matter which file a tensor is in"
+    assert checksum.find_damage(tmp_path / "v1") is None, "it does not matter which file a tensor is in"
     return tmp_path / "v1"
 
 
@@ -65,9 +65,9 @@ def test_one_bit_is_found_wherever_it_is(written: Path) -> None:
         begin = 8 + int.from_bytes(data[:8], "little")
         for at in (begin, (begin + len(data)) // 2, len(data) - 1):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            assert "are not those that were written" in str(checksum.fault_of(written)), at
+            assert "are not those that were written" in str(checksum.find_damage(written)), at
         path.write_bytes(data)
-    assert checksum.fault_of(written) is None
+    assert checksum.find_damage(written) is None
 
 
 def test_what_is_missing_exchanged_or_unreadable_is_a_fault(written: Path) -> None:
@@ -77,16 +77,16 @@ def test_what_is_missing_exchanged_or_unreadable_is_a_fault(written: Path) -> No
     first, second = (name for name in tensors if name.endswith("layernorm.weight"))
     tensors[first], tensors[second] = torch.full_like(tensors[first], 2.0), tensors[first]
     save_file(tensors, path)
-    assert "are not those that were written" in str(checksum.fault_of(written))
+    assert "are not those that were written" in str(checksum.find_damage(written))
     path.write_bytes(data[: len(data) // 2])
-    assert "checksum" in str(checksum.fault_of(written))
+    assert "checksum" in str(checksum.find_damage(written))
     path.unlink()
-    assert "are not those that were written" in str(checksum.fault_of(written))
+    assert "are not those that were written" in str(checksum.find_damage(written))
     path.write_bytes(data)
     for nonsense in ("", "[]", json.dumps({"checksum": "7"})):
         (written / checksum.FILE).write_text(nonsense)
-        assert checksum.fault_of(written) is not None, nonsense
+        assert checksum.find_damage(written) is not None, nonsense
     (written / checksum.FILE).unlink()
-    assert checksum.fault_of(written) is None, "what others wrote has none"
+    assert checksum.find_damage(written) is None, "what others wrote has none"
     (written / checksum.FILE).write_text(kept)
-    assert checksum.fault_of(written) is None
+    assert checksum.find_damage(written) is None

@@ -40,13 +40,13 @@ async def test_it_refuses_what_vllm_has_not_and_ends_whole(
         family = children(service.pid)
         assert family
         os.kill(family[0], signal.SIGKILL)  # vLLM's server: the one before it cannot go on
-        assert "ended with exit code" in await service.died()
-        assert "the vLLM server was killed by SIGKILL" in service.last_words()
+        assert "ended with exit code" in await service.wait_for_exit()
+        assert "the vLLM server was killed by SIGKILL" in service.last_log_line()
         assert all(gone(one) for one in family)
         await service.restart()
         family = children(service.pid)
         os.kill(service.pid, signal.SIGKILL)
-        await service.died()
+        await service.wait_for_exit()
         assert all(gone(one) for one in family), "vLLM ends with the one that owns it"
     finally:
         await service.stop()

@@ -30,7 +30,7 @@ from typing import Any
 
 from tidegate.agents.base import Agent, Result, Session, load_agent
 from tidegate.errors import ConfigError, InfrastructureError
-from tidegate.service.address import own_address
+from tidegate.service.address import reachable_address
 from tidegate.service.parent_death import continue_at_parent_exit
 from tidegate.service.secrecy import shield_process
 from tidegate.tracebacks import describe_error
@@ -215,7 +215,7 @@ def main() -> None:
     stdout = os.dup(1)
     os.dup2(2, 1)  # for the agents' child processes, too
     sys.stdout = sys.stderr = CappedLog(sys.stderr)
-    local = f"127.0.0.1,localhost,::1,{own_address()}"
+    local = f"127.0.0.1,localhost,::1,{reachable_address()}"
     for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach a gateway on this machine
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), local]))
     code = asyncio.run(_serve(arguments.use, options, stdout))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
 from tidegate.errors import ConfigError
-from tidegate.service.secrecy import received, shield_process
+from tidegate.service.secrecy import receive_secrets, shield_process
 
 if TYPE_CHECKING:
     from tidegate.gateway.groups.rewards import Rewarder
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 def _secrets(arguments: argparse.Namespace, key: str | None) -> dict[str, Any]:
     """What whoever owns this gateway handed over, else what was given by hand."""
     if arguments.secrets_fd is not None:
-        return {"env_options": {}, **received(arguments.secrets_fd)}
+        return {"env_options": {}, **receive_secrets(arguments.secrets_fd)}
     return {"env_options": arguments.env_options} | ({} if key is None else {"admin_key": key})
 
 

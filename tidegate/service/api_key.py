@@ -1,4 +1,4 @@
-"""A server's own key, which callers carry as `Authorization: Bearer …`."""
+"""Checks a server's API key in `Authorization: Bearer …`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 
 class ApiKey:
-    """Lets a call pass that carries the key, or any call where there is none. A FastAPI dependency.
+    """FastAPI dependency that refuses calls without the server's key; without a key all calls pass.
 
-    `refusal` makes what is raised for any other call.
+    `refusal` creates the exception to raise.
     """
 
     def __init__(self, key: str | None, refusal: Callable[[], Exception]) -> None:
@@ -22,7 +22,7 @@ class ApiKey:
         self.check(request.headers.get("authorization", ""))
 
     def check(self, authorization: str) -> None:
-        """`authorization` is the header's text; compared in a time that tells nothing of the key."""
+        """Check the text of an Authorization header, in constant time."""
         if self._key is None:
             return
         scheme, _, key = authorization.partition(" ")

@@ -1,4 +1,4 @@
-"""Servers of other projects, from environments of their own, that a process of ours starts and owns."""
+"""Third-party servers, in Python environments of their own, that a Tidegate process starts and owns."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import aiohttp
 from tidegate.service.service import LOOPBACK, Service
 
 READY_S = 1800.0
-"""Large weights, and CUDA graphs to capture."""
+"""Timeout of a start, which may load large weights and capture CUDA graphs."""
 POLL_S = 0.5
-ANSWER_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 
-NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class ExternalService(Service):
-    """A program that knows nothing of us: it is ready when its `/health` says 200, and ends with its owner,
-    also when that is killed."""
+    """A third-party server. It is ready when `/health` returns 200, and is ended with its owner."""
 
     ready_s = READY_S
     poll_s = POLL_S
@@ -41,8 +40,8 @@ class ExternalService(Service):
         finally:
             self._group = self.pid
 
-    async def died(self) -> str:
-        how = await super().died()
+    async def wait_for_exit(self) -> str:
+        how = await super().wait_for_exit()
         self._end_group()
         return how
 
@@ -51,14 +50,14 @@ class ExternalService(Service):
         self._end_group()
 
     def _end_group(self) -> None:
-        """End what it started and left behind: a server that is killed cannot end its workers."""
+        """Kill the server's remaining workers, which a killed server cannot stop."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
     def program(self, port: int) -> list[str]:
-        """The program and its arguments at this start; it listens on `address`."""
+        """Return the command of this start; the server must listen on `address` and `port`."""
         raise NotImplementedError
 
     def command(self) -> list[str]:
@@ -72,15 +71,15 @@ class ExternalService(Service):
         ]
 
     def environment(self) -> dict[str, str]:
-        """This process's, less what would lead another interpreter to this one's packages."""
-        return {key: value for key, value in os.environ.items() if key not in NOT_THEIRS}
+        """Return this process's environment without variables that point to its own Python packages."""
+        return {key: value for key, value in os.environ.items() if key not in PYTHON_VARIABLES}
 
-    async def where(self) -> str | None:
+    async def probe_url(self) -> str | None:
         url = f"http://{self.address}:{self._port}"
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as http, http.get(url + "/health") as answer:
-                return url if answer.status == 200 else None
+            async with aiohttp.ClientSession(timeout=timeout) as http, http.get(url + "/health") as reply:
+                return url if reply.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
 

@@ -1,7 +1,7 @@
-"""Secrets of processes: how one is handed to a child, and what keeps other processes of the user from them.
+"""Passes secrets to child processes and protects a process from other processes of its user.
 
-A command line can be read by everyone, and a process's first environment by every process of its user: so
-secrets pass through a socket that the child inherits.
+Every user can read a command line, and every process of the same user an initial environment; so secrets pass
+through a socket that the child inherits.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ PR_SET_DUMPABLE = 4
 
 
 def shield_process() -> None:
-    """Keep this process's memory, environment and open files from all others but root's, those of the same
-    user included (Linux), and what it writes from other users. Raises OSError where the kernel refuses."""
+    """Hide this process's memory, environment and open files from all processes but root's (Linux).
+
+    Also makes the files that it writes unreadable to other users. Raises OSError if the kernel refuses.
+    """
     os.umask(0o077)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "the kernel can't shield a process from others (prctl)")
+            raise OSError(ctypes.get_errno(), "the kernel cannot shield this process from others (prctl)")
 
 
-async def hand_over(ours: socket.socket, secrets: Mapping[str, Any], timeout_s: float) -> None:
-    """Send secrets to a child that has the socket's other end, which it reads with `received`."""
+async def send_secrets(ours: socket.socket, secrets: Mapping[str, Any], timeout_s: float) -> None:
+    """Send secrets to a child, which reads them from the socket's other end with `receive_secrets`."""
     ours.setblocking(False)
-    # A child that died or hangs is found by whoever waits until it serves.
+    # The caller detects a child that has exited or hangs.
     with ours, contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().sock_sendall(ours, json.dumps(dict(secrets)).encode())
 
 
-def received(fd: int) -> dict[str, Any]:
-    """What the parent handed over; call `shield_process` before."""
-    with socket.socket(fileno=fd) as theirs, theirs.makefile("rb") as whole:
-        found: dict[str, Any] = json.loads(whole.read())
-    return found
+def receive_secrets(fd: int) -> dict[str, Any]:
+    """Read the secrets that the parent sent; call `shield_process` first."""
+    with socket.socket(fileno=fd) as theirs, theirs.makefile("rb") as file:
+        secrets: dict[str, Any] = json.loads(file.read())
+    return secrets

@@ -1,8 +1,8 @@
-"""Running one of Tidegate's servers as a process: bind, announce, serve, and end with the parent.
+"""Runs one of Tidegate's servers: binds, announces its address, serves, and exits with its parent.
 
-A parent that owns a server starts it with `--announce FILE` and keeps the write end of its stdin open.
-The server binds (port 0 takes a free one), writes `{"url", "pid"}` to FILE once it accepts calls, and
-ends when its stdin closes: so nothing outlives a parent that was killed.
+A parent starts a server with `--announce FILE` and keeps the write end of its stdin open. The server binds
+(port 0 takes a free one), writes `{"url", "pid"}` to FILE once it accepts calls, and exits when its stdin
+closes, so that it does not outlive a killed parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import uvicorn
 
 from tidegate.errors import StartError, TidegateError
-from tidegate.service.address import own_address
+from tidegate.service.address import reachable_address
 from tidegate.service.parent_death import continue_at_parent_exit
 
 log = logging.getLogger("tidegate.service.serve")
@@ -32,21 +32,21 @@ log = logging.getLogger("tidegate.service.serve")
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where a server listens, and who is told of it."""
+    """Where a server listens, and how it announces its address."""
 
     host: str = "127.0.0.1"
     port: int = 0
     announce: Path | None = None
     owned: bool = False
-    """End when stdin closes."""
+    """Exit when stdin closes."""
     fd: int | None = None
-    """A bound socket that the owner passed on, in place of host and port."""
+    """A bound socket inherited from the owner, instead of host and port."""
     listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
-    """Where others find it: entered with its URL once it serves, left before it ends."""
+    """Registration elsewhere: entered with the URL once the server accepts calls, left before it exits."""
 
 
 def bind(listen: Listen) -> socket.socket:
-    """A bound socket; raises StartError that names the port where it is taken."""
+    """Return a bound socket; raises StartError if the port is taken."""
     if listen.fd is not None:
         return socket.socket(fileno=listen.fd)
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -65,16 +65,15 @@ def bind(listen: Listen) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Where others reach it."""
+    """Return the URL at which other machines reach the socket."""
     host, port = sock.getsockname()[:2]
-    host = own_address(host)
+    host = reachable_address(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> None:
-    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's end."""
-    # Idle connections are kept longer than clients keep them, so that it is never the server that closes
-    # one just as a client sends on it.
+    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit."""
+    # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75
     )
@@ -98,7 +97,7 @@ class _Announcing(uvicorn.Server):
         if self.should_exit:
             return
         if self._listen.announce is not None:
-            write_whole(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
+            write_atomically(self._listen.announce, json.dumps({"url": self._url, "pid": os.getpid()}))
         if not self._listen.owned:
             log.info("serving at %s (Ctrl-C ends it)", self._url)
         if self._listen.listed is not None:
@@ -113,8 +112,8 @@ class _Announcing(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file such that readers see either all of it or nothing."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
@@ -124,7 +123,7 @@ def _end_with_parent(server: uvicorn.Server) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True
-    # A request that hangs must not keep an orphan alive.
+    # A hanging request must not keep the process running.
     timer = threading.Timer(5.0, os._exit, args=(0,))
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""Server processes that another process starts and owns: each with its log and its announced address.
+"""Server processes that another process starts and owns, each with a log and an announced address.
 
-A service is told apart from a program that merely runs: it is *ready* when it has announced its URL.
-It ends when its owner ends, also when that is killed (its stdin closes then).
+A service is *ready* when it has announced its URL. It exits when its owner exits or is killed, since its
+stdin closes then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import StartError
-from tidegate.service.secrecy import hand_over
+from tidegate.service.secrecy import send_secrets
 from tidegate.service.serve import Listen, bind
 
 LOOPBACK = "127.0.0.1"
@@ -31,12 +31,17 @@ POLL_S = 0.05
 class Service:
     """One owned server process: `tidegate <verb> …`.
 
-    `port` 0 takes a free one. `arguments` is asked anew at each start, so that a restarted engine comes up
-    at the current weights. `secrets` are passed through a socket that the process inherits, as command lines
-    and environments can be read by others (`secrecy`).
-    `name` tells several of one verb apart. Its log is a file in `directory`, or (`shares_log`) its owner's.
-    With a `host` it is the owner that listens there: calls that come while the process is started again
-    wait for it, and are not refused. Other kinds of servers override `command` and `where`.
+    Subclasses for other kinds of servers override `command` and `probe_url`.
+
+    Args:
+        verb: subcommand of `tidegate`.
+        arguments: called at each start, so that a restarted engine gets the current weights.
+        directory: holds the log and the announced address, in `logs/`.
+        port: 0 takes a free one; a restart keeps it.
+        secrets: passed through an inherited socket, as other processes can read command lines (`secrecy`).
+        name: distinguishes several services of one verb.
+        shares_log: log to the owner's output instead of a file.
+        host: the owner itself listens here, so that calls during a restart wait instead of being refused.
     """
 
     ready_s = READY_S
@@ -69,9 +74,9 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
-        """Start the process and wait until it serves; returns its URL.
+        """Start the process and wait until it is ready; returns its URL.
 
-        Raises StartError with the end of its log where it dies or takes longer than `ready_s`.
+        Raises StartError if it exits, with the last line of its log, or if it takes longer than `ready_s`.
         """
         if not self._shares_log:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -99,16 +104,16 @@ class Service:
                 stderr=log,
                 pass_fds=held,
                 env=self.environment(),
-                start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its services
+                start_new_session=True,  # Ctrl-C in the terminal must reach the run only
             )
         if ours is not None:
-            await hand_over(ours, self._secrets, self.ready_s)
+            await send_secrets(ours, self._secrets, self.ready_s)
         self.url = await self._ready()
-        self._port = int(self.url.rpartition(":")[2])  # a restart comes up at the same address
+        self._port = int(self.url.rpartition(":")[2])  # a restart keeps the address
         return self.url
 
     def command(self) -> list[str]:
-        """What is run at this start."""
+        """Return the command of this start."""
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
         return [
@@ -119,8 +124,8 @@ class Service:
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
-    async def where(self) -> str | None:
-        """Its URL, once it serves."""
+    async def probe_url(self) -> str | None:
+        """Return the URL if the service is ready, else None."""
         if not self._announce.exists():
             return None
         url: str = json.loads(self._announce.read_text())["url"]
@@ -129,29 +134,29 @@ class Service:
     async def _ready(self) -> str:
         assert self._process is not None
         deadline = time.monotonic() + self.ready_s
-        while (url := await self.where()) is None:
+        while (url := await self.probe_url()) is None:
             if self._process.returncode is not None:
-                raise StartError(f"the {self.name} did not start: {self.last_words()}")
+                raise StartError(f"the {self.name} did not start: {self.last_log_line()}")
             if time.monotonic() > deadline:
                 await self.stop()
                 raise StartError(f"the {self.name} was not ready after {self.ready_s:.0f} s; see {self.log}")
             await asyncio.sleep(self.poll_s)
         return url
 
-    async def died(self) -> str:
-        """Wait for the process to end; returns how it ended, in words."""
+    async def wait_for_exit(self) -> str:
+        """Wait for the process to exit; returns a message on how it did."""
         assert self._process is not None
         code = await self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the {self.name} {how}"
 
     async def restart(self) -> None:
-        """Start again on the same address."""
+        """Restart at the same address."""
         self.restarts += 1
         await self.start()
 
     async def stop(self) -> None:
-        """Ask it to end; kill it if it does not within STOP_S."""
+        """Terminate the process; kill it if it does not exit within STOP_S."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -169,18 +174,18 @@ class Service:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def last_words(self) -> str:
-        """The last line of the log that says something."""
+    def last_log_line(self) -> str:
+        """Return the last non-empty line of the log, and the log's path."""
         if self._shares_log:
-            return "the log says more"
+            return "see the log"
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-        return f"{lines[-1].strip()} (log: {self.log})" if lines else f"it said nothing (log: {self.log})"
+        return f"{lines[-1].strip()} (log: {self.log})" if lines else f"no output (log: {self.log})"
 
 
 def signal_child(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Signal a child that may have ended already.
+    """Signal a child that may have exited.
 
-    Not `child.send_signal`: that polls first, and so takes the exit code from under asyncio's watcher.
+    `child.send_signal` would poll first and take the exit code away from asyncio's watcher.
     """
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):

@@ -189,7 +189,7 @@ class Run:
         )
         self.tokens = TokenCounts()
         self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
-        engines.on_look = self._set_serving
+        engines.on_poll = self._set_serving
         self.rollout = Rollout(
             settings, self.admission, episodes, self.environment, files.append,
             DeadLetters(self.dir).write, self.pause, self.tokens,
@@ -214,10 +214,10 @@ class Run:
         )
         self.recorder = Recorder(log, files, self.observer, self.snapshot, lambda: self.admission.version)
         self.publisher = self._publisher(engines, stack)
-        engines.lead(self.publisher)
-        self.best = BestCheckpoint.of(self.dir)
+        engines.set_publisher(self.publisher)
+        self.best = BestCheckpoint.open(self.dir)
         if settings.engine.urls:
-            await self.publisher.bring_all()
+            await self.publisher.update_all()
         await self.publisher.check_samples()
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, self.policy, self.publisher, self.recorder,
@@ -238,9 +238,10 @@ class Run:
             stack.callback(sender.close)
         return Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_stale_groups,
-            engines.hold, engines.restore, (self.start.weights, self.start.version),
+            engines.mark_unavailable, engines.restore,
+            (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
-            self.parts.place, lambda: self.pause.active and not self.stop.is_set(),
+            self.parts.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
@@ -252,7 +253,7 @@ class Run:
 
     def _live(self) -> tuple[Path, int]:
         """Return the weights that engines should serve now, and their version."""
-        return self.publisher.live if hasattr(self, "publisher") else (self.start.weights, self.start.version)
+        return self.publisher.current if hasattr(self, "publisher") else (self.start.weights, self.start.version)
 
     async def _resume(self, files: TrajectoryFiles) -> ResumedRun:
         """Begin a new epoch of the ledger; if the run is resumed, report what continues."""
@@ -289,7 +290,7 @@ class Run:
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
         # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
-        live = {self.start.step} if self.publisher.live[0] == self.start.weights else set()
+        live = {self.start.step} if self.publisher.current[0] == self.start.weights else set()
         await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints, live)
 
     async def _initial_evaluation(self) -> None:
@@ -330,8 +331,8 @@ class Run:
     async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the weights that are live on the engines if they score best."""
         if "eval/reward" in metrics:
-            weights, version = self.publisher.live
-            await asyncio.to_thread(self.best.offer, weights, step, version, metrics["eval/reward"])
+            weights, version = self.publisher.current
+            await asyncio.to_thread(self.best.update_if_better, weights, step, version, metrics["eval/reward"])
 
     def _note_failures(self, evaluation: Evaluation) -> None:
         for reason, number in evaluation.reasons.most_common(3):

@@ -66,7 +66,7 @@ def create_app(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -
 
 
 async def _watch(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -> None:
-    failed(EngineError(await bridge.process.died()))
+    failed(EngineError(await bridge.process.wait_for_exit()))
     os.kill(os.getpid(), signal.SIGINT)  # uvicorn delivers the replies that are due, then ends
 
 

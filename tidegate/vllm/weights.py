@@ -50,6 +50,6 @@ def check(directory: Path, served: Manifest, *, tied: bool) -> None:
         if found[name] != served[name]:
             shapes = f"{list(found[name])}, the model {list(served[name])}"
             raise WeightsError(f"{directory}: {name!r} has shape {shapes}")
-    fault = checksum.fault_of(directory)
+    fault = checksum.find_damage(directory)
     if fault is not None:
         raise WeightsError(fault)

@@ -50,7 +50,7 @@ def write(directory: Path) -> None:
     (directory / FILE).write_text(json.dumps({"checksum": of_files(directory)}) + "\n")
 
 
-def fault_of(directory: Path) -> str | None:
+def find_damage(directory: Path) -> str | None:
     """What is wrong with safetensors whose checksum was kept; None where nothing is, or none was kept."""
     try:
         kept = json.loads((directory / FILE).read_text())["checksum"]

@@ -401,7 +401,7 @@ async def test_a_shard_that_dies_again_and_again_ends_the_front(
         async def start(self) -> None:
             Dying.starts += 1
 
-        async def died(self) -> str:
+        async def wait_for_exit(self) -> str:
             return "the shard was killed by SIGKILL"
 
         restart = start

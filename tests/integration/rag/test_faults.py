@@ -105,7 +105,7 @@ async def test_a_killed_server_loses_no_answer(index: Path, tmp_path: Path) -> N
                 await eventually(lambda goal=asked[0] + 50: asked[0] >= goal, 60)
                 assert killed.pid is not None
                 os.kill(killed.pid, signal.SIGKILL)
-                await killed.died()
+                await killed.wait_for_exit()
                 await eventually(lambda goal=asked[0] + 50: asked[0] >= goal, 60)
                 await killed.restart()
                 await until_ready(killed.url)
@@ -125,7 +125,7 @@ async def test_the_only_server_killed_is_waited_for(index: Path, tmp_path: Path)
             await eventually(lambda: asked[0] >= 50, 60)
             assert one.pid is not None
             os.kill(one.pid, signal.SIGKILL)
-            await one.died()
+            await one.wait_for_exit()
             await one.restart()
             await eventually(lambda goal=asked[0] + 50: asked[0] >= goal, 60)
     finally:

@@ -244,7 +244,7 @@ async def test_an_agent_that_blocks_the_process_costs_the_process(
     blocked = await run(worker, told("block"), deadline_s=0.2)
     assert blocked.outcome is Outcome.TIMEOUT
     assert "blocked its process" in blocked.error
-    assert await other == AgentResult(Outcome.CANCELLED, error="the agent process died")
+    assert await other == AgentResult(Outcome.CANCELLED, error="the agents' process exited")
     assert (await run(worker, told("answer"))).outcome is None
     assert worker.restarts == 1
 
@@ -255,7 +255,7 @@ async def test_the_death_of_the_process_ends_its_runs_and_the_next_gets_a_new_on
     pid = worker.pid
     other = asyncio.create_task(run(worker, told("meet", fifo=str(fifo))))
     await met(fifo)
-    died = AgentResult(Outcome.CANCELLED, error="the agent process died")
+    died = AgentResult(Outcome.CANCELLED, error="the agents' process exited")
     assert await asyncio.gather(run(worker, told("die")), other) == [died, died]
     results = await asyncio.gather(*(run(worker, told("pid")) for _ in range(5)))
     assert len({result.output for result in results}) == 1
@@ -270,7 +270,7 @@ async def test_a_process_that_always_dies_is_given_up(worker: AgentWorker) -> No
     assert (await run(worker, told("answer"))).outcome is None
     for _ in range(agent_worker.MAX_RESTARTS + 1):
         assert (await run(worker, told("die"))).outcome is Outcome.CANCELLED
-    with pytest.raises(StartError, match="died 6 times in a row"):
+    with pytest.raises(StartError, match="exited 6 times in a row"):
         await run(worker, told("answer"))
 
 
@@ -298,7 +298,7 @@ def test_a_log_takes_so_much_and_no_more() -> None:
         ("FILE:many_", ConfigError, "did you mean 'many'"),
         ("slover", ConfigError, "did you mean 'solver'"),
         ("BROKEN:x", ConfigError, r"cannot be loaded: ZeroDivisionError: .*broken\.py:1, in <module>"),
-        ("DEADLY:x", StartError, "ended at once:\nlast words"),
+        ("DEADLY:x", StartError, "exited at start:\nlast words"),
     ],
 )
 async def test_an_agent_that_cannot_be_loaded_is_told_at_the_start(

@@ -140,7 +140,7 @@ async def test_an_engine_that_was_started_again_reads_the_files_and_then_joins(
     assert stage.is_live()
     assert (await stage.client.info())["weight_version"] == "5"
     assert len(stage.notes) == 1
-    assert "weights could not be sent, and are read from files" in stage.notes[0]
+    assert "weights could not be sent and are loaded from files instead" in stage.notes[0]
     await publish.publish(6)
     assert (await stage.client.info())["weight_version"] == "6"
     assert len(stage.notes) == 1, "it joined a group of its own"

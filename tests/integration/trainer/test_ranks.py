@@ -43,10 +43,10 @@ def settings(ranks: int, **more: Any) -> TrainerSettings:
 
 @asynccontextmanager
 async def opened(
-    base: Path, logs: Path, patience_s: float = 60, **more: Any
+    base: Path, logs: Path, timeout_s: float = 60, **more: Any
 ) -> AsyncIterator[tuple[RankZeroPolicy, Ranks]]:
     """A policy on two ranks, rank 0 of which is this process."""
-    ranks = Ranks(settings(2, **more), rank_processes(2, logs), patience_s=patience_s)
+    ranks = Ranks(settings(2, **more), rank_processes(2, logs), timeout_s=timeout_s)
     watching: list[asyncio.Task[None]] = []
 
     def watch(job: Coroutine[Any, Any, None], _: str) -> None:
@@ -93,8 +93,8 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     by its rounding: FSDP casts parameters, one process what goes into its products."""
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
-    opening = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
-    (tmp_path / "plan.pickle").write_bytes(pickle.dumps((opening, VARIANTS, batches)))
+    init = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
+    (tmp_path / "plan.pickle").write_bytes(pickle.dumps((init, VARIANTS, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
     try:
@@ -194,7 +194,7 @@ async def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(base: Path, tmp
 
 async def test_a_rank_that_dies_is_named_and_nobody_waits(base: Path, tmp_path: Path) -> None:
     async with opened(base, tmp_path) as (lead, ranks):
-        process = ranks.followers[0]._process
+        process = ranks.processes[0]._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         for _ in range(2):
@@ -203,8 +203,8 @@ async def test_a_rank_that_dies_is_named_and_nobody_waits(base: Path, tmp_path: 
 
 
 async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path: Path) -> None:
-    async with opened(base, tmp_path, patience_s=3) as (lead, ranks):
-        process = ranks.followers[0]._process
+    async with opened(base, tmp_path, timeout_s=3) as (lead, ranks):
+        process = ranks.processes[0]._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(TrainingError, match="lost each other"):
@@ -216,7 +216,7 @@ async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_pat
     ranks = Ranks(settings(2), rank_processes(2, tmp_path))
     with pytest.raises(StartError, match=r"no model there"):
         await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
-    process = ranks.followers[0]._process
+    process = ranks.processes[0]._process
     assert process is not None
     await ranks.close()
     assert gone(process.pid, 5)

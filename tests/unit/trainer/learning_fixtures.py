@@ -104,7 +104,7 @@ def lay(rows: list[TrainSequence], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
     from tidegate.trainer.policy.microbatch import microbatches
 
-    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, most_padding=1.0)
+    return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, max_padding=1.0)
 
 
 def make_trajectory(turns: list[Turn]) -> Trajectory:

@@ -168,7 +168,7 @@ def load_model(options: EngineOptions) -> Model:
     hf_logging.disable_progress_bar()
     device = find_device("engine.device", options.device)
     hf_model = _pretrained(options)
-    damage = checksum.fault_of(options.model)
+    damage = checksum.find_damage(options.model)
     if damage is not None:
         raise StartError(damage)
     hf_model.requires_grad_(False).eval().to(device)

@@ -45,7 +45,7 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
         weights = _read_converted(hf_model, directory)
     else:
         weights = _read(hf_model, directory, files)
-    fault = checksum.fault_of(directory)
+    fault = checksum.find_damage(directory)
     if fault is not None:
         raise WeightsError(fault)
     return weights

@@ -84,7 +84,7 @@ class Shard:
         deaths = 0
         while True:
             since = loop.time()
-            how = await self._service.died()
+            how = await self._service.wait_for_exit()
             self.up.clear()
             deaths = 1 if loop.time() - since > HEALTHY_S else deaths + 1
             if deaths > MAX_DEATHS:

@@ -19,7 +19,7 @@ from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, set_
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
 from tidegate.trainer.cluster.temp_dir import TempDir
 from tidegate.trainer.processes.agent_worker import Access, AgentResult, AgentWorker
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess
 from tidegate.types import TaskView
 
@@ -70,7 +70,7 @@ class StartCommand:
 class Build(Protocol):
     """How a server is made: in a directory, listening at a host and port, with what is live."""
 
-    def __call__(self, directory: Path, host: str, port: int, live: Live) -> Service: ...
+    def __call__(self, directory: Path, host: str, port: int, live: CurrentWeights) -> Service: ...
 
 
 class ServerActor(ProcessActor):
@@ -97,11 +97,11 @@ class ServerActor(ProcessActor):
         """Where these weights are on this node."""
         return weights if isinstance(weights, Path) else await self._shelf.unpack(weights)
 
-    async def died(self) -> tuple[str, str]:
+    async def wait_for_exit(self) -> tuple[str, str]:
         """Wait for its end; how it ended, and its last words."""
         assert self._service is not None
-        how = await self._service.died()
-        return how, self._service.last_words()
+        how = await self._service.wait_for_exit()
+        return how, self._service.last_log_line()
 
     async def stop(self) -> None:
         if self._service is not None:
@@ -143,24 +143,24 @@ class RankActor(ProcessActor):
 
     def __init__(self, luggage: ActorContext, rank: int) -> None:
         super().__init__(luggage)
-        self._follower = LocalRankProcess(rank, self.directory / "logs")
-        self._telling = asyncio.Lock()
+        self._rank = LocalRankProcess(rank, self.directory / "logs")
+        self._sending = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises StartError."""
-        await self._follower.start()
+        await self._rank.start()
 
-    async def tell(self, message: object) -> None:
+    async def send(self, message: object) -> None:
         """In the order of the calls; raises BrokenPipeError where the rank is dead."""
-        async with self._telling:
-            await asyncio.to_thread(self._follower.tell, message)
+        async with self._sending:
+            await asyncio.to_thread(self._rank.send, message)
 
-    async def died(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Wait for its end; how it ended."""
-        return await self._follower.died()
+        return await self._rank.wait_for_exit()
 
     async def stop(self) -> None:
-        await self._follower.stop()
+        await self._rank.stop()
 
 
 def _beyond(file: Path, start: int) -> bytes:

@@ -14,15 +14,15 @@ from tidegate.trainer.cluster.actors import AgentActor, RankActor, ServerActor
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileSender
 from tidegate.trainer.cluster.remote import RemoteAgents, RemoteProcess, RemoteRank, RemoteServer
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.servers import (
     MAX_RESTARTS,
     agent_names,
     engine_names,
     engine_server,
     gateway_server,
-    pinned,
     restart_s,
+    snapshot_weights,
 )
 
 GATHER_S = 3.0
@@ -50,7 +50,7 @@ class RayProcesses:
         self._engines: list[RemoteServer] = []
         self._all: list[RemoteProcess] = []
 
-    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[RemoteServer]:
+    def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
         for index, name in enumerate(engine_names(settings)):
             build = partial(engine_server, settings, name, index)
             engine = RemoteServer(
@@ -59,7 +59,7 @@ class RayProcesses:
                 self._home,
                 run_dir / "logs",
                 live=live,
-                pinned=partial(pinned, live, run_dir / "weights", name),
+                snapshot_weights=partial(snapshot_weights, live, run_dir / "weights", name),
                 send=self._send,
                 ready_s=restart_s(settings.engine),
             )
@@ -94,7 +94,7 @@ class RayProcesses:
         self._all += found
         return found
 
-    async def place(self, url: str, weights: Path) -> Path:
+    async def deliver(self, url: str, weights: Path) -> Path:
         engine = next((one for one in self._engines if one.url == url), None)
         return weights if engine is None else await engine.place(weights)
 

@@ -21,7 +21,7 @@ from tidegate.trainer.cluster.actors import StartCommand
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle
 from tidegate.trainer.processes.agent_worker import MAX_RESTARTS, Access, AgentResult
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.types import Outcome, TaskView
 
 LOST_S = 60.0
@@ -100,18 +100,21 @@ class RemoteServer(RemoteProcess):
         home: ClusterNode,
         logs: Path,
         *,
-        live: Live | None = None,
-        pinned: Live | None = None,
+        live: CurrentWeights | None = None,
+        snapshot_weights: CurrentWeights | None = None,
         send: Send | None = None,
         port: int | None = None,
         ready_s: float = READY_S,
     ) -> None:
-        """With a `port` it stays at one address. An engine has `live`, the weights to start with, `pinned`,
-        where they outlive a start that takes long, and `send`."""
+        """Create an engine or a gateway.
+
+        A `port` keeps the address across restarts. An engine needs `live`, the weights to start with,
+        `snapshot_weights`, a copy of them that is kept during a long start, and `send`.
+        """
         super().__init__(name, actor, home, logs)
         self.url = ""
         self.restarts = 0
-        self._live, self._pinned, self._send = live, pinned, send
+        self._live, self._pinned, self._send = live, snapshot_weights, send
         self._port = port
         self._ready_s = ready_s
         self._words = ""
@@ -143,10 +146,10 @@ class RemoteServer(RemoteProcess):
         weights, version = self._live()
         return StartCommand(0, await self._send(weights), version)
 
-    async def died(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Wait for its end, or its actor's; returns how it ended, in words."""
         try:
-            how, self._words = await answer(self._actor.died.remote(), self.name, None)
+            how, self._words = await answer(self._actor.wait_for_exit.remote(), self.name, None)
         except LostError as error:
             how, self._words, self._lost = f"the {error}", "what it said last is in Ray's logs", True
         return str(how)
@@ -162,7 +165,7 @@ class RemoteServer(RemoteProcess):
     async def stop(self) -> None:
         await self.end()
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         return self._words
 
 
@@ -229,13 +232,13 @@ class RemoteRank(RemoteProcess):
             )
         await answer(self._actor.start.remote(), self.name, READY_S + ANSWER_S)
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Of one that is dead `died` says so."""
-        self._actor.tell.remote(message)
+        self._actor.send.remote(message)
 
-    async def died(self) -> str:
+    async def wait_for_exit(self) -> str:
         try:
-            return str(await answer(self._actor.died.remote(), self.name, None))
+            return str(await answer(self._actor.wait_for_exit.remote(), self.name, None))
         except LostError as error:
             return f"trainer rank {self.rank}: {error}"
 

@@ -1,6 +1,6 @@
-"""A trainer rank other than the first: it does what rank 0 does, as it is told through its standard input.
+"""Main program of a trainer rank other than 0: executes the calls that rank 0 sends to its standard input.
 
-Nobody starts it but rank 0, whose end it does not outlive: its standard input ends then.
+Rank 0 starts it. It exits when its standard input closes, which happens when rank 0 exits.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ JOIN_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class RankInit:
-    """What the ranks of a trainer agree on before anything else."""
+    """Arguments with which every rank joins the process group and loads its policy."""
 
     settings: TrainerSettings
     model: Path
     seed: int
     address: tuple[str, int]
-    """Of rank 0's store, at which the ranks meet."""
-    patience_s: float
-    """How long a rank waits for the others in the middle of something."""
+    """Host and port of rank 0's store."""
+    timeout_s: float
+    """Timeout of collective operations."""
 
     def join(self, rank: int, store: dist.Store | None = None) -> ShardedPolicy:
-        """Meet the other ranks, and load this one's part of the model. Raises StartError."""
+        """Join the process group and load this rank's shards; raises StartError."""
         ranks = self.settings.ranks
         store = store or dist.TCPStore(*self.address, ranks, timeout=timedelta(seconds=JOIN_S))
         backend = "cpu:gloo"
         if self.settings.device == "cuda":
-            torch.cuda.set_device(rank if torch.cuda.device_count() > 1 else 0)  # 0: it sees its own alone
+            torch.cuda.set_device(
+                rank if torch.cuda.device_count() > 1 else 0
+            )  # 0: only its own GPU is visible
             backend = "cpu:gloo,cuda:nccl"
-        patience = timedelta(seconds=self.patience_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+        timeout = timedelta(seconds=self.timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
         return ShardedPolicy.load(self.model, self.settings, self.seed)
 
 
-def follow(commands: BinaryIO) -> None:
-    """Do as told until there is nothing more to be read: `(rank, Opening)`, then `(method, arguments)`."""
+def execute(commands: BinaryIO) -> None:
+    """Execute pickled commands until the input ends: `(rank, RankInit)`, then `(method, arguments)`."""
     try:
-        rank, opening = pickle.load(commands)
-        policy: Any = opening.join(rank)
+        rank, init = pickle.load(commands)
+        policy: Any = init.join(rank)
         while True:
             method, arguments = pickle.load(commands)
             try:
                 getattr(policy, method)(*arguments)
-            except TidegateError as error:  # rank 0 raises the same, and knows what to do about it
+            except TidegateError as error:  # rank 0 raises and handles the same error
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
     except EOFError:
         return
 
 
 def main() -> None:
-    said = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print belongs in the log
-    os.write(said, READY)
-    os.close(said)
-    follow(sys.stdin.buffer)
+    ready_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries goes to the log
+    os.write(ready_fd, READY)
+    os.close(ready_fd)
+    execute(sys.stdin.buffer)
     if dist.is_initialized():
         dist.destroy_process_group()
 

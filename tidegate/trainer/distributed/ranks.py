@@ -1,4 +1,4 @@
-"""The ranks of a trainer: rank 0 is the run's own process, the others are followers that it owns."""
+"""Starts the trainer's ranks: rank 0 is the run's process, which owns the processes of the others."""
 
 from __future__ import annotations
 
@@ -21,48 +21,59 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.distributed.fsdp import ShardedPolicy
 from tidegate.trainer.distributed.rank_main import JOIN_S, RankInit
 from tidegate.trainer.policy.policy import Learner, Policy
-from tidegate.trainer.processes.rank_process import PATIENCE_S, RankProcess
+from tidegate.trainer.processes.rank_process import COLLECTIVE_TIMEOUT_S, RankProcess
 
-LAST_WORDS_S = 5.0
-"""How soon one hears of the death that broke a collective."""
+EXIT_REPORT_S = 5.0
+"""How long to wait for the report of an exited rank after a collective failed."""
 LEAVE_S = 10.0
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""In what torch says where the host has none left: a RuntimeError like any other."""
+"""Text of torch's RuntimeError when host memory is exhausted."""
 
 Watch = Callable[[Coroutine[Any, Any, None], str], object]
 
 
 class Ranks:
-    """A trainer's followers: none where `settings.ranks` is 1. They meet at `host`, which is this process's
-    node as the others see it."""
+    """Owns the processes of ranks 1 and up, if any.
+
+    Args:
+        settings: the `[trainer]` settings.
+        processes: one for each rank other than 0.
+        host: address of this node as the other ranks reach it.
+        timeout_s: timeout of collective operations, in seconds.
+    """
 
     def __init__(
         self,
         settings: TrainerSettings,
-        followers: Sequence[RankProcess],
+        processes: Sequence[RankProcess],
         host: str = LOOPBACK,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
         self.settings = settings
-        self.followers = followers
+        self.processes = processes
         self._host = host
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._failure: str | None = None
         self._failed = threading.Event()
 
     async def open(self, model: Path, seed: int, watch: Watch) -> Learner:
-        """The policy, on as many ranks as the settings say; `watch` is given a job that raises TrainingError
-        when one of them dies. Raises StartError."""
-        if not self.followers:
+        """Load the policy on all ranks.
+
+        `watch` receives, for each process, a coroutine that raises TrainingError when it exits.
+
+        Raises:
+            StartError: if a rank does not start or cannot load the model.
+        """
+        if not self.processes:
             return await asyncio.to_thread(SingleRank.load, model, self.settings, seed)
         try:
-            async with asyncio.TaskGroup() as together:
-                for follower in self.followers:
-                    together.create_task(follower.start())
+            async with asyncio.TaskGroup() as group:
+                for process in self.processes:
+                    group.create_task(process.start())
         except ExceptionGroup as failures:
             raise unwrapped(failures) from None
-        for follower in self.followers:
-            watch(self._watch(follower), f"trainer rank {follower.rank}")
+        for process in self.processes:
+            watch(self._watch(process), f"trainer rank {process.rank}")
         return await asyncio.to_thread(self._open, model, seed)
 
     def _open(self, model: Path, seed: int) -> RankZeroPolicy:
@@ -70,55 +81,59 @@ class Ranks:
             self._host, 0, self.settings.ranks, is_master=True, wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_S),
         )  # fmt: skip
-        opening = RankInit(self.settings, model, seed, (self._host, store.port), self._patience_s)
-        with self._errors():
-            for follower in self.followers:
-                follower.tell((follower.rank, opening))
-            return RankZeroPolicy(opening.join(0, store), self)
+        init = RankInit(self.settings, model, seed, (self._host, store.port), self._timeout_s)
+        with self._translate_errors():
+            for process in self.processes:
+                process.send((process.rank, init))
+            return RankZeroPolicy(init.join(0, store), self)
 
-    async def _watch(self, follower: RankProcess) -> None:
-        how = await follower.died()
+    async def _watch(self, process: RankProcess) -> None:
+        how = await process.wait_for_exit()
         self._failure = self._failure or f"{how}. Go on from the last checkpoint with --resume"
         self._failed.set()
         raise TrainingError(self._failure)
 
     @contextlib.contextmanager
-    def together(self, method: str, *arguments: object) -> Iterator[None]:
-        """Have the followers do the same as the caller is about to. Raises TrainingError where one is dead,
-        or where the ranks lost each other."""
+    def collective(self, method: str, *arguments: object) -> Iterator[None]:
+        """Send the call that the caller makes on rank 0 to the other ranks too.
+
+        Raises TrainingError if a rank has exited or the ranks lost their connections.
+        """
         if self._failure is not None:
             raise TrainingError(self._failure)
-        with self._errors():
-            for follower in self.followers:
-                follower.tell((method, arguments))
+        with self._translate_errors():
+            for process in self.processes:
+                process.send((method, arguments))
             yield
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """After an error that leaves the ranks out of step nothing more is asked of them: those that are
-        alive stand in collectives that nobody joins."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Refuse further calls after an error that occurred on rank 0 only.
+
+        The other ranks then wait in a collective that rank 0 never joins.
+        """
         try:
             yield
         except TidegateError:
-            raise  # by all of them alike
+            raise  # raised on all ranks
         except (RuntimeError, MemoryError, ConnectionError, TimeoutError) as error:
-            raise TrainingError(self._lost(error)) from error
+            raise TrainingError(self._record_failure(error)) from error
         except OSError:
-            raise  # rank 0 reads and writes files when nothing is left that is done together
+            raise  # rank 0 accesses files after the last collective operation
         except Exception as error:
-            self._lost(error)
+            self._record_failure(error)
             raise
 
-    def _lost(self, error: Exception) -> str:
-        """What went wrong, which is the run's failure unless it had one before."""
+    def _record_failure(self, error: Exception) -> str:
+        """Record and return the run's failure; the first one counts."""
         what = f"{type(error).__name__}: {error}"
         if (memory := out_of_memory(error, self.settings)) is not None:
             what = f"trainer rank 0 is {memory}"
-        elif isinstance(error, TimeoutError):  # its words are those of a follower's owner
+        elif isinstance(error, TimeoutError):  # raised by RankProcess.send
             what = str(error)
         elif isinstance(error, (RuntimeError, ConnectionError)):
-            # A collective says that a connection broke; which process it was is known a moment later.
-            self._failed.wait(LAST_WORDS_S)
+            # The exit of the process that broke the connection is reported a moment later.
+            self._failed.wait(EXIT_REPORT_S)
             what = f"the trainer's ranks lost each other: {what}"
         else:
             what = f"trainer rank 0 failed in the middle of a step: {what}"
@@ -126,29 +141,29 @@ class Ranks:
         return self._failure
 
     async def close(self) -> None:
-        """End all followers, and leave the group: within LEAVE_S, for those who died may be waited for."""
-        await asyncio.gather(*(follower.stop() for follower in self.followers))
-        if self.followers and dist.is_initialized():
-            # Not asyncio's own threads: the process would wait for them at its end.
+        """Stop all processes and leave the process group, within LEAVE_S: NCCL may wait for exited ranks."""
+        await asyncio.gather(*(process.stop() for process in self.processes))
+        if self.processes and dist.is_initialized():
+            # A daemon thread: the interpreter waits for asyncio's threads at exit.
             leaving = threading.Thread(target=dist.destroy_process_group, name="leaving", daemon=True)
             leaving.start()
             await asyncio.to_thread(leaving.join, LEAVE_S)
 
 
 class SingleRank(Policy):
-    """A policy of one rank as the run sees it."""
+    """Policy of a trainer with a single rank."""
 
     def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        with self._memory():
+        with self._translate_out_of_memory():
             super().add(rows, version)
 
     def finish(self) -> dict[str, float]:
-        with self._memory():
+        with self._translate_out_of_memory():
             return super().finish()
 
     @contextlib.contextmanager
-    def _memory(self) -> Iterator[None]:
-        """Raises TrainingError where there is none left."""
+    def _translate_out_of_memory(self) -> Iterator[None]:
+        """Raises TrainingError if memory is exhausted."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -159,18 +174,18 @@ class SingleRank(Policy):
 
 
 def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
-    """That an error means so, and what to do; None where it means something else."""
+    """Describe an out-of-memory error and its remedy; None for other errors."""
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and HOST_MEMORY not in str(error):
         return None
-    said = str(error).strip().splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return (
-        f"out of memory on {settings.device}: {said[0]}; lower trainer.microbatch_tokens (it is "
+        f"out of memory on {settings.device}: {lines[0]}; lower trainer.microbatch_tokens (it is "
         f"{settings.microbatch_tokens}) and go on with --resume"
     )
 
 
 class RankZeroPolicy:
-    """A policy of several ranks as the run sees it: what it is asked for, all ranks do."""
+    """Policy of a trainer with several ranks: forwards every call to all of them."""
 
     def __init__(self, policy: ShardedPolicy, ranks: Ranks) -> None:
         self.policy = policy
@@ -181,36 +196,36 @@ class RankZeroPolicy:
         return self.policy.non_finite
 
     def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        with self._ranks.together("add", rows, version):
+        with self._ranks.collective("add", rows, version):
             self.policy.add(rows, version)
 
     def finish(self) -> dict[str, float]:
-        with self._ranks.together("finish"):
+        with self._ranks.collective("finish"):
             return self.policy.finish()
 
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
-        with self._ranks.together("save_weights", directory):
+        with self._ranks.collective("save_weights", directory):
             return self.policy.save_weights(directory, durable=durable)
 
-    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]:
-        """Whoever asks for fewer than all of them has to close it: the followers gather all."""
-        with self._ranks.together("help_with_weights", most_bytes):
-            found = self.policy.weight_buckets(most_bytes)
+    def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]:
+        """Close the generator if you do not exhaust it: the other ranks gather all buckets."""
+        with self._ranks.collective("gather_weight_buckets", max_bytes):
+            all_buckets = self.policy.weight_buckets(max_bytes)
             try:
-                for bucket in found:  # noqa: UP028 - closing this one must not close that one
+                for bucket in all_buckets:  # noqa: UP028 - closing this generator must not close the inner one
                     yield bucket
             finally:
-                for _ in found:
+                for _ in all_buckets:
                     pass
 
     def save_state(self, path: Path) -> None:
-        with self._ranks.together("save_state", path):
+        with self._ranks.collective("save_state", path):
             self.policy.save_state(path)
 
     def load_weights(self, directory: Path) -> None:
-        with self._ranks.together("load_weights", directory):
+        with self._ranks.collective("load_weights", directory):
             self.policy.load_weights(directory)
 
     def load_state_from(self, path: Path) -> None:
-        with self._ranks.together("load_state_from", path):
+        with self._ranks.collective("load_state_from", path):
             self.policy.load_state_from(path)

@@ -1,5 +1,7 @@
-"""Activation checkpointing: a decoder layer keeps only what goes into it, and the rest is computed again on
-the way back (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016)."""
+"""Activation checkpointing: a decoder layer keeps only its inputs and is recomputed in the backward pass.
+
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicLayer
 
 
-def recompute(layers: Iterable[Any]) -> None:
-    """Have these modules computed again on the way back, from now on.
+def checkpoint_layers(layers: Iterable[Any]) -> None:
+    """Recompute these modules in the backward pass.
 
-    It is `forward` that is done twice, not the call: what hooks do, FSDP's above all, is done once.
+    Wraps `forward` rather than the call, so that hooks, such as FSDP's, run once.
     """
     for layer in layers:
-        layer.forward = partial(_twice, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward)
 
 
-def _twice(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """A layer's forward, now and on the way back. Nothing in it is random: dropout is off."""
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """Run a layer's forward under checkpointing. RNG state need not be kept: dropout is off."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **more)
     if more.get("past_key_values") is not None:
-        more["past_key_values"] = _Cache(more["past_key_values"])
+        more["past_key_values"] = _RecomputeCache(more["past_key_values"])
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
 
 
-class _Cache:
-    """A cache as one layer sees it: what it holds is the same whenever the layer is computed.
+class _RecomputeCache:
+    """Presents the same cache to both computations of a layer.
 
-    Keys and values that the layer goes on from stay as they are. Where there are none the first pass puts
-    the layer's own into the cache, and the second does not do so again.
+    A prefix's keys and values stay unchanged. Without a prefix, only the first pass writes the layer's own
+    keys and values into the cache.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -48,15 +50,15 @@ class _Cache:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Those before, with these behind."""
-        found: tuple[Tensor, Tensor]
-        known = self._cache.layers[layer] if layer < len(self._cache.layers) else None
-        if not self._filled and (known is None or not known.is_initialized):
+        """Return the layer's cached keys and values with the new ones appended."""
+        result: tuple[Tensor, Tensor]
+        cached = self._cache.layers[layer] if layer < len(self._cache.layers) else None
+        if not self._filled and (cached is None or not cached.is_initialized):
             self._filled = True
-            found = self._cache.update(keys, values, layer, *more, **named)
-            return found
-        passing = DynamicLayer()
-        if known is not None and not self._filled:
-            passing.update(known.keys, known.values)
-        found = passing.update(keys, values)
-        return found
+            result = self._cache.update(keys, values, layer, *more, **named)
+            return result
+        temporary = DynamicLayer()
+        if cached is not None and not self._filled:
+            temporary.update(cached.keys, cached.values)
+        result = temporary.update(keys, values)
+        return result

@@ -1,7 +1,7 @@
-"""LoRA by `peft`: small matrices beside a model's linear layers are trained, and the model stays as it is.
+"""LoRA by `peft`: trains low-rank matrices beside a model's frozen linear layers.
 
-Outside of the trainer nobody knows: what is written and published is merged, W + (α ÷ r) · B · A under the
-base model's names (Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021).
+Written and published weights are merged, W + (α ÷ r) · B · A under the base model's names (Hu et al., LoRA:
+Low-Rank Adaptation of Large Language Models, 2021).
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
 
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-"""How peft calls the layer that it wraps, and what it puts beside it: A, to the rank, and B, back."""
+"""peft's names for the wrapped layer and for the matrices A (down to the rank) and B (up again)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What was put into a model."""
+    """LoRA matrices in a model."""
 
     scaling: float
     """α ÷ r."""
 
     @classmethod
-    def into(cls, model: Any, settings: TrainerSettings) -> Adapter:
-        """Put matrices of `lora_rank` beside the layers, and have only them trained.
+    def inject(cls, model: Any, settings: TrainerSettings) -> Adapter:
+        """Add matrices of `lora_rank` to the model and freeze the other parameters.
 
-        A is drawn from torch's generator, B is 0, so that the policy begins as the model. Raises
-        StartError where peft is missing, or a target is no linear layer that can be merged.
+        A is drawn from torch's generator and B is 0, so that the initial policy equals the model.
+
+        Raises:
+            StartError: if peft is missing, or a target is not a linear layer that can be merged.
         """
         try:
             import peft
@@ -47,47 +49,49 @@ class Adapter:
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise StartError(f"trainer.lora_targets: {error}") from error
-        _check(model)
+        _check_mergeable(model)
         return cls(settings.lora_alpha / settings.lora_rank)
 
     def parameters(self, model: Any) -> dict[str, Tensor]:
-        """What is trained, by its name in the model."""
-        return {name: one for name, one in model.named_parameters() if one.requires_grad}
+        """Return the trainable parameters by name."""
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The base model's tensors by their names there, from those of the model with the adapter in it.
+        """Merge the adapter: return the base model's tensors under their original names.
 
-        In host memory, wherever they were: a GPU rounds the product otherwise, and a checkpoint is held
-        against what is merged again, maybe elsewhere.
+        Merges in host memory: a GPU rounds differently, and checkpoints are compared with weights that may be
+        merged on another device.
         """
-        found = {}
-        for name, one in values.items():
+        result = {}
+        for name, value in values.items():
             if name.endswith((DOWN, UP)):
                 continue
-            layer, inside, which = name.partition(BASE)
-            tensor = one.cpu()
-            if which == "weight":
+            layer, wrapped, part = name.partition(BASE)
+            tensor = value.cpu()
+            if part == "weight":
                 tensor = tensor + self.scaling * (values[layer + UP].cpu() @ values[layer + DOWN].cpu())
-            found[f"{layer}.{which}" if inside else name] = tensor
-        return found
+            result[f"{layer}.{part}" if wrapped else name] = tensor
+        return result
 
 
-def layer_of(name: str) -> str:
-    """What a parameter is merged with what has the same: a wrapped layer's name, else its own."""
+def merge_unit(name: str) -> str:
+    """Return the key of parameters that are merged together: a wrapped layer's name, else the own name."""
     return name.removesuffix(DOWN).removesuffix(UP).removesuffix(f"{BASE}weight")
 
 
-def _check(model: Any) -> None:
-    """Raises StartError where merging would not give the policy: A and B beside each other's matrix only."""
+def _check_mergeable(model: Any) -> None:
+    """Raises StartError unless merging gives the policy: only unshared linear layers can be merged."""
     named = list(model.named_parameters(remove_duplicate=False))
-    for name, one in named:
-        if one.requires_grad and not name.endswith((DOWN, UP)):
-            raise StartError(f"trainer.lora_targets: {name} is of no linear layer; name linear ones")
-    uses = [id(one) for _, one in named]
-    for name, one in named:
-        if name.endswith(f"{BASE}weight") and uses.count(id(one)) > 1:
+    for name, parameter in named:
+        if parameter.requires_grad and not name.endswith((DOWN, UP)):
+            raise StartError(
+                f"trainer.lora_targets: {name} does not belong to a linear layer; name linear layers only"
+            )
+    uses = [id(parameter) for _, parameter in named]
+    for name, parameter in named:
+        if name.endswith(f"{BASE}weight") and uses.count(id(parameter)) > 1:
             raise StartError(
                 f"trainer.lora_targets: {name.removesuffix(f'{BASE}weight')} shares its weight with another "
-                "layer, which would be changed with it; leave it out"
+                "layer, which merging would change too; leave it out"
             )

@@ -1,4 +1,4 @@
-"""Layout: how rows go through the model so that little is computed twice and little is padding.
+"""Groups rows into microbatches with shared prefixes and little padding.
 
 Axes in names: b rows of a microbatch, p prefixes, t positions, n trained tokens.
 """
@@ -17,21 +17,21 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.types import Ids
 
 MICROBATCH_OVERHEAD = 64
-"""What starting one more forward and backward pass costs, in padded tokens: the price at which rows of
-different length share a microbatch. Measured for a model of 1M parameters on a CPU."""
-MOST_PADDING = 0.05
-"""The share of computed positions that may be padding, whatever starting one more pass costs."""
-WORTH_SHARING = 0.15
-"""Rows share a prefix where that saves at least this part of their inputs; attention with a prefix needs a
-mask, which costs more than plain causal attention."""
-SHORTEST_SAVING = 16
-"""And at least so many tokens."""
-PREFIX_SHARE = 8
-"""A prefix's keys and values take about an eighth of the memory that a computed token's activations do."""
+"""Fixed cost of a forward and backward pass, in padded tokens. Measured for a model of 1M parameters on a
+CPU."""
+MAX_PADDING_RATIO = 0.05
+"""Largest share of padding in the computed positions, whatever the cost of more passes."""
+MIN_SAVED_SHARE = 0.15
+"""Smallest share of their inputs that rows must save to share a prefix: attention with a prefix needs a mask,
+which costs more than plain causal attention."""
+MIN_SAVED_TOKENS = 16
+"""Rows must also save more tokens than this."""
+PREFIX_MEMORY_DIVISOR = 8
+"""Memory of a computed token's activations, relative to that of its keys and values."""
 
 
 class ForwardPass(Protocol):
-    """What goes through the model at once."""
+    """Input of one pass through the model."""
 
     @property
     def positions(self) -> int:
@@ -44,28 +44,28 @@ class ForwardPass(Protocol):
 
 @dataclass(slots=True)
 class Microbatch:
-    """Rows that go through the model together, right-padded, and their trained tokens side by side.
+    """Right-padded rows of one forward pass, with their trained tokens concatenated.
 
-    A row's inputs begin where its prefix ends (at 0 without one) and end before its last trained token:
-    nothing is computed twice, and nothing that no gradient needs.
+    A row's inputs begin where its prefix ends (at 0 without one) and end before its last trained token, so
+    that shared or unneeded positions are not computed.
     """
 
     rows: list[int]
-    """Which rows of the batch, in the order of b."""
+    """Indices of the rows in the batch, in the order of b."""
     ids_bt: Tensor
-    """int64, padded on the right with 0. Causal attention never looks there."""
+    """int64, padded on the right with 0, which causal attention never sees."""
     positions_bt: Tensor
-    """int64, of the inputs in their rows."""
+    """int64, positions of the inputs in their rows."""
     lengths_b: Tensor
-    """int64, the inputs of each row without padding."""
+    """int64, number of inputs of each row, without padding."""
     prefix_b: Tensor
-    """int64, which of the bundle's prefixes the row goes on from; 0 where there are none."""
+    """int64, index of the row's prefix in the PrefixBatch; 0 without prefixes."""
     starts_b: Tensor
     """int64, the length of that prefix."""
     prefix_width: int
-    """The longest of those; 0: nothing is shared."""
+    """Length of the longest prefix; 0: no prefix is shared."""
     at_n: Tensor
-    """int64, where in the flattened ids_bt the token is predicted: one before its own position."""
+    """int64, index in the flattened ids_bt at which the token is predicted: one before its own position."""
     row_n: Tensor
     """int64, the row in b that the token belongs to."""
     targets_n: Tensor
@@ -75,12 +75,12 @@ class Microbatch:
     temperatures_n: Tensor
     weights_n: Tensor
     old_n: Tensor | None = None
-    """log π_old, at the cut; None where there is one optimiser step a batch, for then π_θ is that policy."""
+    """log π_old, of the policy at the start of the batch; None with one step per batch: π_old is π_θ."""
     reference_n: Tensor | None = None
     """log π_ref; None without a reference model."""
 
-    def at_cut(self, logprobs_n: Tensor) -> Tensor:
-        """log π_old, given log π_θ; constant, [n]."""
+    def old_logprobs(self, logprobs_n: Tensor) -> Tensor:
+        """Return log π_old, given log π_θ; constant, [n]."""
         return logprobs_n.detach() if self.old_n is None else self.old_n
 
     @property
@@ -94,19 +94,19 @@ class Microbatch:
         return int(self.lengths_b.sum())
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device; itself where it is there already."""
+        """Return the microbatch on another device, or itself if it is there already."""
         if self.ids_bt.device == device:
             return self
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {
-            name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)
+            name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)
         }
         return replace(self, **tensors)
 
 
 @dataclass(slots=True)
 class SharedPrefixes:
-    """Beginnings that several rows share, right-padded; each goes through the model once."""
+    """Prefixes shared by several rows, right-padded; each is computed once."""
 
     ids_pt: Tensor
     lengths_p: Tensor
@@ -124,45 +124,50 @@ class SharedPrefixes:
 
 @dataclass(slots=True)
 class PrefixBatch:
-    """Prefixes and the microbatches that go on from them; or microbatches of whole rows, and no prefix."""
+    """Microbatches with the prefixes that they share; without prefixes, their rows are complete."""
 
     prefixes: list[SharedPrefixes]
     microbatches: list[Microbatch]
 
     @property
     def passes(self) -> list[ForwardPass]:
-        """All that goes through the model."""
+        """All forward passes."""
         return [*self.prefixes, *self.microbatches]
 
 
 @dataclass(slots=True)
 class _Cluster:
-    """Rows (by their place in the batch) that begin with the same `shared` tokens."""
+    """Rows (by index in the batch) whose first `shared` tokens are equal."""
 
     rows: list[int]
     shared: int
 
 
-def bundles(rows: Sequence[TrainSequence], max_tokens: int, *, share: bool = True) -> list[PrefixBatch]:
-    """Lay rows out so that little is computed twice and little is padding.
+def prefix_batches(
+    rows: Sequence[TrainSequence], max_tokens: int, *, share: bool = True
+) -> list[PrefixBatch]:
+    """Group rows into microbatches with shared prefixes and little padding. Deterministic.
 
-    With `share`, what rows begin with alike, above all the prompt of a group's episodes, is computed
-    once. `max_tokens` bounds the padded tokens of a microbatch and the prefixes of a bundle; what is
-    longer by itself goes alone. Rows without a trained token are left out. The same rows give the same
-    layout.
+    Rows without a trained token are left out.
+
+    Args:
+        rows: rows of the batch.
+        max_tokens: limit on the padded tokens of a microbatch, and on the prefixes of a PrefixBatch. A longer
+            row or prefix is processed alone.
+        share: compute common prefixes, such as the prompt of a group's episodes, once.
     """
     usable = [index for index, row in enumerate(rows) if row.mask.any()]
     clusters = _clusters(rows, usable) if share else []
     sharing = {index for cluster in clusters for index in cluster.rows}
     alone = [index for index in usable if index not in sharing]
-    found = [PrefixBatch([], microbatches(rows, alone, max_tokens))] if alone else []
+    result = [PrefixBatch([], microbatches(rows, alone, max_tokens))] if alone else []
     filling: list[_Cluster] = []
-    for cluster in sorted(clusters, key=lambda one: (-one.shared, one.rows)):
-        if filling and sum(one.shared for one in filling) + cluster.shared > max_tokens:
-            found.append(_bundle(rows, filling, max_tokens))
+    for cluster in sorted(clusters, key=lambda cluster: (-cluster.shared, cluster.rows)):
+        if filling and sum(other.shared for other in filling) + cluster.shared > max_tokens:
+            result.append(_prefix_batch(rows, filling, max_tokens))
             filling = []
         filling.append(cluster)
-    return [*found, _bundle(rows, filling, max_tokens)] if filling else found
+    return [*result, _prefix_batch(rows, filling, max_tokens)] if filling else result
 
 
 def microbatches(
@@ -172,100 +177,111 @@ def microbatches(
     *,
     prefixes: Mapping[int, tuple[int, int]] | None = None,
     overhead: int = MICROBATCH_OVERHEAD,
-    most_padding: float = MOST_PADDING,
+    max_padding: float = MAX_PADDING_RATIO,
 ) -> list[Microbatch]:
-    """Lay the chosen rows out in microbatches of at most `max_tokens` padded tokens, longest first.
+    """Group the chosen rows into microbatches of at most `max_tokens` padded tokens, longest first.
 
-    `prefixes` gives a row's prefix, as (number, length). Rows are sorted by the length of their inputs
-    and cut where padding + `overhead` a microbatch is least, which is found exactly (dynamic programming
-    over the sorted lengths); and finer where more than `most_padding` of the positions would be padding.
+    Rows are sorted by length and split where padding + `overhead` per microbatch is least (exact, by dynamic
+    programming), or finer if more than `max_padding` of the positions would be padding.
+
+    Args:
+        rows: rows of the batch.
+        chosen: indices of the rows to use.
+        max_tokens: limit on the padded tokens of a microbatch.
+        prefixes: (index, length) of each row's prefix, by row index.
+        overhead: fixed cost of a microbatch, in padded tokens.
+        max_padding: largest share of padding.
     """
-    known = prefixes or {}
-    lengths = {index: rows[index].inputs - known.get(index, (0, 0))[1] for index in chosen}
+    prefixes = prefixes or {}
+    lengths = {index: rows[index].inputs - prefixes.get(index, (0, 0))[1] for index in chosen}
     order = sorted(chosen, key=lambda index: (-lengths[index], index))
-    # A prefix is not computed again, but its keys and values are laid out for every row.
-    margin = max((length for _, length in known.values()), default=0) // PREFIX_SHARE
-    cuts = fine_cuts([lengths[index] for index in order], max_tokens, overhead, margin, most_padding)
-    return [microbatch(rows, order[start:end], known) for start, end in cuts]
+    # A prefix is not recomputed, but its keys and values are copied for every row.
+    margin = max((length for _, length in prefixes.values()), default=0) // PREFIX_MEMORY_DIVISOR
+    splits = split_by_length([lengths[index] for index in order], max_tokens, overhead, margin, max_padding)
+    return [microbatch(rows, order[start:end], prefixes) for start, end in splits]
 
 
 def padding_ratio(passes: Iterable[ForwardPass]) -> float:
-    """The share of the computed positions that is padding, 0 ≤ ratio < 1; 0 for no passes."""
-    laid = [(one.positions, one.tokens) for one in passes]
-    computed = sum(positions for positions, _ in laid)
-    return 1.0 - sum(tokens for _, tokens in laid) / computed if computed else 0.0
+    """Return the share of padding in the computed positions, 0 ≤ ratio < 1; 0 without passes."""
+    sizes = [(forward_pass.positions, forward_pass.tokens) for forward_pass in passes]
+    computed = sum(positions for positions, _ in sizes)
+    return 1.0 - sum(tokens for _, tokens in sizes) / computed if computed else 0.0
 
 
 def _clusters(rows: Sequence[TrainSequence], usable: Sequence[int]) -> list[_Cluster]:
-    """Rows with enough in common, found among neighbours in lexicographic order.
+    """Cluster rows with long common prefixes, among neighbours in lexicographic order.
 
-    A row joins its neighbours as long as that saves more than their being without it.
+    A row joins the last cluster if that saves more tokens than leaving it out.
     """
     order = sorted(usable, key=lambda index: rows[index].ids.astype(">i4").tobytes())
-    found: list[_Cluster] = []
+    clusters: list[_Cluster] = []
     for index in order:
-        last = found[-1] if found else None
-        shared = min(last.shared, _common(rows[last.rows[-1]].ids, rows[index])) if last else 0
+        last = clusters[-1] if clusters else None
+        shared = min(last.shared, _common_prefix(rows[last.rows[-1]].ids, rows[index])) if last else 0
         if last and len(last.rows) * shared > (len(last.rows) - 1) * last.shared:
             last.rows.append(index)
             last.shared = shared
         else:
-            found.append(_Cluster([index], _reach(rows[index])))
-    return [one for one in found if _is_worth_it(rows, one)]
+            clusters.append(_Cluster([index], _max_prefix(rows[index])))
+    return [cluster for cluster in clusters if _worth_sharing(rows, cluster)]
 
 
-def _is_worth_it(rows: Sequence[TrainSequence], cluster: _Cluster) -> bool:
+def _worth_sharing(rows: Sequence[TrainSequence], cluster: _Cluster) -> bool:
     saved = (len(cluster.rows) - 1) * cluster.shared
-    return saved > SHORTEST_SAVING and saved >= WORTH_SHARING * sum(
+    return saved > MIN_SAVED_TOKENS and saved >= MIN_SAVED_SHARE * sum(
         rows[index].inputs for index in cluster.rows
     )
 
 
-def _reach(row: TrainSequence) -> int:
-    """How much of a row may be prefix: its first trained token must be predicted behind it."""
+def _max_prefix(row: TrainSequence) -> int:
+    """Return a row's longest possible prefix: it must end before the position that predicts a trained token."""
     return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
 
 
-def _common(ids: Ids, row: TrainSequence) -> int:
-    """How many tokens a row and another's ids begin with alike, within the row's reach."""
-    length = min(len(ids), _reach(row))
+def _common_prefix(ids: Ids, row: TrainSequence) -> int:
+    """Return the length of the common prefix of `ids` and the row, at most `_max_prefix(row)`."""
+    length = min(len(ids), _max_prefix(row))
     different = np.flatnonzero(ids[:length] != row.ids[:length])
     return int(different[0]) if len(different) else length
 
 
-def _bundle(rows: Sequence[TrainSequence], clusters: Sequence[_Cluster], max_tokens: int) -> PrefixBatch:
-    """Clusters in descending order of what they share, as prefixes and microbatches."""
-    places = {
+def _prefix_batch(
+    rows: Sequence[TrainSequence], clusters: Sequence[_Cluster], max_tokens: int
+) -> PrefixBatch:
+    """Build prefixes and microbatches from clusters in descending order of shared tokens."""
+    prefix_of = {
         index: (number, cluster.shared) for number, cluster in enumerate(clusters) for index in cluster.rows
     }
     prefixes = []
-    for start, end in fine_cuts([one.shared for one in clusters], max_tokens):
-        beginnings = [rows[one.rows[0]].ids[: one.shared] for one in clusters[start:end]]
-        lengths = torch.tensor([len(one) for one in beginnings])
-        prefixes.append(SharedPrefixes(_padded(beginnings), lengths))
-    laid = microbatches(rows, sorted(places), max_tokens, prefixes=places)
-    return PrefixBatch(prefixes, laid)
+    for start, end in split_by_length([cluster.shared for cluster in clusters], max_tokens):
+        ids = [rows[cluster.rows[0]].ids[: cluster.shared] for cluster in clusters[start:end]]
+        prefixes.append(SharedPrefixes(_padded(ids), torch.tensor(list(map(len, ids)))))
+    return PrefixBatch(prefixes, microbatches(rows, sorted(prefix_of), max_tokens, prefixes=prefix_of))
 
 
-def fine_cuts(
+def split_by_length(
     lengths: Sequence[int],
     max_tokens: int,
     overhead: int = MICROBATCH_OVERHEAD,
     margin: int = 0,
-    most_padding: float = MOST_PADDING,
+    max_padding: float = MAX_PADDING_RATIO,
 ) -> list[tuple[int, int]]:
-    """Descending lengths cut into runs, as (start, end): the cheapest cut, at the highest price of a run up
-    to `overhead` at which little enough is padding."""
+    """Split descending lengths into runs (start, end) at least cost, with at most `max_padding` padding.
+
+    `overhead` is the cost of a run; it is halved until the padding is small enough.
+    """
     while True:
-        cuts = _cuts(lengths, max_tokens, overhead, margin)
-        laid = sum((end - start) * lengths[start] for start, end in cuts)
-        if not overhead or laid - sum(lengths) <= most_padding * laid:
-            return cuts
+        splits = _cheapest_split(lengths, max_tokens, overhead, margin)
+        computed = sum((end - start) * lengths[start] for start, end in splits)
+        if not overhead or computed - sum(lengths) <= max_padding * computed:
+            return splits
         overhead //= 2
 
 
-def _cuts(lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 0) -> list[tuple[int, int]]:
-    """The cheapest cut of descending lengths into runs, as (start, end); a run costs rows · longest."""
+def _cheapest_split(
+    lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 0
+) -> list[tuple[int, int]]:
+    """Split descending lengths into runs (start, end) at least cost; a run costs `overhead` + rows · longest."""
     count = len(lengths)
     cost = np.full(count + 1, np.iinfo(np.int64).max, dtype=np.int64)
     cost[0] = 0
@@ -277,16 +293,16 @@ def _cuts(lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 
         better = tried < cost[ends]
         cost[ends][better] = tried[better]
         back[ends][better] = start
-    cuts = []
+    splits = []
     end = count
     while end:
-        cuts.append((int(back[end]), end))
+        splits.append((int(back[end]), end))
         end = int(back[end])
-    return cuts[::-1]
+    return splits[::-1]
 
 
 def _padded(sequences: Sequence[Ids]) -> Tensor:
-    """int64 [sequences, longest], filled up on the right with 0."""
+    """Pad on the right with 0: int64 [sequences, longest]."""
     padded = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
     for at, ids in enumerate(sequences):
         padded[at, : len(ids)] = ids
@@ -296,22 +312,22 @@ def _padded(sequences: Sequence[Ids]) -> Tensor:
 def microbatch(
     rows: Sequence[TrainSequence], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]
 ) -> Microbatch:
-    """The chosen rows as one microbatch; `prefixes` gives a row's prefix, as (number, length)."""
-    taken = [rows[index] for index in chosen]
+    """Build one microbatch of the chosen rows; `prefixes` gives (index, length) of a row's prefix."""
+    selected = [rows[index] for index in chosen]
     numbers, starts = zip(*(prefixes.get(index, (0, 0)) for index in chosen), strict=True)
-    inputs = [row.ids[start : row.inputs] for row, start in zip(taken, starts, strict=True)]
+    inputs = [row.ids[start : row.inputs] for row, start in zip(selected, starts, strict=True)]
     ids_bt = _padded(inputs)
     width = ids_bt.shape[1]
     starts_b = torch.tensor(starts)
-    trained = [np.flatnonzero(row.mask) for row in taken]
+    trained = [np.flatnonzero(row.mask) for row in selected]
     counts = [len(positions) for positions in trained]
 
-    def side_by_side(name: str) -> Tensor:
-        arrays = [getattr(row, name)[positions] for row, positions in zip(taken, trained, strict=True)]
+    def concatenated(name: str) -> Tensor:
+        arrays = [getattr(row, name)[positions] for row, positions in zip(selected, trained, strict=True)]
         return torch.from_numpy(np.concatenate(arrays))
 
-    def if_known(name: str) -> Tensor | None:
-        return None if getattr(taken[0], name) is None else side_by_side(name)
+    def optional(name: str) -> Tensor | None:
+        return None if getattr(selected[0], name) is None else concatenated(name)
 
     at_n = [at * width + positions - 1 - starts[at] for at, positions in enumerate(trained)]
     return Microbatch(
@@ -323,13 +339,13 @@ def microbatch(
         starts_b=starts_b,
         prefix_width=max(starts),
         at_n=torch.from_numpy(np.concatenate(at_n)),
-        row_n=torch.from_numpy(np.repeat(np.arange(len(taken)), counts)),
-        targets_n=side_by_side("ids").long(),
-        logprobs_n=side_by_side("logprobs"),
-        versions_n=side_by_side("versions"),
-        advantages_n=side_by_side("advantages"),
-        temperatures_n=side_by_side("temperature"),
-        weights_n=torch.from_numpy(np.repeat(np.array([row.weight for row in taken], np.float32), counts)),
-        old_n=if_known("old"),
-        reference_n=if_known("reference"),
+        row_n=torch.from_numpy(np.repeat(np.arange(len(selected)), counts)),
+        targets_n=concatenated("ids").long(),
+        logprobs_n=concatenated("logprobs"),
+        versions_n=concatenated("versions"),
+        advantages_n=concatenated("advantages"),
+        temperatures_n=concatenated("temperature"),
+        weights_n=torch.from_numpy(np.repeat(np.array([row.weight for row in selected], np.float32), counts)),
+        old_n=optional("old"),
+        reference_n=optional("reference"),
     )

@@ -9,15 +9,15 @@ import torch
 from tidegate.config import TrainerSettings
 
 FINAL_RATE = 0.1
-"""What is left of the learning rate at the last step of a linear schedule."""
+"""Share of the learning rate left at the last step of a linear schedule."""
 
 
 def adamw(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW over what is trained of a model; weight decay on matrices only, as usual."""
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    """Create AdamW over the trainable parameters, with weight decay on matrices only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [one for one in parameters if one.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
@@ -25,8 +25,10 @@ def adamw(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
 
 
 def learning_rate(settings: TrainerSettings, done: int) -> float:
-    """After so many steps: a linear warm-up over `warmup_steps`, then constant, or linear to FINAL_RATE at
-    `steps`."""
+    """Return the learning rate after `done` steps.
+
+    It rises linearly over `warmup_steps`, then stays constant or falls linearly to FINAL_RATE at `steps`.
+    """
     rate = settings.learning_rate * min(1.0, (done + 1) / (settings.warmup_steps + 1))
     if settings.schedule == "constant":
         return rate

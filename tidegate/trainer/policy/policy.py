@@ -1,4 +1,4 @@
-"""The policy that is trained: a causal language model, its optimiser, and one step on a batch of rows."""
+"""The trained policy: a causal language model, its optimiser, and the update on one batch of rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ from tidegate.trainer.batch.rows import TrainSequence, minibatches
 from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
 from tidegate.trainer.policy.diagnostics import Diagnostics
 from tidegate.trainer.policy.forward import Forward, Prefix
-from tidegate.trainer.policy.lora import Adapter, layer_of
+from tidegate.trainer.policy.lora import Adapter, merge_unit
 from tidegate.trainer.policy.loss import make_loss
-from tidegate.trainer.policy.microbatch import ForwardPass, Microbatch, PrefixBatch, bundles, padding_ratio
+from tidegate.trainer.policy.microbatch import (
+    ForwardPass,
+    Microbatch,
+    PrefixBatch,
+    padding_ratio,
+    prefix_batches,
+)
 from tidegate.trainer.policy.optimizer import adamw, learning_rate
 from tidegate.types import Logprobs
 from tidegate.weights.process_group import buckets
@@ -32,7 +38,7 @@ from tidegate.weights.process_group import buckets
 
 @dataclass(slots=True)
 class GradientStep:
-    """The gradient of one optimiser step: summed over its rows part by part, then divided by their N."""
+    """The gradient of one optimiser step: summed over microbatches, then divided by the loss's N."""
 
     rows: list[TrainSequence] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -48,37 +54,45 @@ class GradientStep:
 
 @dataclass(slots=True)
 class _PendingBatch:
-    """A batch that is being learned from."""
+    """A batch whose last optimiser step has not been taken yet."""
 
     diagnostics: Diagnostics
-    descents: list[GradientStep] = field(default_factory=list)
+    steps: list[GradientStep] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Learner(Protocol):
-    """What a run does with its policy, in one process or in several."""
+    """The policy as a run uses it, in one process or in several."""
 
     @property
     def non_finite(self) -> list[str]: ...
     def add(self, rows: Sequence[TrainSequence], version: int) -> None: ...
     def finish(self) -> dict[str, float]: ...
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
-    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
+    def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
     def save_state(self, path: Path) -> None: ...
     def load_weights(self, directory: Path) -> None: ...
     def load_state_from(self, path: Path) -> None: ...
 
 
 class Policy:
-    """A Hugging Face causal LM with AdamW. It blocks: call it from a thread of its own.
+    """A Hugging Face causal LM with AdamW. Its methods block: call them in a thread.
 
-    The model stays in evaluation mode, gradients on: dropout would make π differ from what is sampled.
-    `reference` is another model with the same vocabulary, frozen. `steps` counts the batches that were
-    stepped on; `non_finite` names the groups of the last step that was not taken, and is empty where all
-    steps of the last batch were.
+    The model stays in evaluation mode with gradients on: dropout would make π differ from the policy that
+    samples.
+
+    Args:
+        model: the model to train.
+        base: directory of the base model, for its tokenizer files.
+        settings: the `[trainer]` settings.
+        reference: frozen model with the same vocabulary, for the KL penalty.
+
+    Attributes:
+        steps: number of batches trained on.
+        non_finite: groups of the last skipped optimiser step; empty if no step of the last batch was skipped.
     """
 
-    _way: ClassVar[type[Forward]] = Forward
+    _forward_class: ClassVar[type[Forward]] = Forward
 
     def __init__(self, model: Any, base: Path, settings: TrainerSettings, reference: Any = None) -> None:
         self.model = model
@@ -86,180 +100,195 @@ class Policy:
         self.device = torch.device(settings.device)
         self.steps = 0
         self.non_finite: list[str] = []
-        self._under_way: _PendingBatch | None = None
+        self._pending: _PendingBatch | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
-        self._adapter = Adapter.into(model, settings) if settings.lora_rank else None
-        self._forward = self._way(model, settings)
-        self._reference = None if reference is None else self._way(reference, settings)
+        self._adapter = Adapter.inject(model, settings) if settings.lora_rank else None
+        self._forward = self._forward_class(model, settings)
+        self._reference = None if reference is None else self._forward_class(reference, settings)
         self._optimizer = adamw(model, settings)
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Self:
-        """Load a model in float32 and make its optimiser.
+        """Load a model in float32 and create its optimiser.
 
-        Sets torch's thread count and its global generator and turns transformers' progress bars off: all
-        three belong to the whole process.
+        Sets torch's thread count and seed and disables transformers' progress bars, for the whole process.
 
-        Raises StartError where the directory, or that of the reference, holds no causal LM that can be
-        loaded or trained as the settings say.
+        Raises:
+            StartError: if the model or the reference cannot be loaded, or not trained with these settings.
         """
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        device = cls._loaded_on(settings)
+        device = cls._load_device(settings)
         model = read_model(path).to(device).eval()
         if settings.reference is None:
             return cls(model, path, settings)
         reference = read_model(settings.reference).to(device).eval().requires_grad_(False)
-        sizes = [one.config.get_text_config().vocab_size for one in (model, reference)]
-        if sizes[0] != sizes[1]:
+        size, reference_size = (each.config.get_text_config().vocab_size for each in (model, reference))
+        if size != reference_size:
             raise StartError(
-                f"trainer.reference = {settings.reference} has a vocabulary of {sizes[1]}, {path} one of "
-                f"{sizes[0]}: the reference must be a model with the same tokens"
+                f"trainer.reference = {settings.reference} has a vocabulary of {reference_size}, {path} one of "
+                f"{size}: the reference must be a model with the same tokens"
             )
         return cls(model, path, settings, reference)
 
     @staticmethod
-    def _loaded_on(settings: TrainerSettings) -> torch.device:
+    def _load_device(settings: TrainerSettings) -> torch.device:
         return find_device("trainer.device", settings.device)
 
     def update(self, rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
-        """Train on the rows of a batch; `version` is that of the weights it starts from.
+        """Train on a batch, in one optimiser step or in `trainer.minibatches` of them.
 
-        One optimiser step, or `minibatches` of them, a part of the groups each. A step whose loss or
-        gradient is not finite is not taken, nor are those after it, and `non_finite` names its groups;
-        `skipped` is 1 where that leaves the policy as it was. Returns the metrics: means over the steps,
-        measured before each.
+        If a step's loss or gradient is not finite, this step and the following ones are skipped, and
+        `non_finite` names its groups.
 
-        Raises TrainingError where no row has a trained token.
+        Args:
+            rows: rows of the batch.
+            version: version of the current weights.
+
+        Returns:
+            The batch's metrics, means over its steps, each measured before the step. `skipped` is 1 if no
+            step was taken.
+
+        Raises:
+            TrainingError: if no row has a trained token.
         """
-        self._under_way = None
+        self._pending = None
         for part in minibatches(rows, self.settings.minibatches) if self.settings.streaming else [rows]:
             self.add(part, version)
         return self.finish()
 
     def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        """Learn from a batch, or when streaming from a minibatch of it: its gradient is kept for `finish`.
+        """Train on a batch, or accumulate the gradient of one of its minibatches when streaming.
 
-        Until then the policy stays as it is, unless the batch is taken in several optimiser steps.
+        When streaming, the weights change in `finish` only.
         """
         started = time.perf_counter()
-        if self._under_way is None:
-            self._under_way = _PendingBatch(Diagnostics(version))
+        if self._pending is None:
+            self._pending = _PendingBatch(Diagnostics(version))
             self.non_finite = []
-        batch = self._under_way
-        trained = self._anchored([row for row in rows if row.trained])
+        batch = self._pending
+        trained = self._with_reference_logprobs([row for row in rows if row.trained])
         if not trained:
             return
         if self.settings.streaming:
-            if not batch.descents:
-                batch.descents.append(self._begin())
-            self._descend(batch.descents[0], trained, batch.diagnostics)
+            if not batch.steps:
+                batch.steps.append(self._begin_step())
+            self._accumulate(batch.steps[0], trained, batch.diagnostics)
         else:
             self._take_steps(batch, trained)
         batch.seconds += time.perf_counter() - started
 
     def finish(self) -> dict[str, float]:
-        """Take the step that is left to be taken, and return the batch's metrics; see `update`."""
+        """Take the streamed step, if any, and return the batch's metrics; see `update`."""
         started = time.perf_counter()
-        batch, self._under_way = self._under_way, None
-        if batch is None or not batch.descents:
-            raise TrainingError("a batch holds no token that can be trained")
+        batch, self._pending = self._pending, None
+        if batch is None or not batch.steps:
+            raise TrainingError("a batch has no trainable token")
         rate = learning_rate(self.settings, self.steps)
         if self.settings.streaming:
-            self._step(batch.descents[0], rate)
-        taken = sum(descent.finite for descent in batch.descents)
+            self._step(batch.steps[0], rate)
+        steps = batch.steps
+        taken = sum(step.finite for step in steps)
         self.steps += bool(taken)
-        descents, passes = batch.descents, [one for descent in batch.descents for one in descent.passes]
+        passes = [forward_pass for step in steps for forward_pass in step.passes]
         return {
-            "loss": sum(descent.loss for descent in descents) / len(descents),
-            "grad_norm": sum(descent.grad_norm for descent in descents) / len(descents),
+            "loss": sum(step.loss for step in steps) / len(steps),
+            "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
             "learning_rate": rate,
             "optimizer_steps": float(taken),
             "skipped": float(not taken),
-            **self._pooled(batch.diagnostics).metrics(),
-            "tokens/trained": float(sum(row.trained for descent in descents for row in descent.rows)),
-            "tokens/computed": float(sum(one.tokens for one in passes)),
+            **self._merge_diagnostics(batch.diagnostics).metrics(),
+            "tokens/trained": float(sum(row.trained for step in steps for row in step.rows)),
+            "tokens/computed": float(sum(forward_pass.tokens for forward_pass in passes)),
             "padding_ratio": padding_ratio(passes),
             "time/update": batch.seconds + time.perf_counter() - started,
         }
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
-        """log π of every trained token under the present weights; float32 [t] a row, 0 elsewhere."""
+        """Compute log π of every trained token under the current weights: a float32 [t] per row, 0 elsewhere."""
         return self._forward.logprobs(rows, self.settings.microbatch_tokens, share=self._forward.shares)
 
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
-        """Write the model in Hugging Face format, with the base's tokenizer and chat template.
+        """Write the model in Hugging Face format, with the base model's tokenizer and chat template.
 
-        It is written beside its place and renamed when complete; what was there before is replaced. An
-        adapter is merged. `durable` also waits until the files are on disk. Raises OSError.
+        The directory is replaced atomically. An adapter is merged. `durable` also syncs the files to disk.
+
+        Raises:
+            OSError: if a file cannot be written.
         """
-        values = self._plain(self.model.state_dict(keep_vars=True))
-        if self._leads:
+        values = self._base_tensors(self.model.state_dict(keep_vars=True))
+        if self._is_rank_zero:
             write_model(directory, self.model, values, self._tokenizer, durable=durable)
         return directory
 
     def weights(self) -> dict[str, Tensor]:
-        """The values of the parameters as they are published, by name, of tied ones the first; read them
-        before the next step. Where there are several ranks it is rank 0 that has them.
+        """Return the parameters as published, by name; of tied ones only the first. Empty except on rank 0.
+
+        Read them before the next step: they share memory with the model.
         """
-        return self._plain(dict(self.model.named_parameters()))
+        return self._base_tensors(dict(self.model.named_parameters()))
 
-    def weight_buckets(self, most_bytes: int) -> Generator[dict[str, Tensor], None, None]:
-        """The same in host memory, in runs of at most so many bytes (what is larger by itself comes alone).
+    def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]:
+        """Yield `weights` in host memory, in buckets of at most `max_bytes`, each gathered on demand.
 
-        Each is gathered when it is asked for.
+        A larger tensor has a bucket of its own.
         """
         live = dict(self.model.named_parameters())
-        for names in buckets(live, most_bytes, layer_of):  # an adapter is merged layer by layer
-            values = self._plain({name: live[name] for name in names})
-            yield {name: one.cpu().contiguous() for name, one in values.items()}
+        for names in buckets(live, max_bytes, merge_unit):
+            values = self._base_tensors({name: live[name] for name in names})
+            yield {name: value.cpu().contiguous() for name, value in values.items()}
 
-    def _plain(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model as the base model has them."""
-        values = self._gathered(live)
+    def _base_tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather tensors under the base model's names, with an adapter merged."""
+        values = self._gather(live)
         return values if self._adapter is None else self._adapter.merged(values)
 
     def load_weights(self, directory: Path) -> None:
-        """Replace the weights by those of a directory that `save_weights` wrote.
+        """Load weights that `save_weights` wrote.
 
-        With an adapter they follow from the model it was loaded from and the trainer's state, which is
-        loaded first: then they are only compared. Raises CheckpointError where the directory holds
-        another model.
+        With an adapter they follow from the base model and the trainer's state, which is loaded first, so
+        they are only compared.
+
+        Raises:
+            CheckpointError: if the directory holds another model.
         """
         try:
             values = read_model(directory).state_dict()
             if self._adapter is None:
-                self._fill(self.model.state_dict(), values)
+                self._copy_into(self.model.state_dict(), values)
             else:
                 self._compare(values)
         except (StartError, RuntimeError) as error:
             raise CheckpointError(f"{directory} does not hold this run's model: {error}") from error
 
     def _compare(self, values: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError where these are not the weights."""
-        mine = self._plain(self.model.state_dict(keep_vars=True))
-        same = all(name in values and values[name].equal(one.cpu()) for name, one in mine.items())
-        if not self._agreed(same):
+        """Raises RuntimeError if the current weights differ from these."""
+        own = self._base_tensors(self.model.state_dict(keep_vars=True))
+        same = all(name in values and values[name].equal(value.cpu()) for name, value in own.items())
+        if not self._broadcast(same):
             raise RuntimeError(
-                "the base model with the trainer's adapter has other weights; is model.path the model that "
-                "the run began with, and trainer.lora_alpha as it was?"
+                "the base model merged with the trainer's adapter has other weights; set model.path and "
+                "trainer.lora_alpha as at the start of the run"
             )
 
     @torch.no_grad()
-    def _fill(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Copy values into tensors of the same names and shapes. Raises RuntimeError where they differ."""
+    def _copy_into(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Copy values into tensors; raises RuntimeError if names or shapes differ."""
         if live.keys() != values.keys():
-            raise RuntimeError(f"other tensors: {', '.join(sorted(live.keys() ^ values.keys()))}")
+            raise RuntimeError(f"tensor names differ: {', '.join(sorted(live.keys() ^ values.keys()))}")
         for name, tensor in live.items():
             if tensor.shape != values[name].shape:
                 raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
-            tensor.copy_(self._part(values[name], tensor))
+            tensor.copy_(self._shard(values[name], tensor))
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: optimiser, steps so far, random generators, and the
-        adapter, which cannot be told from merged weights."""
+        """Return the state that a resumed run needs besides the weights.
+
+        It holds the optimiser, the step count, the random generators, and the adapter, which merged weights
+        do not determine.
+        """
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         state = {
             "optimizer": self._optimizer.state_dict(),
@@ -268,18 +297,18 @@ class Policy:
             "rng_cuda": cuda,
         }
         if self._adapter is not None:
-            state["adapter"] = self._gathered(self._adapter.parameters(self.model))
+            state["adapter"] = self._gather(self._adapter.parameters(self.model))
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state` gave; the weights are `load_weights`' business.
+        """Restore a state that `state` returned; `load_weights` loads the weights.
 
-        Raises ValueError or RuntimeError where it is of another adapter, or of none.
+        Raises ValueError or RuntimeError if the state's adapter does not fit this one.
         """
         if ("adapter" in state) != (self._adapter is not None):
-            raise ValueError("trainer.lora_rank was switched on or off since; a run keeps to one of the two")
+            raise ValueError("trainer.lora_rank was switched on or off, which a resumed run does not allow")
         if self._adapter is not None:
-            self._fill(self._adapter.parameters(self.model), state["adapter"])
+            self._copy_into(self._adapter.parameters(self.model), state["adapter"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
@@ -287,122 +316,122 @@ class Policy:
             torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
 
     def save_state(self, path: Path) -> None:
-        """Write `state` to a file. Raises OSError."""
+        """Write `state` to a file; raises OSError."""
         state = self.state()
-        if not self._leads:
+        if not self._is_rank_zero:
             return
         try:
             with path.open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch reports a failed write in words of its own; the reason lies beneath.
+            # torch hides a failed write's OSError behind its own error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
     def load_state_from(self, path: Path) -> None:
-        """Take up a state that `save_state` wrote. Raises CheckpointError."""
+        """Restore a state that `save_state` wrote; raises CheckpointError."""
         try:
             self.load_state(torch.load(path, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
-            raise CheckpointError(f"{path}: not a trainer's state of this model: {error}") from error
+            raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
 
-    def _anchored(self, rows: list[TrainSequence]) -> list[TrainSequence]:
-        """The rows with the logprobs of the policies that stand still while they are trained on."""
+    def _with_reference_logprobs(self, rows: list[TrainSequence]) -> list[TrainSequence]:
+        """Return the rows with the logprobs of the fixed policies: π_old and the reference model."""
         if self.settings.minibatches > 1 and not self.settings.streaming:
             rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
         if self._reference is not None:
-            found = self._reference.logprobs(
+            reference = self._reference.logprobs(
                 rows, self.settings.microbatch_tokens, share=self._reference.shares
             )
-            rows = [replace(row, reference=one) for row, one in zip(rows, found, strict=True)]
+            rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
         return rows
 
     def _take_steps(self, batch: _PendingBatch, rows: list[TrainSequence]) -> None:
-        """One optimiser step a minibatch, up to the first that is not finite."""
+        """Take one optimiser step per minibatch, up to the first that is not finite."""
         for part in minibatches(rows, self.settings.minibatches):
-            batch.descents.append(self._begin())
-            self._descend(batch.descents[-1], part, batch.diagnostics)
-            if not self._step(batch.descents[-1], learning_rate(self.settings, self.steps)):
+            batch.steps.append(self._begin_step())
+            self._accumulate(batch.steps[-1], part, batch.diagnostics)
+            if not self._step(batch.steps[-1], learning_rate(self.settings, self.steps)):
                 break
 
-    def _begin(self) -> GradientStep:
+    def _begin_step(self) -> GradientStep:
         self._optimizer.zero_grad(set_to_none=True)
         return GradientStep()
 
-    def _descend(
-        self, descent: GradientStep, rows: Sequence[TrainSequence], diagnostics: Diagnostics
+    def _accumulate(
+        self, step: GradientStep, rows: Sequence[TrainSequence], diagnostics: Diagnostics
     ) -> None:
-        """Add the gradient of the loss over the rows, times N, to the parameters'."""
+        """Add N times the gradient of the rows' loss to the parameters' gradients."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
-        layout = bundles(weighted, self.settings.microbatch_tokens, share=self._forward.shares)
-        descent.losses += [self._accumulate(bundle, diagnostics) for bundle in layout]
-        descent.passes += [one for bundle in layout for one in bundle.passes]
-        descent.rows += rows
-        descent.denominator += denominator
+        layout = prefix_batches(weighted, self.settings.microbatch_tokens, share=self._forward.shares)
+        step.losses += [self._backward_prefix_batch(batch, diagnostics) for batch in layout]
+        step.passes += [forward_pass for batch in layout for forward_pass in batch.passes]
+        step.rows += rows
+        step.denominator += denominator
 
-    def _accumulate(self, bundle: PrefixBatch, diagnostics: Diagnostics) -> Tensor:
-        """Add a bundle's gradient to the parameters'; returns its share of the loss, times N."""
-        prefix = self._forward.prefix(bundle)
+    def _backward_prefix_batch(self, batch: PrefixBatch, diagnostics: Diagnostics) -> Tensor:
+        """Add the batch's gradient to the parameters'; returns its share of the loss, times N."""
+        prefix = self._forward.prefix(batch)
         losses = []
-        for laid in bundle.microbatches:
-            losses.append(self._backward(laid.to(self.device), prefix, diagnostics))
+        for microbatch in batch.microbatches:
+            losses.append(self._backward(microbatch.to(self.device), prefix, diagnostics))
         if prefix is not None:
             prefix.backward()
         return torch.stack(losses).sum()
 
     def _backward(self, batch: Microbatch, prefix: Prefix | None, diagnostics: Diagnostics) -> Tensor:
         logprobs_n, entropy_n = self._forward(batch, prefix)
-        loss, cut_n = self._loss(logprobs_n, batch, 1.0)
+        loss, clipped_n = self._loss(logprobs_n, batch, 1.0)
         loss.backward()
-        diagnostics.add(logprobs_n, entropy_n, cut_n, batch)
+        diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
         return loss.detach()
 
-    def _step(self, descent: GradientStep, rate: float) -> bool:
-        """Take the step if it is finite; returns whether it was."""
-        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
-        torch._foreach_div_(gradients, descent.denominator)
+    def _step(self, step: GradientStep, rate: float) -> bool:
+        """Take the step if its loss and gradient are finite; returns whether it was taken."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        torch._foreach_div_(gradients, step.denominator)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        descent.loss = self._whole(torch.stack(descent.losses).sum()) / descent.denominator
-        descent.grad_norm = self._whole(norm)
-        if not descent.finite:
-            self.non_finite = self._suspects(descent.rows)
+        step.loss = self._reduce_sum(torch.stack(step.losses).sum()) / step.denominator
+        step.grad_norm = self._reduce_sum(norm)
+        if not step.finite:
+            self.non_finite = self._non_finite_groups(step.rows)
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         return True
 
-    # What processes that train together do together; here it is one process.
+    # Collective operations, which ShardedPolicy overrides; here for a single process.
 
     @property
-    def _leads(self) -> bool:
-        """Whether this is the process that writes."""
+    def _is_rank_zero(self) -> bool:
+        """Whether this process writes files."""
         return True
 
-    def _gathered(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole values of tensors, on the process that writes; tied ones stay one."""
-        return {name: one.detach() for name, one in live.items()}
+    def _gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the unsharded tensors on rank 0; tied tensors stay tied."""
+        return {name: tensor.detach() for name, tensor in live.items()}
 
-    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This process's part of a whole tensor, laid out as another."""
-        return whole
+    def _shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor, with the layout of `like`."""
+        return full
 
-    def _agreed(self, verdict: bool) -> bool:
-        """What the process that writes found."""
-        return verdict
+    def _broadcast(self, value: bool) -> bool:
+        """Return rank 0's value."""
+        return value
 
-    def _whole(self, value: Tensor) -> float:
-        """A sum whose parts the processes have."""
+    def _reduce_sum(self, value: Tensor) -> float:
+        """Sum a scalar over all ranks."""
         return float(value)
 
-    def _pooled(self, diagnostics: Diagnostics) -> Diagnostics:
-        """The diagnostics of all that they computed."""
+    def _merge_diagnostics(self, diagnostics: Diagnostics) -> Diagnostics:
+        """Merge the diagnostics of all ranks."""
         return diagnostics
 
-    def _suspects(self, rows: Sequence[TrainSequence]) -> list[str]:
-        """The groups of the rows whose loss is not finite; all groups if no row by itself explains it."""
+    def _non_finite_groups(self, rows: Sequence[TrainSequence]) -> list[str]:
+        """Return the groups of rows with a non-finite loss; all groups if no single row explains it."""
         bad = {
             row.group_id
             for row, logprobs in zip(rows, self.logprobs(rows), strict=True)

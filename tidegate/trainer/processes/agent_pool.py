@@ -1,4 +1,4 @@
-"""Several processes of agents as one."""
+"""Distributes agent runs over several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.types import TaskView
 
 
 class AgentRunner(Protocol):
-    """What runs agents: `trainer.workers.AgentWorker`, or several of its kind."""
+    """Runs agents: an `AgentWorker`, its remote counterpart, or an `AgentPool`."""
 
     async def open(self) -> None:
         """Wait until the agent is loaded. Raises ConfigError, StartError."""
@@ -23,7 +23,7 @@ class AgentRunner(Protocol):
 
 
 class AgentPool:
-    """Gives each run to the member that has the fewest."""
+    """Assigns each run to the member with the fewest runs."""
 
     def __init__(self, members: Sequence[AgentRunner]) -> None:
         self.members = list(members)
@@ -31,9 +31,9 @@ class AgentPool:
 
     async def open(self) -> None:
         try:
-            async with asyncio.TaskGroup() as together:
+            async with asyncio.TaskGroup() as group:
                 for member in self.members:
-                    together.create_task(member.open())
+                    group.create_task(member.open())
         except ExceptionGroup as failures:
             raise unwrapped(failures) from None
 

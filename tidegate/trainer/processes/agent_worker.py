@@ -1,8 +1,7 @@
-"""The parent's side of the agents' process: start it, hand it runs, outlive it.
+"""Owns the process in which agents run, and sends it runs.
 
-Agents run in a process of their own, so that their CPU, their prints, their crashes and their hangs are
-not the trainer's. When the process dies, the runs in it end `cancelled` and the next one gets a new
-process.
+Agents run in a separate process, so that their CPU use, output, crashes and hangs do not affect the trainer.
+When the process exits, its runs end as `cancelled` and the next run starts a new process.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from tidegate.types import Outcome, TaskView
 MAX_LINE = 64 * 1024 * 1024
 START_S = 60.0
 GRACE_S = 5.0
-"""A worker that says nothing of a run so long after its deadline is stuck."""
+"""How long after a run's deadline the process may still report it, before it is killed."""
 CLOSE_S = 5.0
 MAX_RESTARTS = 5
-"""Deaths in a row, with no run ended well in between, after which the process is given up."""
+"""Limit on restarts in a row without a completed run in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """How one run of the agent ended. `outcome` None: by itself; the gateway then says what it was."""
+    """Result of one agent run. `outcome` is None if the agent returned; the gateway then decides on it."""
 
     outcome: Outcome | None = None
     output: str | None = None
@@ -43,7 +42,7 @@ class AgentResult:
 
 
 class Access(TypedDict):
-    """An agent's way to its session, and how long it may take."""
+    """Access to an agent's session, and its deadline in seconds."""
 
     base_url: str
     api_key: str
@@ -53,16 +52,16 @@ class Access(TypedDict):
 
 
 class AgentWorker:
-    """Owns the agents' process. Made by `start`, ended by `close`."""
+    """Owns the agents' process. Created by `start`, stopped by `close`."""
 
     def __init__(self, use: str, options: Mapping[str, Any], log_path: Path) -> None:
         self.use = use
         self.restarts = 0
-        """How often the process was started again, in all."""
+        """Total number of restarts."""
         self._options = dict(options)
         self._log_path = log_path
         self._process: _Process | None = None
-        self._deaths = 0
+        self._failures = 0
         self._starting = asyncio.Lock()
         self._closed = False
 
@@ -70,28 +69,36 @@ class AgentWorker:
     async def start(cls, use: str, options: Mapping[str, Any], log_path: Path) -> AgentWorker:
         """Start the process and wait until it has loaded the agent.
 
-        Raises ConfigError where there is no such agent, and StartError where the process cannot run.
+        Raises:
+            ConfigError: if there is no such agent.
+            StartError: if the process cannot run.
         """
         worker = cls(use, options, log_path)
         await worker.open()
         return worker
 
     async def open(self) -> None:
-        """As `start`, of a worker that is there; may be called twice."""
-        await self._live()
+        """Start the process of this worker, as `start` does; may be called twice."""
+        await self._running_process()
 
     @property
     def pid(self) -> int | None:
-        """The process that runs the agents now; None between two."""
+        """Id of the current process; None if it has exited."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
-        """Run the agent once; `job_id` is never used twice. Returns soon after `deadline_s` at the latest.
+        """Run the agent once. Cancelling this call cancels the run.
 
-        Cancelling this call cancels the run. Raises StartError once the process has died too often.
+        Args:
+            job_id: unique id of the run.
+            view: the task as the agent sees it.
+            access: the session, and `deadline_s`, after which the run ends within GRACE_S.
+
+        Raises:
+            StartError: if the process has exited too often.
         """
         deadline_s = access["deadline_s"]
-        process = await self._live()
+        process = await self._running_process()
         ended = process.send_run(
             job_id, {"task": {"id": view.id, "messages": list(view.messages)}, "session": access}
         )
@@ -99,7 +106,7 @@ class AgentWorker:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 result = await ended
         except TimeoutError:
-            # The worker ends every run by its deadline: if it didn't, an agent blocks its event loop.
+            # The worker enforces deadlines itself, unless an agent blocks its event loop.
             process.kill()
             return AgentResult(
                 Outcome.TIMEOUT,
@@ -111,17 +118,17 @@ class AgentWorker:
         finally:
             process.forget(job_id)
         if result.outcome is None:
-            self._deaths = 0
+            self._failures = 0
         return result
 
     async def close(self) -> None:
-        """End the runs and the process; may be called twice."""
+        """Stop the runs and the process; may be called twice."""
         self._closed = True
         if self._process is not None:
             await self._process.close()
 
-    async def _live(self) -> _Process:
-        """The running process, started again where it died. Raises StartError."""
+    async def _running_process(self) -> _Process:
+        """Return the running process, restarted if it has exited. Raises StartError."""
         async with self._starting:
             if self._closed:
                 raise StartError("the agents' process was closed")
@@ -129,10 +136,10 @@ class AgentWorker:
                 return self._process
             if self._process is not None:
                 await self._process.close()
-                self._deaths += 1
-                if self._deaths > MAX_RESTARTS:
+                self._failures += 1
+                if self._failures > MAX_RESTARTS:
                     raise StartError(
-                        f"the agents' process died {self._deaths} times in a row; the end of "
+                        f"the agents' process exited {self._failures} times in a row; the end of "
                         f"{self._log_path}:\n{tail(self._log_path)}"
                     )
                 self.restarts += 1
@@ -141,7 +148,7 @@ class AgentWorker:
 
 
 class _Process:
-    """One child process and the runs that wait for it."""
+    """A child process and its pending runs."""
 
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         assert child.stdin is not None
@@ -149,7 +156,7 @@ class _Process:
         self.pid = child.pid
         self.alive = True
         self._child = child
-        self._orders = child.stdin
+        self._commands = child.stdin
         self._events = child.stdout
         self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -164,13 +171,13 @@ class _Process:
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 limit=MAX_LINE,
                 env={name: value for name, value in os.environ.items() if name != ADMIN_KEY},
-                # Ctrl-C in a terminal reaches the trainer alone, which then ends its agents in order.
+                # Ctrl-C in a terminal must reach the trainer only, which then stops its agents in order.
                 start_new_session=True,
             )  # fmt: skip
         process = cls(child)
-        process._send(dict(options))  # not as an argument, which everyone can read
+        process._send(dict(options))  # command lines are public
         try:
-            await process._greeting(use, log_path)
+            await process._wait_until_ready(use, log_path)
         except BaseException:
             process.kill()
             await child.wait()
@@ -196,7 +203,7 @@ class _Process:
         signal_child(self._child, signal.SIGKILL)
 
     async def close(self) -> None:
-        self._orders.close()
+        self._commands.close()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._child.wait()
@@ -207,43 +214,43 @@ class _Process:
             await self._reader
 
     def _send(self, order: Mapping[str, Any]) -> None:
-        # A dead child's pipe takes what is written and loses it; its reader ends the runs.
-        self._orders.write(json.dumps(order).encode() + b"\n")
+        # Writes to an exited child are lost; `_read` ends its runs.
+        self._commands.write(json.dumps(order).encode() + b"\n")
 
-    async def _greeting(self, use: str, log_path: Path) -> None:
+    async def _wait_until_ready(self, use: str, log_path: Path) -> None:
         try:
             async with asyncio.timeout(START_S):
                 line = await self._events.readline()
         except TimeoutError:
             raise StartError(f"loading the agent {use!r} took longer than {START_S:g} s") from None
         if not line:
-            raise StartError(f"the agents' process ended at once:\n{tail(log_path)}")
-        greeting = json.loads(line)
-        if greeting["event"] != "ready":
-            raise ConfigError(greeting["error"])
+            raise StartError(f"the agents' process exited at start:\n{tail(log_path)}")
+        event = json.loads(line)
+        if event["event"] != "ready":
+            raise ConfigError(event["error"])
 
     async def _read(self) -> None:
-        """Hand each event to the run that waits for it, until the process has ended."""
+        """Resolve runs from the process's events until it exits."""
         try:
             while line := await self._events.readline():
                 event = json.loads(line)
                 ended = self._waiting.get(event["job"])
                 if ended is not None and not ended.done():
-                    ended.set_result(_result(event))
+                    ended.set_result(_parse_result(event))
         finally:
             self.kill()
             for ended in self._waiting.values():
                 if not ended.done():
-                    ended.set_result(AgentResult(Outcome.CANCELLED, error="the agent process died"))
+                    ended.set_result(AgentResult(Outcome.CANCELLED, error="the agents' process exited"))
 
 
-def _result(event: Mapping[str, Any]) -> AgentResult:
+def _parse_result(event: Mapping[str, Any]) -> AgentResult:
     outcome = None if event["outcome"] is None else Outcome(event["outcome"])
     return AgentResult(outcome, event["output"], event["reward"], event["metrics"], event["error"])
 
 
 def tail(log: Path, characters: int = 2000) -> str:
-    """The end of a log file, for an error's message."""
+    """Return the end of a log file, for an error message."""
     with log.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - characters))

@@ -1,4 +1,4 @@
-"""The processes of a run: its engines, its gateway and its agents' process; started together, kept, ended."""
+"""Starts a run's engines, gateway and agents' processes, and restarts failed servers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tidegate.config import Settings
 from tidegate.errors import StartError, unwrapped
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.processes.agent_pool import AgentPool, AgentRunner
-from tidegate.trainer.processes.provider import Live, ProcessProvider, ServerProcess
+from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
 
 PAUSE_S = 1.0
-"""After a start that failed: what a dead process held (an address, memory) may be free a moment later."""
+"""Delay after a failed start, in which an exited process's address or memory may become free."""
 
 
 @dataclass(slots=True)
 class Processes:
-    """What a run talks to. `engines` begin with its own, or with those that the settings name."""
+    """Clients of a run's processes. `engines` starts with the run's own engines or those of `engine.urls`."""
 
     gateway: GatewayClient
     worker: AgentRunner
@@ -36,26 +36,39 @@ class Processes:
 async def start_processes(
     settings: Settings,
     run_dir: Path,
-    live: Live,
-    guard: TaskSupervisor,
+    current: CurrentWeights,
+    supervisor: TaskSupervisor,
     note: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-    parts: ProcessProvider,
+    provider: ProcessProvider,
 ) -> Processes:
-    """Start everything at once; `stack` ends it, and `guard` learns of a death. Raises StartError."""
+    """Start all processes at the same time.
+
+    Args:
+        settings: settings of the run.
+        run_dir: directory of the run.
+        current: returns the weights that engines start with.
+        supervisor: runs the tasks that restart failed servers.
+        note: prints a message.
+        stack: stops the processes when it is closed.
+        provider: creates the processes.
+
+    Raises:
+        StartError: if a process does not start.
+    """
     began = time.monotonic()
     try:
-        async with asyncio.TaskGroup() as together:
-            own = together.create_task(_start_engines(settings, run_dir, live, stack, parts))
-            gate = together.create_task(_start_gateway(settings, run_dir, guard, note, stack, parts))
-            agents = together.create_task(_start_agents(settings, run_dir, stack, parts))
+        async with asyncio.TaskGroup() as group:
+            own = group.create_task(_start_engines(settings, run_dir, current, stack, provider))
+            gate = group.create_task(_start_gateway(settings, run_dir, supervisor, note, stack, provider))
+            agents = group.create_task(_start_agents(settings, run_dir, stack, provider))
     except ExceptionGroup as failures:
         raise unwrapped(failures) from None
     services, gateway, worker = own.result(), gate.result(), agents.result()
     engines = EngineMembership(gateway, note)
     await engines.open(settings.engine.urls or [service.url for service in services])
     for service in services:
-        guard.watch(_keep_engine(service, live, note, engines), service.name)
+        supervisor.watch(_supervise_engine(service, current, note, engines), service.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, worker, engines)
 
@@ -63,40 +76,42 @@ async def start_processes(
 async def _start_engines(
     settings: Settings,
     run_dir: Path,
-    live: Live,
+    current: CurrentWeights,
     stack: contextlib.AsyncExitStack,
-    parts: ProcessProvider,
+    provider: ProcessProvider,
 ) -> Sequence[ServerProcess]:
-    engines = parts.engines(settings, run_dir, live)
+    engines = provider.engines(settings, run_dir, current)
     try:
-        async with asyncio.TaskGroup() as together:
+        async with asyncio.TaskGroup() as group:
             for engine in engines:
                 stack.push_async_callback(engine.stop)
-                together.create_task(engine.start())
+                group.create_task(engine.start())
     except ExceptionGroup as failures:
         raise unwrapped(failures) from None
     return engines
 
 
-async def _keep_engine(
-    engine: ServerProcess, live: Live, note: Callable[[str], None], engines: EngineMembership
+async def _supervise_engine(
+    engine: ServerProcess, current: CurrentWeights, note: Callable[[str], None], engines: EngineMembership
 ) -> None:
-    """Restart a dead engine with what is live; give up after MAX_RESTARTS."""
+    """Restart an engine with the current weights whenever it exits; raises StartError after MAX_RESTARTS."""
     while True:
-        why: str | None = await engine.died()
-        before = engine.url
+        why: str | None = await engine.wait_for_exit()
+        old_url = engine.url
         while why is not None:
-            version = live()[1]
-            why = await _again(engine, why, note)
+            version = current()[1]
+            why = await _restart(engine, why, note)
         note(f"the {engine.name} is back at version {version}")
-        await engines.returned(before, engine.url)
+        await engines.on_restart(old_url, engine.url)
 
 
-async def _again(server: ServerProcess, why: str, note: Callable[[str], None]) -> str | None:
-    """Start a server again that is down, and why it is; None, or why it is still. Raises StartError when that
-    was done too often."""
+async def _restart(server: ServerProcess, why: str, note: Callable[[str], None]) -> str | None:
+    """Restart a server that is down for the reason `why`.
+
+    Returns None if it is up again, or else the new reason. Raises StartError after MAX_RESTARTS restarts.
+    """
     if server.restarts >= MAX_RESTARTS:
-        raise StartError(f"{why}, after {server.restarts} restarts; {server.last_words()}")
+        raise StartError(f"{why}, after {server.restarts} restarts; {server.last_log_line()}")
     note(f"{why}; starting it again")
     try:
         await server.restart()
@@ -109,47 +124,51 @@ async def _again(server: ServerProcess, why: str, note: Callable[[str], None]) -
 async def _start_gateway(
     settings: Settings,
     run_dir: Path,
-    guard: TaskSupervisor,
+    supervisor: TaskSupervisor,
     note: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
-    parts: ProcessProvider,
+    provider: ProcessProvider,
 ) -> GatewayClient:
     journal = run_dir / "gateway"
-    if not (run_dir / "ledger.jsonl").exists():  # it belongs to the run whose ledger lies beside it
+    if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
         await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
     key = admin_key(settings)
-    server = parts.gateway(settings, run_dir, key, journal)
+    server = provider.gateway(settings, run_dir, key, journal)
     stack.push_async_callback(server.stop)
     url = await server.start()
     client = GatewayClient(url, key)
-    guard.watch(_keep_gateway(server, client, note), "gateway")
+    supervisor.watch(_supervise_gateway(server, client, note), "gateway")
     stack.push_async_callback(client.close)
     return client
 
 
-async def _keep_gateway(gateway: ServerProcess, client: GatewayClient, note: Callable[[str], None]) -> None:
-    """Restart a dead gateway: its journal holds what it was doing. Give up after MAX_RESTARTS."""
+async def _supervise_gateway(
+    gateway: ServerProcess, client: GatewayClient, note: Callable[[str], None]
+) -> None:
+    """Restart the gateway from its journal whenever it exits; raises StartError after MAX_RESTARTS."""
     try:
         while True:
-            why: str | None = await gateway.died()
+            why: str | None = await gateway.wait_for_exit()
             while why is not None:
-                why = await _again(gateway, why, note)
+                why = await _restart(gateway, why, note)
             note("the gateway is back, with the sessions it had")
     except StartError as error:
-        client.abort(str(error))  # the run ends now, and what it still has to tell it need not wait
+        client.abort(str(error))  # pending calls need not wait: the run ends now
         raise
 
 
 async def _start_agents(
-    settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack, parts: ProcessProvider
+    settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack, provider: ProcessProvider
 ) -> AgentRunner:
-    crew = AgentPool(parts.agents(settings, run_dir))
-    stack.push_async_callback(crew.close)
-    await crew.open()
-    return crew
+    pool = AgentPool(provider.agents(settings, run_dir))
+    stack.push_async_callback(pool.close)
+    await pool.open()
+    return pool
 
 
 def admin_key(settings: Settings) -> str:
-    """There always is one: agents run on the same machines, and loopback alone would not keep them from the
-    control plane."""
+    """Return the setting's key or a random one.
+
+    There always is one, because agents on the same machine can reach the control plane through loopback.
+    """
     return settings.gateway.admin_key or secrets.token_urlsafe(24)

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine."""
+"""Provides the processes of a run on this machine."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.service.service import LOOPBACK, Service
 from tidegate.trainer.processes.agent_worker import AgentWorker
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 from tidegate.trainer.processes.servers import (
     agent_names,
     engine_names,
     engine_server,
     gateway_server,
-    pinned,
+    snapshot_weights,
 )
 
 
 class LocalProcesses:
-    """`trainer.parts.Parts` of one machine: reachable from there alone, if `gateway.host` says no more."""
+    """`ProcessProvider` of this machine. Processes listen on loopback, unless `gateway.host` differs."""
 
     host = LOOPBACK
 
-    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[Service]:
+    def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
         return [
             engine_server(
-                settings, name, index, run_dir, self.host, 0, partial(pinned, live, run_dir / "weights", name)
+                settings,
+                name,
+                index,
+                run_dir,
+                self.host,
+                0,
+                partial(snapshot_weights, current, run_dir / "weights", name),
             )
             for index, name in enumerate(engine_names(settings))
         ]
@@ -47,5 +53,5 @@ class LocalProcesses:
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[LocalRankProcess]:
         return rank_processes(settings.trainer.ranks, run_dir / "logs")
 
-    async def place(self, url: str, weights: Path) -> Path:
+    async def deliver(self, url: str, weights: Path) -> Path:
         return weights

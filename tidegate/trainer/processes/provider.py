@@ -1,4 +1,4 @@
-"""Where the processes of a run come from: this machine, or what else can give them."""
+"""Interfaces of the processes of a run, and of their provider: this machine or a cluster."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from tidegate.config import Settings
 from tidegate.trainer.processes.agent_pool import AgentRunner
 from tidegate.trainer.processes.rank_process import RankProcess
 
-Live = Callable[[], tuple[Path, int]]
-"""The weights that engines should serve at this moment, and their version."""
+CurrentWeights = Callable[[], tuple[Path, int]]
+"""Returns the weights that engines should serve now, and their version."""
 
 
 class ServerProcess(Protocol):
-    """An engine or a gateway as its owner sees it: `services.Service`, or one on another node."""
+    """An engine or a gateway: a `Service`, or a `RemoteServer` on another node."""
 
     name: str
     url: str
     restarts: int
 
     async def start(self) -> str: ...
-    async def died(self) -> str: ...
+    async def wait_for_exit(self) -> str: ...
     async def restart(self) -> None: ...
     async def stop(self) -> None: ...
-    def last_words(self) -> str: ...
+    def last_log_line(self) -> str: ...
 
 
 class ProcessProvider(Protocol):
-    """Makes the processes of a run, not started; each method is called once."""
+    """Creates the processes of a run without starting them; each method is called once."""
 
     host: str
-    """This process's address, as the others reach it."""
+    """Address of this process as the others reach it."""
 
-    def engines(self, settings: Settings, run_dir: Path, live: Live) -> Sequence[ServerProcess]:
-        """The run's own engines: none where `engine.urls` names others."""
+    def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
+        """Return the run's own engines; none if `engine.urls` is set."""
 
     def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> ServerProcess:
-        """The gateway, whose admin key is `key`. Its address stays; with a `journal` its sessions do, too."""
+        """Return the gateway, with `key` as its admin key. Restarts keep its address, a `journal` its sessions."""
 
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]:
-        """The processes of agents."""
+        """Return the processes that run agents."""
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]:
-        """The trainer's ranks but the first."""
+        """Return the processes of the trainer's ranks but 0."""
 
-    async def place(self, url: str, weights: Path) -> Path:
-        """Where the engine at a URL finds the weights of a directory here. Raises StartError, OSError."""
+    async def deliver(self, url: str, weights: Path) -> Path:
+        """Make weights available to the engine at `url`; returns their path there. Raises StartError, OSError."""

@@ -1,4 +1,4 @@
-"""The owner's side of a trainer rank other than the first: its process, from its start to its end."""
+"""Owns the process of a trainer rank other than 0."""
 
 from __future__ import annotations
 
@@ -17,94 +17,94 @@ from tidegate.errors import StartError
 from tidegate.service.service import signal_child
 
 READY = b"ready\n"
-"""What it says first, on its standard output."""
+"""First line on the process's standard output."""
 READY_S = 120.0
 STOP_S = 8.0
-PATIENCE_S = 600.0
-"""How long a rank waits for another in the middle of a step, before it takes it for lost."""
+COLLECTIVE_TIMEOUT_S = 600.0
+"""Timeout of collective operations, and of writing a message to a rank."""
 
 
 class RankProcess(Protocol):
-    """A rank other than the first as its owner sees it, on this node (`LocalRankProcess`) or another."""
+    """Process of a rank other than 0, on this node (`LocalRankProcess`) or on another."""
 
     rank: int
 
     async def start(self) -> None: ...
-    def tell(self, message: object) -> None: ...
-    async def died(self) -> str: ...
+    def send(self, message: object) -> None: ...
+    async def wait_for_exit(self) -> str: ...
     async def stop(self) -> None: ...
 
 
 class LocalRankProcess:
-    """A process of this machine. Its log is `logs/trainer-<rank>.log`."""
+    """A rank's process on this machine. Its log is `logs/trainer-<rank>.log`."""
 
-    def __init__(self, rank: int, logs: Path, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, rank: int, logs: Path, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         self.rank = rank
         self.log = logs / f"trainer-{rank}.log"
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._commands: int | None = None
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
     def command(self) -> Sequence[str]:
-        """What is run: something that says READY, and is told."""
+        """Return the command, which prints READY and then reads messages from standard input."""
         return (sys.executable, "-m", "tidegate.trainer.distributed.rank_main")
 
     async def start(self) -> None:
-        """Returns when it is ready to be told. Raises StartError.
+        """Start the process and wait until it reads messages. Raises StartError.
 
-        It is ended by the kernel, too, when this process dies: in a collective it reads no input.
+        The kernel ends it when this process exits: during a collective it does not read its standard input.
         """
         theirs, self._commands = os.pipe()
         os.set_blocking(self._commands, False)
-        tether = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+        wrapper = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
         try:
             with await asyncio.to_thread(self.log.open, "ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *tether, *self.command(),
+                    *wrapper, *self.command(),
                     stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
                 )  # fmt: skip
         finally:
             os.close(theirs)
         assert self._process.stdout is not None
         try:
-            said = await asyncio.wait_for(self._process.stdout.readline(), READY_S)
+            line = await asyncio.wait_for(self._process.stdout.readline(), READY_S)
         except TimeoutError:
             raise StartError(f"trainer rank {self.rank} was not ready after {READY_S:g} s") from None
-        if said != READY:
-            raise StartError(await self.died())
+        if line != READY:
+            raise StartError(await self.wait_for_exit())
 
-    def tell(self, message: object) -> None:
-        """Raises BrokenPipeError where it is dead, TimeoutError where it reads nothing for `patience_s`."""
-        left = memoryview(pickle.dumps(message))
-        with self._telling:
-            while left:
-                left = left[self._write(left) :]
+    def send(self, message: object) -> None:
+        """Send a message; raises BrokenPipeError if the process has exited, TimeoutError if it reads nothing."""
+        rest = memoryview(pickle.dumps(message))
+        with self._sending:
+            while rest:
+                rest = rest[self._write(rest) :]
 
-    def _write(self, left: memoryview) -> int:
-        """As much as there is room for in the pipe: less than a batch takes; returns how many bytes."""
+    def _write(self, data: memoryview) -> int:
+        """Write as many bytes as the pipe has room for; returns their number."""
         if self._commands is None:
             raise BrokenPipeError(f"trainer rank {self.rank} was stopped")
-        room = select.poll()
-        room.register(self._commands, select.POLLOUT)
-        if not room.poll(self._patience_s * 1000):
+        poll = select.poll()
+        poll.register(self._commands, select.POLLOUT)
+        if not poll.poll(self._timeout_s * 1000):
             raise TimeoutError(
-                f"trainer rank {self.rank} has read nothing for {self._patience_s:g} s (log: {self.log})"
+                f"trainer rank {self.rank} has read nothing for {self._timeout_s:g} s (log: {self.log})"
             )
-        return os.write(self._commands, left)
+        return os.write(self._commands, data)
 
-    async def died(self) -> str:
-        """Wait for its end; returns how it ended, in words."""
+    async def wait_for_exit(self) -> str:
+        """Wait for the process to exit; returns a message on how it did."""
         assert self._process is not None
         code = await self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        words = f"; its last words: {lines[-1].strip()}" if lines and code > 0 else ""
-        return f"trainer rank {self.rank} {how}{words} (log: {self.log})"
+        last = f"; last log line: {lines[-1].strip()}" if lines and code > 0 else ""
+        return f"trainer rank {self.rank} {how}{last} (log: {self.log})"
 
     async def stop(self) -> None:
-        """Let it end by itself; kill it if it does not within STOP_S."""
-        await self._hang_up()
+        """Close the process's input, and kill it if it does not exit within STOP_S."""
+        await self._close_pipe()
         if self._process is None:
             return
         try:
@@ -113,21 +113,20 @@ class LocalRankProcess:
             signal_child(self._process, signal.SIGKILL)
             await self._process.wait()
 
-    async def _hang_up(self) -> None:
-        """Close the pipe, which is the end for who reads it. Where somebody still writes into it, nobody
-        does: killed, it lets go of the other end, and of whoever writes."""
-        if not self._telling.acquire(blocking=False):
+    async def _close_pipe(self) -> None:
+        """Close the pipe. If a write into it blocks, kill the process first, which ends the write."""
+        if not self._sending.acquire(blocking=False):
             if self._process is not None:
                 signal_child(self._process, signal.SIGKILL)
-            await asyncio.to_thread(self._telling.acquire)
+            await asyncio.to_thread(self._sending.acquire)
         try:
             if self._commands is not None:
                 os.close(self._commands)
             self._commands = None
         finally:
-            self._telling.release()
+            self._sending.release()
 
 
 def rank_processes(ranks: int, logs: Path) -> list[LocalRankProcess]:
-    """All but the first of so many ranks."""
+    """Create the processes of all ranks but 0."""
     return [LocalRankProcess(rank, logs) for rank in range(1, ranks)]

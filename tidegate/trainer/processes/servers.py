@@ -1,4 +1,4 @@
-"""The servers of a run as processes that somebody owns, not started: what they are called, told and given."""
+"""Names, command lines and settings of a run's servers; nothing is started here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from tidegate.config import EngineSettings, Settings
 from tidegate.service.external import READY_S
 from tidegate.service.service import Service
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.sglang import SGLangServer
 from tidegate.trainer.processes.vllm import VLLMServer
 
 MAX_RESTARTS = 5
-"""Deaths of one server, after which it is given up."""
+"""Limit on the restarts of one server."""
 
 
 def engine_names(settings: Settings) -> list[str]:
-    """`engine`, or `engine-1`, `engine-2` … where there are several; none where they run already."""
+    """Return `engine`, or `engine-1`, `engine-2` … of several; none if `engine.urls` is set."""
     return [] if settings.engine.urls else _numbered("engine", settings.engine.count)
 
 
 def agent_names(settings: Settings) -> list[str]:
-    """`agent`, or `agent-1`, `agent-2` …"""
+    """Return `agent`, or `agent-1`, `agent-2` … of several."""
     return _numbered("agent", settings.agent.workers)
 
 
@@ -32,17 +32,17 @@ def _numbered(name: str, count: int) -> list[str]:
 
 
 def engine_server(
-    settings: Settings, name: str, index: int, directory: Path, host: str, port: int, live: Live
+    settings: Settings, name: str, index: int, directory: Path, host: str, port: int, current: CurrentWeights
 ) -> Service:
-    """One of a run's engines; it listens at `host`, and comes up with what is live."""
+    """Create one of a run's engines; it listens on `host` and starts with the current weights."""
     engine = settings.engine
     if engine.kind == "sglang":
-        return SGLangServer(engine, live, directory, name, index, host)
+        return SGLangServer(engine, current, directory, name, index, host)
     if engine.kind == "vllm":
-        return VLLMServer(engine, live, directory, name, index, host)
+        return VLLMServer(engine, current, directory, name, index, host)
 
     def arguments() -> list[str]:
-        return [*engine_arguments(settings, live), "--host", host]
+        return [*engine_arguments(settings, current), "--host", host]
 
     return Service("engine", arguments, directory, name=name, port=port)
 
@@ -54,9 +54,9 @@ def gateway_server(
     directory: Path,
     host: str,
     port: int,
-    _: Live | None = None,
+    _: CurrentWeights | None = None,
 ) -> Service:
-    """The gateway, whose admin key is `key`. With a `journal` it can be restarted in mid-run."""
+    """Create the gateway with `key` as its admin key. A `journal` keeps its sessions across restarts."""
     arguments = gateway_arguments(settings, host)
     if journal is not None:
         arguments += ["--journal", str(journal)]
@@ -64,9 +64,9 @@ def gateway_server(
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
-def engine_arguments(settings: Settings, live: Live) -> list[str]:
-    """The command line of an embedded engine that serves what is live."""
-    weights, version = live()
+def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
+    """Return the arguments of an embedded engine that starts with the current weights."""
+    weights, version = current()
     engine = settings.engine
     return [
         "--model", str(weights), "--weight-version", str(version), "--device", engine.device,
@@ -77,8 +77,10 @@ def engine_arguments(settings: Settings, live: Live) -> list[str]:
 
 
 def gateway_arguments(settings: Settings, host: str) -> list[str]:
-    """The command line of a gateway without engines, which are added when they are ready, and without what
-    only its owner tells it: the admin key, the environment's options."""
+    """Return the arguments of a gateway.
+
+    Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
+    """
     public = settings.gateway.public_url
     return [
         "--model", str(settings.model.path), "--host", host, "--tool-parser", settings.gateway.tool_parser,
@@ -92,17 +94,17 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
 
 
 def restart_s(settings: EngineSettings) -> float:
-    """How long an engine that died may take until it serves again."""
+    """Return how long the restart of an engine may take, in seconds."""
     return READY_S if settings.kind != "embedded" else Service.ready_s
 
 
-def pinned(live: Live, published: Path, name: str) -> tuple[Path, int]:
-    """What is live, in a place where it stays until the engine `name` is started anew.
+def snapshot_weights(current: CurrentWeights, published: Path, name: str) -> tuple[Path, int]:
+    """Return the current weights at a path that is kept until the engine `name` restarts.
 
-    Published weights are removed after two more versions, which may be before a starting engine has read
-    them; so it gets hard links of its own to them. Weights from elsewhere stay where they are.
+    Published weights are removed after two more versions, possibly before a starting engine has read them;
+    so the engine gets hard links to them. Weights outside `published` are returned unchanged.
     """
-    weights, version = live()
+    weights, version = current()
     if weights.parent != published:
         return weights, version
     place = published / f"of-{name}"

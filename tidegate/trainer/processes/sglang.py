@@ -1,4 +1,4 @@
-"""SGLang servers that a run starts and owns, from an environment of their own."""
+"""SGLang servers owned by a run, in a Python environment of their own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 
 from tidegate.config import EngineSettings
 from tidegate.service.external import ExternalService
-from tidegate.service.serve import write_whole
+from tidegate.service.serve import write_atomically
 from tidegate.service.service import LOOPBACK
-from tidegate.trainer.processes.provider import Live
+from tidegate.trainer.processes.provider import CurrentWeights
 
 
 class SGLangServer(ExternalService):
-    """`python -m sglang.launch_server` with what is live. Its `/health` is no 200 until its own first request
-    went through it."""
+    """Runs `python -m sglang.launch_server` with the current weights.
+
+    Its `/health` returns 200 only after its own warm-up request.
+    """
 
     def __init__(
         self,
         settings: EngineSettings,
-        live: Live,
+        current: CurrentWeights,
         directory: Path,
         name: str,
         index: int,
@@ -28,16 +30,16 @@ class SGLangServer(ExternalService):
     ) -> None:
         super().__init__(directory, name, address=address)
         self._settings = settings
-        self._live = live
+        self._current = current
         self._index = index
 
     async def start(self) -> str:
         url = await super().start()
-        await asyncio.to_thread(write_whole, self._announce, json.dumps({"url": url, "pid": self.pid}))
+        await asyncio.to_thread(write_atomically, self._announce, json.dumps({"url": url, "pid": self.pid}))
         return url
 
     def program(self, port: int) -> list[str]:
-        weights, version = self._live()
+        weights, version = self._current()
         return [
             str(self._settings.python), "-m", "sglang.launch_server", "--model-path", str(weights),
             "--host", self.address, "--port", str(port), "--weight-version", str(version),

@@ -1,4 +1,4 @@
-"""A main job and the components it depends on: a component's death ends the job, and says why."""
+"""Runs a main job beside background tasks; a failing task cancels the job."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class TaskSupervisor:
-    """Owns background tasks. `run` lasts as long as the job, or until a component fails.
+    """Owns background tasks. `run` ends with the job, or when a task fails.
 
-    Made on a running event loop.
+    Must be created on a running event loop.
     """
 
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _failure: asyncio.Future[BaseException] = field(default_factory=asyncio.Future)
 
     def watch(self, component: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run a component. One that ends by itself is done; one that raises ends the job."""
+        """Run a background task. It may return; if it raises, the job is cancelled."""
         task = asyncio.create_task(component, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -38,11 +38,11 @@ class TaskSupervisor:
             self._failure.set_result(error)
 
     async def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """The job's result; raises the first failing component's error, with the job cancelled."""
+        """Run the job and return its result; raises the error of the first failing task."""
         main = asyncio.create_task(job, name="main")
         try:
-            waited: list[asyncio.Future[Any]] = [main, self._failure]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            futures: list[asyncio.Future[Any]] = [main, self._failure]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 raise self._failure.result()
             return main.result()
@@ -51,7 +51,7 @@ class TaskSupervisor:
             await asyncio.gather(main, return_exceptions=True)
 
     async def close(self) -> None:
-        """Cancel what still runs and wait for its end."""
+        """Cancel the background tasks and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -61,18 +61,18 @@ class TaskSupervisor:
 async def watchdog(
     limit_s: float, last_progress: Callable[[], float], describe: Callable[[], str], check_s: float = 2.0
 ) -> None:
-    """Raises StalledError when nothing moved for `limit_s`; `describe` says what is waited for."""
+    """Raises StalledError after `limit_s` without progress, with `describe()` in its message."""
     while True:
         await asyncio.sleep(min(check_s, limit_s / 4))
         idle = time.monotonic() - last_progress()
         if idle > limit_s:
             raise StalledError(
-                f"nothing moved for {idle:.0f} s (the watchdog's limit is {limit_s:g} s); {describe()}"
+                f"no progress for {idle:.0f} s (the watchdog's limit is {limit_s:g} s); {describe()}"
             )
 
 
 async def every(seconds: float, do: Callable[[], object]) -> None:
-    """Call `do` again and again."""
+    """Call `do` repeatedly, for ever."""
     while True:
         do()
         await asyncio.sleep(seconds)

@@ -1,10 +1,10 @@
-"""Weights sent to engines over process groups: neither a disk that both see, nor a file, is in the way.
+"""Sends weights to engines over process groups, without a shared disk.
 
-Each engine has a group of its own with the trainer, so that one that dies takes no other with it, and one
-that comes back joins by itself. Weights go in buckets: while one is sent to all engines, the next one is
-gathered, so that two of them are held here. An engine that keeps what comes beside its live weights works on,
-and is paused only to change over. One that doesn't, as SGLang, is paused from the beginning, and what it has
-meanwhile is of no version.
+Each engine has its own group with the trainer, so that a failing engine does not affect the others and a
+restarted one can rejoin alone. Weights are sent in buckets; the next bucket is gathered while one is sent, so
+at most two are in memory. An engine that stages the new weights beside the current ones keeps generating and is
+paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start, and its
+weights are of no version until the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tidegate.weights.process_group import HOST, JOIN_S, WeightsGroup, address_t
 
 BUCKET_BYTES = 256 * 2**20
 PARTIAL = "partial"
-"""What an engine calls its weights while they come: the gateway takes no such token for one of a version."""
+"""Version label of an engine's weights during a transfer; the gateway refuses tokens with it."""
 
 T = TypeVar("T")
 
 
 class Bucket(NamedTuple):
-    """Some of the weights, in host memory; `size` in bytes."""
+    """Part of the weights, in host memory; `size` in bytes."""
 
     tensors: dict[str, Tensor]
     size: int
@@ -48,10 +48,14 @@ Source = Generator[dict[str, Tensor], None, None]
 
 
 class WeightBroadcaster:
-    """Sends the policy's weights; `source(most_bytes)` gives them in buckets, gathered as they are asked for.
+    """Sends the policy's weights to engines.
 
-    `note` hears of what failed. `device` is what the policy is on: bytes go over NCCL where it and an engine
-    are on GPUs, which have to be two, and over gloo elsewhere.
+    Args:
+        source: yields the weights in buckets of at most the given number of bytes.
+        note: prints a message about a failed transfer.
+        bucket_bytes: size of a bucket.
+        device: device of the policy. If it and the engine's are GPUs (which must differ), NCCL is used, else
+            gloo.
     """
 
     def __init__(
@@ -68,144 +72,145 @@ class WeightBroadcaster:
         self._groups: dict[str, WeightsGroup] = {}
 
     async def send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
-        """Make the weights live on engines, as this version; the URLs of those on which they are.
+        """Load the weights on engines as this version; returns the URLs of those that succeeded.
 
-        The policy must not be trained meanwhile. All get the same bucket at the same time, so the slowest
-        sets the pace. One that fails gets no more of them and is in a group no more; it may be paused, with
-        weights of no version, and has to read files. Where this raises all engines go on.
+        The policy must not be trained meanwhile. The slowest engine sets the pace, as all receive a bucket at
+        the same time. A failing engine leaves its group; it may be paused, with weights of no version, and has
+        to load files. If this raises, all engines are resumed.
         """
         try:
             return await self._send(engines, version)
-        except BaseException:  # nobody will have them read files
-            await asyncio.gather(*(_go_on(one) for one in engines))
+        except BaseException:  # the caller will not have them load files
+            await asyncio.gather(*(_try_resume(engine) for engine in engines))
             raise
 
     async def _send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
-        gathering = _Prefetcher(self._source(self._bucket_bytes))
+        prefetcher = _Prefetcher(self._source(self._bucket_bytes))
         done: list[EngineControl] = []
         try:
-            bucket = await gathering.next()
-            going = await self._each(engines, self._begin)
+            bucket = await prefetcher.next()
+            active = await self._on_all(engines, self._begin)
             size, total = 0, 0
-            while bucket is not None and going:
-                going = await self._each(going, partial(self._bucket, bucket=bucket))
+            while bucket is not None and active:
+                active = await self._on_all(active, partial(self._send_bucket, bucket=bucket))
                 size, total = size + bucket.size, (total + bucket.checksum) % MODULUS
-                bucket = None  # before the next but one is gathered
-                bucket = await gathering.next() if going else None
-            done = await self._each(going, partial(self._end, size=size, total=total, version=version))
+                bucket = None  # free it before a third bucket is gathered
+                bucket = await prefetcher.next() if active else None
+            done = await self._on_all(active, partial(self._end, size=size, total=total, version=version))
             return {engine.url for engine in done}
         finally:
-            await asyncio.gather(*(self._give_up(one) for one in engines if one not in done))
-            await gathering.close()
+            await asyncio.gather(*(self._reset(engine) for engine in engines if engine not in done))
+            await prefetcher.close()
 
     def retain(self, urls: Iterable[str]) -> None:
-        """Leave the groups with engines that are not among these."""
+        """Close the groups of all other engines."""
         for url in self._groups.keys() - set(urls):
-            self._leave(url)
+            self._close_group(url)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Close all groups."""
         self.retain(())
 
-    def _leave(self, url: str) -> None:
+    def _close_group(self, url: str) -> None:
         group = self._groups.pop(url, None)
         if group is not None:
             group.close()
 
-    async def _each(
+    async def _on_all(
         self, engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
     ) -> list[EngineControl]:
-        """A step with all of them at the same time; those with which it worked."""
-        worked = await asyncio.gather(*(self._worked(engine, step) for engine in engines))
-        return [engine for engine, well in zip(engines, worked, strict=True) if well]
+        """Run a step on all engines at the same time; returns those on which it succeeded."""
+        results = await asyncio.gather(*(self._try(engine, step) for engine in engines))
+        return [engine for engine, succeeded in zip(engines, results, strict=True) if succeeded]
 
-    async def _worked(self, engine: EngineControl, step: Callable[[EngineControl], Awaitable[None]]) -> bool:
+    async def _try(self, engine: EngineControl, step: Callable[[EngineControl], Awaitable[None]]) -> bool:
         try:
             await step(engine)
         except EngineError as error:
-            self._note(f"weights could not be sent, and are read from files: {error}")
+            self._note(f"weights could not be sent and are loaded from files instead: {error}")
             return False
         return True
 
     async def _begin(self, engine: EngineControl) -> None:
         if engine.url not in self._groups:
-            self._groups[engine.url] = await self._meet(engine)
-        answer = await engine.call("/begin_weight_update", {})
-        if not answer.get("staged"):  # what comes is live at once, as in SGLang
+            self._groups[engine.url] = await self._join_group(engine)
+        reply = await engine.call("/begin_weight_update", {})
+        if not reply.get("staged"):  # weights are overwritten in place, as in SGLang
             await engine.pause()
 
-    async def _bucket(self, engine: EngineControl, bucket: Bucket) -> None:
+    async def _send_bucket(self, engine: EngineControl, bucket: Bucket) -> None:
         group, tensors = self._groups[engine.url], list(bucket.tensors.values())
         body: dict[str, Any] = {
             "names": list(bucket.tensors),
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors],
-            "shapes": [list(one.shape) for one in tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group.name,
             "flush_cache": True,
             "abort_all_requests": False,
             "weight_version": PARTIAL,
         }
-        ask = engine.call("/update_weights_from_distributed", body, bucket.size)
-        await _both(engine, ask, partial(group.broadcast, tensors), group.close)
+        call = engine.call("/update_weights_from_distributed", body, bucket.size)
+        await _run_with_engine(engine, call, partial(group.broadcast, tensors), group.close)
 
     async def _end(self, engine: EngineControl, size: int, total: int, version: int) -> None:
-        await engine.pause()  # again, where it had to be before
-        answer = await engine.call("/end_weight_update", {}, size)
-        came = answer.get("checksum", total)  # SGLang gives none
-        if came != total:
-            raise EngineError(f"engine {engine.url}: the weights that came are not those that were sent")
+        await engine.pause()
+        reply = await engine.call("/end_weight_update", {}, size)
+        if reply.get("checksum", total) != total:  # SGLang returns none
+            raise EngineError(f"engine {engine.url}: the checksum of the received weights is wrong")
         label = {"new_version": str(version), "abort_all_requests": False}
         await engine.call("/update_weight_version", label)
         await engine.verify(version)
         await engine.resume()
 
-    async def _give_up(self, engine: EngineControl) -> None:
-        """Make it ready for another update, over a group of another name."""
+    async def _reset(self, engine: EngineControl) -> None:
+        """Prepare the engine for another update, over a new group."""
         group = self._groups.get(engine.url)
-        self._leave(engine.url)
+        self._close_group(engine.url)
         with suppress(EngineError):
             await engine.call("/end_weight_update", {})
         if group is not None:
             with suppress(EngineError):
                 await engine.call("/destroy_weights_update_group", {"group_name": group.name})
 
-    async def _meet(self, engine: EngineControl) -> WeightsGroup:
-        """A group of the trainer and the engine's ranks. Raises EngineError."""
+    async def _join_group(self, engine: EngineControl) -> WeightsGroup:
+        """Create a group of the trainer and the engine's ranks. Raises EngineError."""
         ranks, kind = await _ranks_of(engine)
         device = self._device if kind == self._device.type else HOST
-        name = f"tidegate-{secrets.token_hex(4)}"  # an engine may still have those of an earlier run
+        name = f"tidegate-{secrets.token_hex(4)}"  # an engine may still have groups of an earlier run
         size, backend = 1 + ranks, "nccl" if device.type == "cuda" else "gloo"
         try:
-            address, store = await asyncio.to_thread(_meeting_place, engine.url, size)
+            address, store = await asyncio.to_thread(_open_store, engine.url, size)
         except (OSError, RuntimeError) as error:
-            raise EngineError(f"engine {engine.url}: no group can be made with it: {error}") from error
-        ask = engine.call(
+            raise EngineError(f"engine {engine.url}: cannot create a process group: {error}") from error
+        call = engine.call(
             "/init_weights_update_group",
             {
                 "master_address": address, "master_port": store.port, "rank_offset": 1,
                 "world_size": size, "group_name": name, "backend": backend,
             },
         )  # fmt: skip
-        return await _both(engine, ask, partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device))
+        return await _run_with_engine(
+            engine, call, partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device)
+        )
 
 
 class _Prefetcher:
-    """The buckets of a source, of which the next one is gathered in a thread meanwhile."""
+    """Gathers the next bucket of a source in a thread."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._ahead = self._start()
+        self._next = self._start()
 
     async def next(self) -> Bucket | None:
-        """None where there is none left. Raises what the source raises."""
-        bucket = await asyncio.shield(self._ahead)
+        """Return the next bucket, or None at the end. Raises the source's errors."""
+        bucket = await asyncio.shield(self._next)
         if bucket is not None:
-            self._ahead = self._start()
+            self._next = self._start()
         return bucket
 
     async def close(self) -> None:
-        """Let the source come to its end."""
-        await asyncio.gather(self._ahead, return_exceptions=True)
+        """Close the source."""
+        await asyncio.gather(self._next, return_exceptions=True)
         await asyncio.to_thread(self._source.close)
 
     def _start(self) -> asyncio.Task[Bucket | None]:
@@ -215,44 +220,44 @@ class _Prefetcher:
         tensors = next(self._source, None)
         if tensors is None:
             return None
-        size = sum(one.numel() * one.element_size() for one in tensors.values())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         return Bucket(tensors, size, checksum(tensors.items()))
 
 
-async def _both(
+async def _run_with_engine(
     engine: EngineControl,
-    ask: Coroutine[Any, Any, object],
+    call: Coroutine[Any, Any, object],
     work: Callable[[], T],
     stop: Callable[[], None] = lambda: None,
 ) -> T:
-    """Do a blocking piece of work that the engine takes part in when it is asked to; its result.
+    """Run blocking work in which the engine takes part through `call`; returns the work's result.
 
-    Raises EngineError where either fails; `stop` ends work that nobody will take part in.
+    Raises EngineError if either fails; `stop` then aborts the work.
     """
-    working = _aside(work)
-    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be left alone
+    working = _in_daemon_thread(work)
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
     try:
-        await ask
+        await call
     except EngineError:
         stop()
         raise
     try:
-        async with asyncio.timeout(JOIN_S):  # the engine has done its part
+        async with asyncio.timeout(JOIN_S):  # the engine has finished its part
             return await working
     except (RuntimeError, TimeoutError) as error:
         stop()
         raise EngineError(f"engine {engine.url}: {type(error).__name__}: {error}", retryable=True) from error
 
 
-def _aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """In a thread that does not keep the process from ending: NCCL may wait for ever for who is gone."""
+def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run work in a thread that does not block exit: NCCL may wait for ever for a lost member."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whoever waits is told
+        except BaseException as error:  # noqa: BLE001 - raised to the awaiting task
             done.set_exception(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
@@ -260,26 +265,25 @@ def _aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def _ranks_of(engine: EngineControl) -> tuple[int, str]:
-    """How many ranks hold the engine's weights, and on what kind of device. Raises EngineError."""
-    said = await engine.call("/server_info")
+    """Return the engine's number of ranks and kind of device. Raises EngineError."""
+    info = await engine.call("/server_info")
     for name in ("dp_size", "pp_size"):
-        if said.get(name, 1) != 1:
+        if info.get(name, 1) != 1:
             raise EngineError(
-                f"engine {engine.url}: {name} = {said[name]}: weights can be sent to a server of one replica "
-                'in one stage; set trainer.publish_transport = "files"'
+                f"engine {engine.url}: {name} = {info[name]}, but weights can be sent only to a server with one "
+                'replica and one pipeline stage; set trainer.publish_transport = "files"'
             )
-    return int(said.get("tp_size", 1)), str(said.get("device", "cpu"))
+    return int(info.get("tp_size", 1)), str(info.get("device", "cpu"))
 
 
-def _meeting_place(url: str, size: int) -> tuple[str, dist.TCPStore]:
-    """Where a group of that size meets: this machine's address as the engine sees it, and the store there.
-    Raises OSError, RuntimeError."""
+def _open_store(url: str, size: int) -> tuple[str, dist.TCPStore]:
+    """Open a group's store at this machine's address as the engine sees it. Raises OSError, RuntimeError."""
     parts = urlsplit(url)
     address = address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
     timeout = timedelta(seconds=JOIN_S)
     return address, dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
-async def _go_on(engine: EngineControl) -> None:
+async def _try_resume(engine: EngineControl) -> None:
     with suppress(EngineError):
         await engine.resume()

@@ -1,4 +1,4 @@
-"""Control calls to one engine: pause, load weights, resume, attest the version."""
+"""Control calls to one engine: pause, load weights, resume, query the version."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from tidegate.errors import EngineError, UnfitEngineError
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
-
-
-NEEDED = {"output_token_logprobs": "its logprob", "weight_versions": "the version of the weights behind it"}
-"""Of a reply's `meta_info`, for every token."""
-
-
-ANSWERS_S = 2.0
-"""How long an engine that is out of service may take to say that it is there again."""
+"""Timeout of a call, besides the time to transfer weights."""
+REQUIRED_FIELDS = {
+    "output_token_logprobs": "its logprob",
+    "weight_versions": "the version of the weights behind it",
+}
+"""Fields of a reply's `meta_info` that training needs of every token."""
+PROBE_TIMEOUT_S = 2.0
+"""Timeout of a probe for an engine that may be down."""
 
 
 class EngineControl:
-    """The control calls of one engine, SGLang's protocol; raises EngineError."""
+    """Control calls of one engine, in SGLang's protocol. All methods raise EngineError."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
         self._http = http
 
     async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
-        """POST `body` (GET where it is None). Every call has the deadline CALL_S, and in addition the time
-        that so many bytes of weights may take which it moves."""
+        """POST `body`, or GET if it is None.
+
+        The timeout is CALL_S plus the time for a transfer of `size` bytes of weights.
+        """
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=CALL_S + transfer_s(size))
@@ -50,46 +52,51 @@ class EngineControl:
                 f"engine {self.url}{path}: {reply.status}: {text[:300]}", retryable=reply.status >= 500
             )
         try:
-            answer = orjson.loads(text)
+            result = orjson.loads(text)
         except orjson.JSONDecodeError:
-            answer = {}
-        return answer if isinstance(answer, dict) else {}
+            result = {}
+        return result if isinstance(result, dict) else {}
 
     async def version(self) -> int:
-        """The version that the engine attests; raises EngineError where it is no number."""
-        said = (await self.call("/model_info")).get("weight_version")
+        """Return the version that the engine reports; raises EngineError if it is not a number."""
+        label = (await self.call("/model_info")).get("weight_version")
         try:
-            return int(str(said))
+            return int(str(label))
         except ValueError:
-            raise EngineError(f"engine {self.url} attests the version {said!r}, which is no number") from None
+            raise EngineError(
+                f"engine {self.url} reports the version {label!r}, which is not a number"
+            ) from None
 
-    async def label(self) -> str | None:
-        """What it calls its weights; None where it does not say so soon."""
+    async def probe_label(self) -> str | None:
+        """Return the engine's version label; None if it does not respond within PROBE_TIMEOUT_S."""
         try:
-            async with asyncio.timeout(ANSWERS_S):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return str((await self.call("/model_info")).get("weight_version"))
         except (EngineError, TimeoutError):
             return None
 
     async def check_sample(self) -> None:
-        """Have it sample a token as for training. Raises EngineError; where the token comes without what
-        training needs of it, as servers of other versions may send it, UnfitEngineError."""
+        """Sample one token as for training.
+
+        Raises UnfitEngineError if the reply lacks fields that training needs, as from unsupported versions.
+        """
         body = {
             "input_ids": [0], "return_logprob": True, "stream": False,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
         }  # fmt: skip
         meta = (await self.call("/generate", body)).get("meta_info")
-        missing = [what for name, what in NEEDED.items() if not (isinstance(meta, dict) and meta.get(name))]
+        missing = [
+            what for name, what in REQUIRED_FIELDS.items() if not (isinstance(meta, dict) and meta.get(name))
+        ]
         if missing:
             raise UnfitEngineError(
-                f"engine {self.url}: a token comes without {' and '.join(missing)}, so nothing that it "
-                "samples could be trained on; SGLang 0.5.23, `tidegate engine` and `tidegate vllm` send it"
+                f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; use "
+                "SGLang 0.5.23, `tidegate engine` or `tidegate vllm`"
             )
 
     async def load(self, weights: Path, version: int) -> None:
-        """Bring the engine to `version`, the one in that directory; whatever happens, it is asked to go on
-        afterwards."""
-        size = await asyncio.to_thread(_size_of, weights)
+        """Load the weights of a directory as `version`; resumes the engine in any case."""
+        size = await asyncio.to_thread(_total_bytes, weights)
         body = {
             "model_path": str(weights), "weight_version": str(version), "flush_cache": True,
             "abort_all_requests": False,
@@ -108,14 +115,14 @@ class EngineControl:
         await self.call("/continue_generation", {})
 
     async def verify(self, version: int) -> None:
-        """Raises EngineError where it attests another version."""
-        attested = await self.version()
-        if attested != version:
-            raise EngineError(f"engine {self.url} attests version {attested} after loading {version}")
+        """Raises EngineError if the engine reports another version."""
+        reported = await self.version()
+        if reported != version:
+            raise EngineError(f"engine {self.url} reports version {reported} after loading {version}")
 
 
-def _size_of(weights: Path) -> int:
-    """In bytes; 0 where they are not there, or not any more, which the engine will say."""
+def _total_bytes(weights: Path) -> int:
+    """Return the size of the files in bytes; 0 if they are missing, which the engine will report."""
     try:
         return sum(file.stat().st_size for file in weights.iterdir())
     except FileNotFoundError:

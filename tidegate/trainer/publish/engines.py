@@ -1,8 +1,8 @@
-"""The engines of a run at this moment: those that it began with, and those that join and leave.
+"""Tracks the engines of a run: the initial ones, and those that join and leave.
 
-The gateway keeps the list, as everybody can change it there. What somebody adds waits, without a call, until
-it is brought to the live version and admitted here; what somebody removes gets no more calls and no more
-versions. So no call reaches an engine whose weights nobody vouches for.
+The gateway keeps the list, which others can change there. An added engine gets no calls until it has loaded
+the current version and is enabled here; a removed engine gets no more calls and no more versions. So no call
+reaches an engine with unknown weights.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from tidegate.gateway.client import GatewayClient
 if TYPE_CHECKING:
     from tidegate.trainer.publish.publisher import Publisher
 
-LOOK_S = 2.0
+POLL_S = 2.0
 
 
 class EngineMembership:
-    """Owns which engines are brought to every version, and tells the gateway which of them serve.
+    """Decides which engines every version is published to, and enables and disables them at the gateway.
 
-    An engine is one URL; behind a router's there are several addresses that take control calls.
+    An engine has one URL; a router's engine has several addresses for control calls.
     """
 
     def __init__(self, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._note = note
-        self.on_look: Callable[[bool], None] = lambda serving: None
-        """Told with every look whether any engine serves."""
+        self.on_poll: Callable[[bool], None] = lambda serving: None
+        """Called with every poll, with whether any engine serves."""
         self._members: dict[str, tuple[str, ...]] = {}
-        """Their control addresses, by URL."""
+        """Control addresses by URL."""
         self._joining: set[str] = set()
-        """Members that were brought to a version, and have not served yet."""
-        self._trial: set[str] = set()
-        """Members that the next publish has to bring to its version, or they are refused."""
+        """Members that have loaded a version but have not been enabled yet."""
+        self._provisional: set[str] = set()
+        """Members that are rejected unless the next publish can update them."""
         self._work: dict[str, asyncio.Task[None]] = {}
-        """What is under way with an engine, by its URL: one thing at a time."""
-        self._listing = asyncio.Lock()
-        """The list as it was read is not acted on while it is changed from here."""
-        self._telling = asyncio.Lock()
+        """The running operation of each engine, by URL."""
+        self._list_lock = asyncio.Lock()
+        """Held while the list is read and acted on, or changed here."""
+        self._enable_lock = asyncio.Lock()
         self._publisher: Publisher | None = None
         self._group: asyncio.TaskGroup | None = None
 
     def urls(self) -> list[str]:
-        """Where control calls go."""
+        """Return all control addresses."""
         return [address for control in self._members.values() for address in control]
 
     async def open(self, urls: Sequence[str]) -> None:
-        """Begin with these, which are at the live version.
+        """Add the initial engines, which have the current version.
 
-        Those of the run's last start are forgotten, which the gateway's journal remembers; those that joined
-        it wait to be brought to what is live now.
+        Of the engines in the gateway's journal, those of the run's last start are removed, and those that had
+        joined are disabled until they have loaded the current version.
         """
         own = [url.rstrip("/") for url in urls]
         for row in await self._gateway.list_engines():
@@ -68,164 +68,169 @@ class EngineMembership:
             self._members[url] = (url,)
             await self._gateway.add_engine(url, admitted=True)
 
-    def lead(self, publisher: Publisher) -> None:
-        """From now on there are versions to bring engines to."""
+    def set_publisher(self, publisher: Publisher) -> None:
+        """Set the publisher. Call before `watch`."""
         self._publisher = publisher
 
-    # -- what the publisher and the owners of engines tell
+    # -- callbacks of the publisher and of the engines' owners
 
-    async def hold(self, address: str, why: str) -> None:
-        """One that could not be brought to the version gets no calls."""
+    async def mark_unavailable(self, address: str, why: str) -> None:
+        """Disable an engine that could not be updated."""
         url = self._url_of(address)
         if url is None:
             return
-        if url in self._trial:
-            await self._refuse(url, why)
+        if url in self._provisional:
+            await self._reject(url, why)
         else:
             self._note(f"engine {url} is out of service: {why}")
-            await self._tell(url)
+            await self._set_enabled(url)
 
     async def restore(self, address: str) -> None:
-        """One that was out of service is at the live version."""
+        """Enable an engine again that has loaded the current version."""
         url = self._url_of(address)
         if url is None:
             return
-        how = "joined" if url in self._trial else "is in service again"
-        if await self._tell(url):
-            self._trial.discard(url)
-            self._note(f"engine {url} {how}, at version {self._lead.live[1]}")
+        how = "joined" if url in self._provisional else "is in service again"
+        if await self._set_enabled(url):
+            self._provisional.discard(url)
+            self._note(f"engine {url} {how}, at version {self._active_publisher.current[1]}")
 
-    async def returned(self, before: str, url: str) -> None:
-        """An engine that was at `before` was started again by its owner, maybe elsewhere."""
-        if before not in self._members:
-            return  # it left meanwhile
-        if url != before:
-            async with self._listing:
+    async def on_restart(self, old_url: str, url: str) -> None:
+        """Handle the restart of an engine by its owner, possibly at another URL."""
+        if old_url not in self._members:
+            return  # it has left
+        if url != old_url:
+            async with self._list_lock:
                 await self._gateway.add_engine(url, admitted=self._publisher is None)
                 self._members[url] = (url,)
-                del self._members[before]
-                await self._gateway.remove_engine(before)
-        if self._group is not None:  # not here: it may wait for a publish that waits for this engine
-            self._start(self._group, url, self._refresh(url))
+                del self._members[old_url]
+                await self._gateway.remove_engine(old_url)
+        if self._group is not None:  # as a task: it may wait for a publish that waits for this engine
+            self._start(self._group, url, self._resync(url))
 
-    # -- what others do to the list
+    # -- changes to the gateway's list
 
     async def watch(self) -> None:
-        """Follow the gateway's list for ever: bring in who joins, let go who leaves."""
+        """Poll the gateway's list for ever and handle engines that join or leave."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 while True:
                     try:
-                        await self._look(group)
-                    except GatewayError as error:  # its owner starts it again, or ends the run
+                        await self._poll(group)
+                    except GatewayError as error:  # its owner restarts it or ends the run
                         self._note(f"the engines cannot be listed: {error}")
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         except ExceptionGroup as failures:
             raise unwrapped(failures) from None
         finally:
             self._group = None
 
-    async def _look(self, group: asyncio.TaskGroup) -> None:
-        async with self._listing:
+    async def _poll(self, group: asyncio.TaskGroup) -> None:
+        async with self._list_lock:
             rows = {row["url"]: row for row in await self._gateway.list_engines()}
-            self.on_look(any(row["healthy"] and row["admitted"] for row in rows.values()))
+            self.on_poll(any(row["healthy"] and row["admitted"] for row in rows.values()))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
-                self._trial.discard(url)
+                self._provisional.discard(url)
                 self._joining.discard(url)
                 self._note(f"engine {url} left")
             for url in self._work.keys() - rows.keys():
                 self._work.pop(url).cancel()
-            live = str(self._lead.live[1])
+            current = str(self._active_publisher.current[1])
             for url, row in rows.items():
                 if url not in self._members:
                     self._start(group, url, self._join(url, tuple(row["control"])))
-                elif row["healthy"] and not (row["admitted"] and row["weight_version"] == live):
-                    self._start(group, url, self._refresh(url))
+                elif row["healthy"] and not (row["admitted"] and row["weight_version"] == current):
+                    self._start(group, url, self._resync(url))
 
     def _start(self, group: asyncio.TaskGroup, url: str, work: Coroutine[Any, Any, None]) -> None:
         if url in self._work:
             work.close()
             return
-        task = self._work[url] = group.create_task(self._noted(url, work), name=f"engine {url}")
+        task = self._work[url] = group.create_task(self._run_logged(url, work), name=f"engine {url}")
         task.add_done_callback(lambda done: self._work.get(url) is done and self._work.pop(url))
 
-    async def _noted(self, url: str, work: Coroutine[Any, Any, None]) -> None:
-        """What the gateway could not be told now it is told after another look."""
+    async def _run_logged(self, url: str, work: Coroutine[Any, Any, None]) -> None:
+        """Await work; log a failed gateway call, which a later poll repeats."""
         try:
             await work
         except GatewayError as error:
             self._note(f"engine {url}: {error}")
 
     async def _join(self, url: str, control: tuple[str, ...]) -> None:
-        """Bring a newcomer to what is live, which may change meanwhile; then it is one of them."""
-        publisher = self._lead
+        """Load the current version, which may change meanwhile, on a new engine; then make it a member."""
+        publisher = self._active_publisher
         self._note(f"engine {url} joins")
         deadline = time.monotonic() + publisher.patience_s
         while True:
             try:
-                brought = {await publisher.bring(address) for address in control}
+                versions = {await publisher.update(address) for address in control}
             except UnfitEngineError as error:
-                await self._refuse(url, str(error))
+                await self._reject(url, str(error))
                 return
             except EngineError as error:
                 if error.retryable and time.monotonic() < deadline:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                     continue
-                await self._not_by_files(url, control, error)
+                await self._join_by_broadcast(url, control, error)
                 return
-            if brought == {publisher.live[1]}:
+            if versions == {publisher.current[1]}:
                 break
-        self._members[url] = control  # with no wait in between: the next publish is for it too
+        self._members[url] = control  # without an await since: the next publish includes it
         self._joining.add(url)
-        await self._tell(url)
+        await self._set_enabled(url)
 
-    async def _not_by_files(self, url: str, control: tuple[str, ...], error: EngineError) -> None:
-        """One that cannot read the weights may be one that they can be sent to."""
-        if self._lead.sender is None:
-            await self._refuse(url, str(error))
+    async def _join_by_broadcast(self, url: str, control: tuple[str, ...], error: EngineError) -> None:
+        """Let the next publish send the weights to an engine that cannot load files."""
+        if self._active_publisher.sender is None:
+            await self._reject(url, str(error))
             return
-        self._note(f"engine {url} is sent the weights at the next publish: {error}")
-        self._trial.add(url)
+        self._note(f"engine {url} will receive the weights at the next publish: {error}")
+        self._provisional.add(url)
         self._members[url] = control
-        self._lead.expect(control)
+        self._active_publisher.mark_unavailable(control)
 
-    async def _refresh(self, url: str) -> None:
-        """A member that came back, or attests another version than the live one."""
-        if all([await self._lead.refresh(address) for address in self._members.get(url, ())]):
-            await self._tell(url)
+    async def _resync(self, url: str) -> None:
+        """Update a member that has restarted or reports another version, then enable it."""
+        if all([await self._active_publisher.resync(address) for address in self._members.get(url, ())]):
+            await self._set_enabled(url)
 
-    async def _tell(self, url: str) -> bool:
-        """Tell the gateway whether an engine serves: it does if nothing of it is out of service and it
-        attests the live version, for it may have been started again since it was brought to it."""
-        async with self._telling:
+    async def _set_enabled(self, url: str) -> bool:
+        """Enable or disable an engine at the gateway; returns whether it is enabled.
+
+        It is enabled if all its addresses are in service and report the current version, which a restart since
+        the last update would have changed.
+        """
+        async with self._enable_lock:
             control = self._members.get(url, ())
             serves = (
-                bool(control) and self._lead.out.isdisjoint(control) and await self._lead.attested(control)
+                bool(control)
+                and self._active_publisher.unavailable.isdisjoint(control)
+                and await self._active_publisher.attested(control)
             )
             try:
                 await self._gateway.admit_engine(url, serves)
             except GatewayError as error:
-                if error.status != 404:  # it was removed meanwhile
+                if error.status != 404:  # 404: it has been removed
                     raise
                 return False
         if serves and url in self._joining:
             self._joining.discard(url)
-            self._note(f"engine {url} joined, at version {self._lead.live[1]}")
+            self._note(f"engine {url} joined, at version {self._active_publisher.current[1]}")
         return serves
 
-    async def _refuse(self, url: str, why: str) -> None:
+    async def _reject(self, url: str, why: str) -> None:
         self._members.pop(url, None)
-        self._trial.discard(url)
+        self._provisional.discard(url)
         self._joining.discard(url)
-        self._note(f"engine {url} is refused: {why}")
+        self._note(f"engine {url} is rejected: {why}")
         await self._gateway.remove_engine(url)
 
     def _url_of(self, address: str) -> str | None:
         return next((url for url, control in self._members.items() if address in control), None)
 
     @property
-    def _lead(self) -> Publisher:
-        assert self._publisher is not None, "nobody publishes yet"
+    def _active_publisher(self) -> Publisher:
+        assert self._publisher is not None, "set_publisher was not called"
         return self._publisher

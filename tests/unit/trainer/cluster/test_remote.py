@@ -57,12 +57,14 @@ async def test_a_lost_server_is_asked_for_until_it_is_there_again(
             raise found
         return found
 
-    async def died() -> tuple[str, str]:
+    async def wait_for_exit() -> tuple[str, str]:
         raise LostError("engine-2 was lost: its node died")
 
-    server = RemoteServer("engine-2", actor(about=there, start=start, died=died), HOME, tmp_path)
+    server = RemoteServer(
+        "engine-2", actor(about=there, start=start, wait_for_exit=wait_for_exit), HOME, tmp_path
+    )
     assert await server.start() == "http://192.0.2.2:1"
-    assert await server.died() == "the engine-2 was lost: its node died"
+    assert await server.wait_for_exit() == "the engine-2 was lost: its node died"
     await server.restart()
     assert (server.url, server.restarts) == ("http://192.0.2.3:1", 1)
 

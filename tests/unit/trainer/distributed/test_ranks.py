@@ -23,7 +23,7 @@ MEMORY = r"out of memory on cpu: .*; lower trainer\.microbatch_tokens \(it is 99
 
 @dataclass
 class Told:
-    """A follower that keeps what it is told, or is deaf."""
+    """A process that keeps what it is told, or is deaf."""
 
     rank: int = 1
     deaf: bool = False
@@ -31,12 +31,12 @@ class Told:
 
     async def start(self) -> None: ...
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         if self.deaf:
             raise TimeoutError("trainer rank 1 has read nothing for 600 s")
         self.messages.append(message)
 
-    async def died(self) -> str:
+    async def wait_for_exit(self) -> str:
         raise AssertionError
 
     async def stop(self) -> None: ...
@@ -73,12 +73,12 @@ def settings() -> TrainerSettings:
 def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
     settings: TrainerSettings, fault: Any, seen: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LAST_WORDS_S", 0)
+    monkeypatch.setattr(module, "EXIT_REPORT_S", 0)
     other = Told()
     ranks = Ranks(settings, [other])
-    with pytest.raises(seen), ranks.together("add"):
+    with pytest.raises(seen), ranks.collective("add"):
         fault()
-    with pytest.raises(TrainingError, match=words), ranks.together("save_weights"):
+    with pytest.raises(TrainingError, match=words), ranks.collective("save_weights"):
         pass
     assert len(other.messages) == 1
 
@@ -87,9 +87,9 @@ def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
 def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exception) -> None:
     other = Told()
     ranks = Ranks(settings, [other])
-    with pytest.raises(type(error)), ranks.together("load_weights"):
+    with pytest.raises(type(error)), ranks.collective("load_weights"):
         raise error
-    with ranks.together("add"):
+    with ranks.collective("add"):
         pass
     assert len(other.messages) == 2
 
@@ -98,7 +98,7 @@ def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: Trai
     deaf = Told(deaf=True)
     ranks = Ranks(settings, [deaf])
     for _ in range(2):
-        with pytest.raises(TrainingError, match="trainer rank 1 has read nothing"), ranks.together("add"):
+        with pytest.raises(TrainingError, match="trainer rank 1 has read nothing"), ranks.collective("add"):
             raise AssertionError
         deaf.deaf = False
     assert deaf.messages == []

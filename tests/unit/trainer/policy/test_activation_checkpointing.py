@@ -14,8 +14,8 @@ from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_mo
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.activation_checkpointing import recompute
-from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
+from tidegate.trainer.policy.microbatch import prefix_batches
 from tidegate.trainer.policy.policy import Policy
 
 
@@ -41,7 +41,7 @@ def gradients(base: Path, rows: list[TrainSequence], **settings: object) -> dict
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_are_those_without_it_bit_for_bit(base: Path, shared: bool, compute_dtype: str) -> None:
     rows = rows_that_share() if shared else make_rows(12)
-    assert any(bundle.prefixes for bundle in bundles(rows, 200)) == shared
+    assert any(bundle.prefixes for bundle in prefix_batches(rows, 200)) == shared
     plain = gradients(base, rows, compute_dtype=compute_dtype)
     again = gradients(base, rows, compute_dtype=compute_dtype, activation_checkpointing=True)
     assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
@@ -57,7 +57,7 @@ def test_another_family_of_models(tmp_path: Path) -> None:
 def kept(base: Path, rows: list[TrainSequence], **settings: object) -> int:
     """Bytes that the forward passes of a bundle allocate and leave to the way back."""
     policy = Policy.load(base, TrainerSettings(**settings))
-    (bundle,) = bundles(rows, 8192)
+    (bundle,) = prefix_batches(rows, 8192)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as told:
@@ -77,7 +77,7 @@ def test_a_layer_puts_its_keys_into_a_cache_once() -> None:
     cache, layer = DynamicCache(), torch.nn.Identity()
     keys = torch.ones(1, 2, 3, 4, requires_grad=True)
     layer.forward = lambda keys, past_key_values: past_key_values.update(keys, keys, 0)[0].square()
-    recompute([layer])
+    checkpoint_layers([layer])
     layer(keys, past_key_values=cache).sum().backward()
     assert cache.get_seq_length() == 3
     assert torch.equal(keys.grad, 2 * keys)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.unit.trainer.learning_fixtures import make_group, make_row, make_rows
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.microbatch import (
-    MOST_PADDING,
-    PREFIX_SHARE,
+    MAX_PADDING_RATIO,
+    PREFIX_MEMORY_DIVISOR,
     PrefixBatch,
-    _cuts,
-    bundles,
+    _cheapest_split,
     microbatches,
     padding_ratio,
+    prefix_batches,
 )
 
 
@@ -47,7 +47,7 @@ def computed(found: list[PrefixBatch]) -> int:
 
 @given(batches(), st.integers(8, 400), st.booleans())
 def test_each_row_is_laid_out_once_and_whole(rows, max_tokens, share):
-    found = bundles(rows, max_tokens, share=share)
+    found = prefix_batches(rows, max_tokens, share=share)
     laid = [index for bundle in found for batch in bundle.microbatches for index in batch.rows]
     assert sorted(laid) == [index for index, row in enumerate(rows) if row.mask.any()]
     for bundle in found:
@@ -66,7 +66,7 @@ def test_each_row_is_laid_out_once_and_whole(rows, max_tokens, share):
 
 @given(batches(), st.integers(8, 400), st.booleans())
 def test_each_trained_token_is_predicted_once_with_what_was_recorded(rows, max_tokens, share):
-    for bundle in bundles(rows, max_tokens, share=share):
+    for bundle in prefix_batches(rows, max_tokens, share=share):
         for batch in bundle.microbatches:
             width = batch.ids_bt.shape[1]
             assert (batch.at_n // width == batch.row_n).all()
@@ -85,29 +85,29 @@ def test_each_trained_token_is_predicted_once_with_what_was_recorded(rows, max_t
 
 @given(batches(), st.integers(8, 400), st.booleans())
 def test_budgets_hold(rows, max_tokens, share):
-    for bundle in bundles(rows, max_tokens, share=share):
+    for bundle in prefix_batches(rows, max_tokens, share=share):
         lengths = [len(one) for one in beginnings(bundle)]
         assert sum(lengths) <= max_tokens or len(lengths) == 1
         for one in bundle.prefixes:
             assert one.positions <= max_tokens or len(one.lengths_p) == 1
         for batch in bundle.microbatches:
-            held = batch.positions + len(batch.rows) * (batch.prefix_width // PREFIX_SHARE)
+            held = batch.positions + len(batch.rows) * (batch.prefix_width // PREFIX_MEMORY_DIVISOR)
             assert held <= max_tokens or len(batch.rows) == 1
             assert batch.prefix_width == max(batch.starts_b.tolist())
 
 
 @given(batches())
 def test_sharing_only_ever_saves(rows):
-    alone = bundles(rows, 4096, share=False)
+    alone = prefix_batches(rows, 4096, share=False)
     assert all(not bundle.prefixes for bundle in alone)
     assert computed(alone) == sum(row.inputs for row in rows if row.mask.any())
-    assert computed(bundles(rows, 4096)) <= computed(alone)
+    assert computed(prefix_batches(rows, 4096)) <= computed(alone)
 
 
 def test_a_groups_prompt_is_computed_once():
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=8, prompt=prompt) for prompt in (50, 80)]
-    (bundle,) = bundles([row for group in groups for row in group], 4096)
+    (bundle,) = prefix_batches([row for group in groups for row in group], 4096)
     # The prompt's last token predicts the first trained one, so it stays with the rows.
     expected = [group[0].ids[: prompt - 1].tolist() for group, prompt in zip(groups, (50, 80), strict=True)]
     assert sorted(beginnings(bundle), key=len) == expected
@@ -121,23 +121,23 @@ def test_sub_agents_share_among_themselves():
     one, other = make_group(rng, size=4, prompt=60), make_group(rng, size=4, prompt=40)
     for row in other:
         row.ids[:10] = one[0].ids[:10]
-    (bundle,) = bundles([*one, *other], 4096)
+    (bundle,) = prefix_batches([*one, *other], 4096)
     assert sorted(map(len, beginnings(bundle))) == [39, 59]
 
 
 def test_the_prefixes_of_a_bundle_are_bounded():
     rng = np.random.default_rng(0)
     rows = [row for _ in range(5) for row in make_group(rng, size=4, prompt=51)]
-    found = bundles(rows, 120)
+    found = prefix_batches(rows, 120)
     assert [len(beginnings(bundle)) for bundle in found] == [2, 2, 1]
-    (long,) = bundles(make_group(rng, size=4, prompt=300), 120)
+    (long,) = prefix_batches(make_group(rng, size=4, prompt=300), 120)
     assert len(beginnings(long)) == 1
 
 
 def test_little_in_common_is_not_worth_a_mask():
     rng = np.random.default_rng(0)
     rows = make_group(rng, size=4, prompt=20, replies=(300, 400))
-    (bundle,) = bundles(rows, 4096)
+    (bundle,) = prefix_batches(rows, 4096)
     assert bundle.prefixes == []
 
 
@@ -160,22 +160,22 @@ def test_the_cut_is_the_cheapest(lengths, max_tokens, overhead):
         for size in range(count)
         for chosen in itertools.combinations(inner, size)
     )
-    cuts = _cuts(lengths, max_tokens, overhead)
+    cuts = _cheapest_split(lengths, max_tokens, overhead)
     assert [one for start, end in cuts for one in range(start, end)] == list(range(count))
     assert cost(cuts) == min(map(cost, every))
 
 
 @given(batches(), st.booleans())
 def test_padding_is_bounded(rows, share):
-    found = bundles(rows, 4096, share=share)
-    assert padding_ratio(one for bundle in found for one in bundle.passes) <= MOST_PADDING + 1e-9
+    found = prefix_batches(rows, 4096, share=share)
+    assert padding_ratio(one for bundle in found for one in bundle.passes) <= MAX_PADDING_RATIO + 1e-9
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_padding_of_typical_rows_is_little(share):
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=8, prompt=int(rng.integers(50, 90)), replies=(25, 70)) for _ in range(16)]
-    found = bundles([row for group in groups for row in group], 8192, share=share)
+    found = prefix_batches([row for group in groups for row in group], 8192, share=share)
     assert padding_ratio(one for bundle in found for one in bundle.passes) <= 0.05
     assert bool(found[0].prefixes) is share
 
@@ -198,7 +198,7 @@ def test_the_layout_is_the_same_each_time():
     rng = np.random.default_rng(0)
     rows = [row for _ in range(5) for row in make_group(rng, size=4, prompt=30)]
     first, second = (
-        [(batch.rows, batch.ids_bt) for bundle in bundles(rows, 200) for batch in bundle.microbatches]
+        [(batch.rows, batch.ids_bt) for bundle in prefix_batches(rows, 200) for batch in bundle.microbatches]
         for _ in range(2)
     )
     assert len(first) > 1

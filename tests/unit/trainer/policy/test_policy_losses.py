@@ -14,7 +14,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
 from tidegate.trainer.policy.loss import LOSSES, make_loss
-from tidegate.trainer.policy.microbatch import bundles
+from tidegate.trainer.policy.microbatch import prefix_batches
 from tidegate.trainer.policy.policy import Policy
 
 SETTINGS = {"max_grad_norm": 1e9, "learning_rate": 0.0}
@@ -55,7 +55,7 @@ def one_row_at_a_time(policy: Policy, rows: list[TrainSequence]) -> torch.Tensor
     shares, denominator = loss.aggregation(rows)
     policy.model.zero_grad()
     for row, share in zip(rows, shares, strict=True):
-        (bundle,) = bundles([replace(row, weight=share)], 10_000, share=False)
+        (bundle,) = prefix_batches([replace(row, weight=share)], 10_000, share=False)
         (batch,) = bundle.microbatches
         logits_tv = policy.model(input_ids=batch.ids_bt).logits[0]
         at = np.flatnonzero(row.mask)
@@ -72,7 +72,7 @@ def test_the_gradient_of_every_loss_is_that_of_one_row_at_a_time(base, name):
     )
     policy = Policy.load(base, settings)
     rows = make_batch(policy)
-    assert any(bundle.prefixes for bundle in bundles(rows, 200))
+    assert any(bundle.prefixes for bundle in prefix_batches(rows, 200))
     expected = one_row_at_a_time(policy, rows)
     metrics = policy.update(rows, version=3)
     assert float((gradient(policy) - expected).norm() / expected.norm()) <= 1e-6

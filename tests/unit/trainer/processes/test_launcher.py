@@ -14,7 +14,7 @@ from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.trainer.processes import launcher
 from tidegate.trainer.processes.local import LocalProcesses
-from tidegate.trainer.processes.servers import MAX_RESTARTS, engine_arguments, pinned
+from tidegate.trainer.processes.servers import MAX_RESTARTS, engine_arguments, snapshot_weights
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
@@ -32,13 +32,13 @@ def test_weights_that_an_engine_starts_with_outlive_the_version(tmp_path: Path) 
     for version in ("v1", "v2"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "model.safetensors").write_text(version)
-    place, version = pinned(lambda: (tmp_path / "v1", 1), tmp_path, "engine-1")
+    place, version = snapshot_weights(lambda: (tmp_path / "v1", 1), tmp_path, "engine-1")
     shutil.rmtree(tmp_path / "v1")
     assert ((place / "model.safetensors").read_text(), version) == ("v1", 1)
-    again, version = pinned(lambda: (tmp_path / "v2", 2), tmp_path, "engine-1")
+    again, version = snapshot_weights(lambda: (tmp_path / "v2", 2), tmp_path, "engine-1")
     assert ((again / "model.safetensors").read_text(), version, again) == ("v2", 2, place)
     base = tmp_path / "elsewhere" / "base"
-    assert pinned(lambda: (base, 0), tmp_path, "engine-1") == (base, 0)
+    assert snapshot_weights(lambda: (base, 0), tmp_path, "engine-1") == (base, 0)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Mortal:
     back: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: str = ""
 
-    async def died(self) -> str:
+    async def wait_for_exit(self) -> str:
         if self.restarts:
             self.back.set()
             await asyncio.Event().wait()
@@ -66,11 +66,11 @@ class Mortal:
             raise StartError(f"the {self.name} did not start: no memory")
         self.url = "http://127.0.0.1:2"
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         return "its last words"
 
-    async def returned(self, before: str, url: str) -> None:
-        self.notes.append(f"{before} is {url} now")
+    async def on_restart(self, old_url: str, url: str) -> None:
+        self.notes.append(f"{old_url} is {url} now")
 
     def abort(self, reason: str) -> None:
         self.given_up = reason
@@ -79,9 +79,9 @@ class Mortal:
         """Until it serves again, or its owner gives it up."""
         one = cast(Any, self)
         keeping = asyncio.create_task(
-            launcher._keep_engine(one, lambda: (Path(), 7), self.notes.append, one)
+            launcher._supervise_engine(one, lambda: (Path(), 7), self.notes.append, one)
             if self.name == "engine"
-            else launcher._keep_gateway(one, one, self.notes.append)
+            else launcher._supervise_gateway(one, one, self.notes.append)
         )
         serving = asyncio.create_task(self.back.wait())
         async with asyncio.timeout(5):

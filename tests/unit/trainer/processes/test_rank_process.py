@@ -36,38 +36,38 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(rank_process, "STOP_S", 0.1)
 
     @asynccontextmanager
-    async def started(code: str, patience_s: float) -> AsyncIterator[Program]:
-        follower = Program(1, tmp_path, patience_s)
-        follower.code = code
-        await follower.start()
+    async def started(code: str, timeout_s: float) -> AsyncIterator[Program]:
+        process = Program(1, tmp_path, timeout_s)
+        process.code = code
+        await process.start()
         try:
-            yield follower
+            yield process
         finally:
             async with asyncio.timeout(5):
-                await follower.stop()
+                await process.stop()
 
     return started
 
 
 async def test_a_batch_that_is_more_than_a_pipe_holds_arrives_whole(start: Start) -> None:
-    async with start(READS, 10) as follower:
-        await asyncio.to_thread(follower.tell, BATCH)
-        assert "trainer rank 1 ended with exit code 3" in await follower.died()
+    async with start(READS, 10) as process:
+        await asyncio.to_thread(process.send, BATCH)
+        assert "trainer rank 1 ended with exit code 3" in await process.wait_for_exit()
 
 
 async def test_a_rank_that_reads_nothing_is_named_when_patience_ends(start: Start) -> None:
-    async with start(DEAF, 0.2) as follower, asyncio.timeout(5):
+    async with start(DEAF, 0.2) as process, asyncio.timeout(5):
         with pytest.raises(TimeoutError, match=r"trainer rank 1 has read nothing for 0\.2 s"):
-            await asyncio.to_thread(follower.tell, BATCH)
+            await asyncio.to_thread(process.send, BATCH)
 
 
 async def test_stopping_lets_go_of_who_tells_a_rank_that_reads_nothing(start: Start) -> None:
-    async with start(DEAF, 600) as follower, asyncio.timeout(5):
-        telling = asyncio.create_task(asyncio.to_thread(follower.tell, BATCH))
-        while not follower._telling.locked():  # noqa: ASYNC110 - in a thread, which says nothing
+    async with start(DEAF, 600) as process, asyncio.timeout(5):
+        telling = asyncio.create_task(asyncio.to_thread(process.send, BATCH))
+        while not process._sending.locked():  # noqa: ASYNC110 - in a thread, which says nothing
             await asyncio.sleep(0)
-        await follower.stop()
+        await process.stop()
         with pytest.raises(BrokenPipeError):
             await telling
         with pytest.raises(BrokenPipeError, match="trainer rank 1 was stopped"):
-            follower.tell(b"")
+            process.send(b"")

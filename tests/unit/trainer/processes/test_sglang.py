@@ -76,7 +76,7 @@ async def test_a_killed_servers_workers_end_with_it(tmp_path: Path, monkeypatch:
     await server.start()
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
-    assert "SIGKILL" in await server.died()
+    assert "SIGKILL" in await server.wait_for_exit()
     assert gone(int((tmp_path / "worker").read_text()), timeout=5)
 
 
@@ -108,7 +108,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     url, pid = await started(3)
     assert url.startswith(f"http://{actor.node.address}:")
     os.kill(pid, signal.SIGKILL)
-    how, _ = await actor.died()
+    how, _ = await actor.wait_for_exit()
     assert "engine-2 was killed by SIGKILL" in how
     again, pid = await started(5)
     assert again == url

@@ -80,7 +80,7 @@ async def test_closing_cancels_and_waits() -> None:
 
 async def test_the_watchdog_says_what_is_waited_for() -> None:
     long_ago = time.monotonic() - 100
-    with pytest.raises(StalledError, match=r"nothing moved for 100 s .* waits for 3 groups"):
+    with pytest.raises(StalledError, match=r"no progress for 100 s .* waits for 3 groups"):
         await watchdog(50, lambda: long_ago, lambda: "the trainer waits for 3 groups", check_s=0)
 
 

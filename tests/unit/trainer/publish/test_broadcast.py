@@ -132,7 +132,7 @@ async def test_one_that_fails_gets_no_more_and_stops_nobody(at: int) -> None:
     assert broken.said[-2:] == ["end_weight_update", "destroy_weights_update_group"], "ready for another"
     assert "pause" in broken.said, "and stays paused: its weights are neither the old ones nor the new"
     assert "resume" not in broken.said
-    assert notes == ["weights could not be sent, and are read from files: broken broke"]
+    assert notes == ["weights could not be sent and are loaded from files instead: broken broke"]
     assert sender._groups.keys() == {"well"}
 
 
@@ -216,7 +216,7 @@ async def test_one_that_no_group_can_be_made_with_is_noted(url: str, monkeypatch
     monkeypatch.setattr(sender.dist, "TCPStore", full)
     engine, notes = Unwilling(url, setup={"device": "cpu"}), list[str]()
     assert await WeightBroadcaster(Source(), notes.append).send([engine], 3) == set()  # type: ignore[arg-type]
-    assert f"engine {url}: no group can be made with it" in notes[0]
+    assert f"engine {url}: cannot create a process group" in notes[0]
 
 
 async def test_what_hangs_beside_an_engine_that_did_its_part_is_given_up(
@@ -225,6 +225,6 @@ async def test_what_hangs_beside_an_engine_that_did_its_part_is_given_up(
     monkeypatch.setattr(sender, "JOIN_S", 0.05)
     engine, release, stopped = Receiver("one"), threading.Event(), threading.Event()
     with pytest.raises(EngineError, match="TimeoutError"):
-        await sender._both(engine, engine.call("/begin_weight_update"), release.wait, stopped.set)
+        await sender._run_with_engine(engine, engine.call("/begin_weight_update"), release.wait, stopped.set)
     assert stopped.is_set()
     release.set()

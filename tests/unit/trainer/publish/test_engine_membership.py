@@ -48,10 +48,10 @@ class World:
     def __post_init__(self) -> None:
         self.engines = EngineMembership(self, self.notes.append)  # type: ignore[arg-type]
         self.publisher = Publisher(
-            Path("/nowhere"), lambda _: None, self.engines.urls, _nothing, self.engines.hold,
+            Path("/nowhere"), lambda _: None, self.engines.urls, _nothing, self.engines.mark_unavailable,
             self.engines.restore, (Path("/nowhere/v0"), 0), 60.0,
         )  # fmt: skip
-        self.engines.lead(self.publisher)
+        self.engines.set_publisher(self.publisher)
 
     # -- the gateway's client
 
@@ -91,7 +91,7 @@ class World:
 
     def check(self) -> None:
         """No call reaches an engine whose version is not live; a publish changes all of them over."""
-        live = self.publisher.live[1]
+        live = self.publisher.current[1]
         for url, row in self.rows.items():
             if row["admitted"] and self.machines[url].alive:
                 label = self.machines[url].label
@@ -103,7 +103,7 @@ class World:
 
     async def started(self) -> None:
         """A process starts, which takes longer than to look at an engine and tell the gateway of it."""
-        await self.until(lambda: not self.engines._telling.locked())
+        await self.until(lambda: not self.engines._sending.locked())
 
     async def back(self, url: str, label: str) -> None:
         await self.started()
@@ -115,7 +115,7 @@ class World:
 
     async def publish(self) -> None:
         self.publishing = True
-        await self.publisher.publish(self.publisher.live[1] + 1)
+        await self.publisher.publish(self.publisher.current[1] + 1)
         self.publishing = False
         self.check()
 
@@ -125,7 +125,7 @@ class World:
                 await asyncio.sleep(0)
 
     def serves(self, url: str) -> bool:
-        return bool(self.rows[url]["admitted"]) and self.machines[url].label == str(self.publisher.live[1])
+        return bool(self.rows[url]["admitted"]) and self.machines[url].label == str(self.publisher.current[1])
 
 
 class Control:
@@ -169,7 +169,7 @@ async def running() -> AsyncIterator[World]:
     """A run with the engine `own`, whose list is watched; it must not have failed in the end."""
     world = World()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_module, "LOOK_S", 0.0)
+        patch.setattr(engines_module, "POLL_S", 0.0)
         patch.setattr(publish, "BACKOFF_S", 0.0)
         patch.setattr(publish, "EngineControl", Control)
         patch.setattr(Control, "world", world, raising=False)
@@ -224,7 +224,7 @@ async def test_one_that_refuses_the_weights_is_refused_with_its_reason() -> None
         world.machines["new"] = Machine("default", fault=EngineError("its model is another one"))
         await world.join("new")
         await world.until(lambda: "new" not in world.rows)
-        assert "engine new is refused: its model is another one" in world.notes
+        assert "engine new is rejected: its model is another one" in world.notes
         assert world.engines.urls() == ["own"]
 
 
@@ -237,7 +237,7 @@ async def test_one_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) 
         )
         await world.join("old")
         await world.until(lambda: "old" not in world.rows)
-        assert "engine old is refused: a token comes without its version" in world.notes
+        assert "engine old is rejected: a token comes without its version" in world.notes
         assert world.machines["old"].loads == []
         assert world.engines.urls() == ["own"]
 
@@ -252,7 +252,7 @@ async def test_one_that_is_not_up_yet_is_waited_for_and_no_longer_than_the_patie
         world.publisher.patience_s = 0.0
         world.machines["never"] = Machine("default", alive=False)
         await world.join("never")
-        await world.until(lambda: "engine never is refused: nobody there" in world.notes)
+        await world.until(lambda: "engine never is rejected: nobody there" in world.notes)
 
 
 async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish() -> None:
@@ -282,21 +282,21 @@ async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish
         await world.until(lambda: world.serves("remote"))
         assert "engine remote joined, at version 1" in world.notes
         assert "other" not in world.rows
-        assert "engine other is refused: no such file" in world.notes
+        assert "engine other is rejected: no such file" in world.notes
 
 
 async def test_an_own_engine_that_comes_back_elsewhere_is_exchanged() -> None:
     async with running() as world:
         world.machines["own"].alive = False
         publishing = asyncio.create_task(world.publish())
-        await world.until(lambda: world.publisher.live[1] == 1)
+        await world.until(lambda: world.publisher.current[1] == 1)
         world.machines["elsewhere"] = Machine("0")
-        await world.engines.returned("own", "elsewhere")
+        await world.engines.on_restart("own", "elsewhere")
         await publishing
         await world.until(lambda: world.serves("elsewhere"))
         assert world.rows.keys() == {"elsewhere"}
         assert world.engines.urls() == ["elsewhere"]
-        await world.engines.returned("own", "nowhere")
+        await world.engines.on_restart("own", "nowhere")
         assert world.rows.keys() == {"elsewhere"}, "who left is not brought back"
 
 

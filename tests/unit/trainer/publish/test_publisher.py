@@ -118,7 +118,7 @@ async def test_the_moves_in_their_order_on_every_engine(stage: Stage, engines: l
     assert [engine.calls for engine in engines] == [MOVES, MOVES]
     assert [engine.version for engine in engines] == ["1", "1"]
     assert stage.doomed == [1]
-    assert stage.publisher.live[1] == 1
+    assert stage.publisher.current[1] == 1
 
 
 async def test_an_engine_that_refuses_is_resumed_and_quarantined(
@@ -138,7 +138,7 @@ async def test_an_engine_that_attests_another_version_is_not_believed(
     engines[1].lies = "default"
     with pytest.raises(PublishError) as caught:
         await stage.publisher.publish(1)
-    assert "attests version 7 after loading 1" in str(caught.value)
+    assert "reports version 7 after loading 1" in str(caught.value)
     assert "'default', which is no number" in str(caught.value)
     assert [engine.calls[-1] for engine in engines] == ["continue_generation"] * 2
 
@@ -183,7 +183,7 @@ async def test_in_an_outage_engines_are_waited_for_beyond_that(
     monkeypatch.setattr(publish, "BACKOFF_MAX_S", 0.001)
     stage.urls[:] = [engines[0].url]
     engines[0].broken["pause_generation"] = [503] * 30
-    stage.publisher.waits = lambda: True
+    stage.publisher.in_outage = lambda: True
     await stage.publisher.publish(1)
     assert engines[0].version == "1"
 
@@ -248,7 +248,7 @@ async def test_a_failed_save_touches_no_engine(stage: Stage, engines: list[Contr
     with pytest.raises(OSError, match="No space"):
         await stage.publisher.publish(1)
     assert [engine.calls for engine in engines] == [[], []]
-    assert stage.publisher.live[1] == 0
+    assert stage.publisher.current[1] == 0
 
 
 async def test_a_hanging_engine_has_a_deadline(
