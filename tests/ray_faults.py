@@ -15,7 +15,7 @@ import ray
 from tests.ray_cluster import SEATS
 from tidegate.config import load_settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.actor_calls import LostError, answer
+from tidegate.trainer.cluster.actor_calls import LostError, wait_for_reply
 from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.connect import connected, reserved
 from tidegate.trainer.cluster.placement import HOME, Placement
@@ -47,19 +47,19 @@ def too_much(home: str) -> None:
     ):
         pass
     said = str(refused.value)
-    assert "did not give the run its place within 1 s" in said
+    assert "timed out after 1 s waiting for the Ray placement group" in said
     assert "8 GPU" in said
     assert "3 CPU" in said
 
 
 async def lost(seats: ActorSlots) -> None:
-    with pytest.raises(LostError, match="engine could not be made on its node: OSError: no room here"):
-        await answer(seats.take("engine", Failing).about.remote(), "engine")
-    actor = seats.take("gateway", Dying, restarts=1)
-    before = await answer(actor.pid.remote(), "gateway")
+    with pytest.raises(LostError, match="engine could not be created on its node: OSError: no room here"):
+        await wait_for_reply(seats.create_actor("engine", Failing).about.remote(), "engine")
+    actor = seats.create_actor("gateway", Dying, restarts=1)
+    before = await wait_for_reply(actor.pid.remote(), "gateway")
     with pytest.raises(StartError, match="is on the cluster"):
-        seats.take("gateway", Dying)
-    waiting = asyncio.create_task(answer(actor.wait.remote(), "gateway", None))
+        seats.create_actor("gateway", Dying)
+    waiting = asyncio.create_task(wait_for_reply(actor.wait.remote(), "gateway", None))
     await asyncio.sleep(0)
     os.kill(before, signal.SIGKILL)
     with pytest.raises(LostError, match="gateway was lost"):
@@ -68,9 +68,9 @@ async def lost(seats: ActorSlots) -> None:
     async with asyncio.timeout(30):
         while after == before:  # while it restarts, the error may be that it is unavailable
             with contextlib.suppress(LostError):
-                after = await answer(actor.pid.remote(), "gateway")
+                after = await wait_for_reply(actor.pid.remote(), "gateway")
     with pytest.raises(LostError, match="did not answer within 0"):
-        await answer(seats.take(HOME, Dying).wait.remote(), "gateway", 0.1)
+        await wait_for_reply(seats.create_actor(HOME, Dying).wait.remote(), "gateway", 0.1)
 
 
 def nothing_reserved() -> None:

@@ -1,1 +1,1 @@
-"""A run on a Ray cluster. `placement` and `passing` know nothing of Ray; the rest is imported late."""
+"""A run on a Ray cluster. `placement` and `environment` do not import Ray; the others are imported late."""

@@ -1,4 +1,4 @@
-"""Calls of actors: each with a deadline, and with errors that say which actor it was."""
+"""Awaits replies of actors, with a timeout and with errors that name the actor."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 
 from tidegate.errors import StartError, TidegateError
 
-ANSWER_S = 30.0
+REPLY_TIMEOUT_S = 30.0
 
 
 class LostError(StartError):
-    """An actor's process died, or its node, or says nothing. `for_good`: Ray does not start it again."""
+    """An actor or its node exited or does not respond. `for_good`: Ray will not restart it."""
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
         super().__init__(message)
         self.for_good = for_good
 
 
-async def answer(call: Any, name: str, within_s: float | None = ANSWER_S) -> Any:
-    """What an actor says to a call under way; None waits as long as the actor lives.
+async def wait_for_reply(call: Any, name: str, within_s: float | None = REPLY_TIMEOUT_S) -> Any:
+    """Await an actor's reply to `call`; `within_s` None waits without a timeout.
 
-    Raises LostError, also where it says nothing in time, TidegateErrors as it raised them, and StartError for
-    what nobody foresaw.
+    Raises LostError if the actor is lost or does not reply in time, the actor's own TidegateErrors, and
+    StartError for its other errors.
     """
     try:
         async with asyncio.timeout(within_s):
             return await call
     except TimeoutError:
-        raise LostError(f"{name} did not answer within {within_s:g} s") from None
+        raise LostError(f"{name} did not wait_for_reply within {within_s:g} s") from None
     except RayError as error:
-        raise meaning(error, name) from error
+        raise translate(error, name) from error
 
 
-def meaning(error: RayError, name: str) -> TidegateError:
-    """What an error of Ray's means for the run."""
+def translate(error: RayError, name: str) -> TidegateError:
+    """Translate an error of Ray into one of Tidegate."""
     if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
         if isinstance(cause, TidegateError):
@@ -46,7 +46,8 @@ def meaning(error: RayError, name: str) -> TidegateError:
         return LostError(f"{name} was lost: {_first_line(error)}")
     if isinstance(error, ActorDiedError) and "creation task" in str(error):
         return LostError(
-            f"{name} could not be made on its node: {_last_line(error)}. Is this tidegate installed there?",
+            f"{name} could not be created on its node: {_last_line(error)}. "
+            "Is this version of tidegate installed there?",
             for_good=True,
         )
     return LostError(f"{name} was lost: {_first_line(error)}", for_good=isinstance(error, RayActorError))

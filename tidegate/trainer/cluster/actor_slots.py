@@ -1,4 +1,4 @@
-"""Actors on their seats: made, named, and told apart."""
+"""Creates actors in a run's placement group."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tidegate.trainer.cluster.placement import Placement
 
 NAMESPACE = "tidegate"
 CALLS = 10_000
-"""Of one actor at the same time; an idle one costs nothing."""
+"""Limit on concurrent calls of one actor; idle capacity costs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSlots:
-    """What a run has reserved of a cluster."""
+    """The resources that a run has reserved on a cluster."""
 
     run: str
     placement: Placement
     group: Any
     """Ray's placement group."""
 
-    def take(self, name: str, host: type, *arguments: object, restarts: int = 0) -> Any:
-        """An actor on the seat of that name; Ray starts it again so many times. Raises StartError."""
-        seat = self.placement[name]
-        resources = dict(seat.resources)
+    def create_actor(self, name: str, cls: type, *arguments: object, restarts: int = 0) -> Any:
+        """Create the actor `name` in its slot; Ray restarts it up to `restarts` times. Raises StartError."""
+        slot = self.placement[name]
+        resources = dict(slot.resources)
         options: dict[str, Any] = {
             "name": f"tidegate-{self.run}-{name}",
             "num_cpus": resources.pop("CPU", 0),
@@ -37,13 +37,13 @@ class ActorSlots:
             "max_restarts": restarts,
             "max_concurrency": CALLS,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=seat.bundle
+                self.group, placement_group_bundle_index=slot.bundle
             ),
         }
         try:
-            return ray.remote(host).options(**options).remote(*arguments)
+            return ray.remote(cls).options(**options).remote(*arguments)
         except ValueError as error:  # ActorAlreadyExistsError is one
             raise StartError(
-                f"{options['name']} could not be made: {error}. If a run of this name is on the cluster, "
+                f"{options['name']} could not be created: {error}. If a run of this name is on the cluster, "
                 "choose another run.name"
             ) from None

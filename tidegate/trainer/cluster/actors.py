@@ -1,6 +1,6 @@
-"""What runs on a cluster's nodes: each of these actors owns what a run on one machine owns itself.
+"""Actors on a cluster's nodes, each of which owns a process that a local run would own itself.
 
-An actor that is started again by Ray is empty: the run, which learns of its loss, has it start what it had.
+An actor restarted by Ray owns no process; the run detects the loss and starts the process again.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from tidegate.types import TaskView
 
 
 class ProcessActor:
-    """An actor with a directory for what it keeps: the run's where it sees that, else one of this node."""
+    """An actor with a working directory: the run's, if it is visible here, or else a temporary one."""
 
-    def __init__(self, luggage: ActorContext) -> None:
+    def __init__(self, context: ActorContext) -> None:
         shield_process()
-        luggage.unpack()
+        context.apply()
         self.node = ClusterNode(ray.util.get_node_ip_address())
         set_gloo_interface(self.node.address)
-        self.shares = luggage.mark.seen()
-        self._scratch = None if self.shares else TempDir(f"tidegate-{luggage.run}")
-        self.directory = luggage.mark.directory if self._scratch is None else self._scratch.path
+        self.shares_run_dir = context.probe.is_visible()
+        self._temp_dir = None if self.shares_run_dir else TempDir(f"tidegate-{context.run}")
+        self.directory = context.probe.directory if self._temp_dir is None else self._temp_dir.path
 
     async def about(self) -> tuple[ClusterNode, bool]:
-        """Where this is, and whether the run's directory is seen from here."""
-        return self.node, self.shares
+        """Return this node, and whether the run's directory is visible here."""
+        return self.node, self.shares_run_dir
 
-    async def logs(self, known: Mapping[Path, int]) -> dict[Path, bytes]:
-        """What logs of this node's own directory have beyond so many bytes of each."""
-        if self.shares:
+    async def logs(self, offsets: Mapping[Path, int]) -> dict[Path, bytes]:
+        """Return the content of local log files beyond the given offsets."""
+        if self.shares_run_dir:
             return {}
         files = sorted((self.directory / "logs").glob("*.log"))
-        return {file: _beyond(file, known.get(file, 0)) for file in files}
+        return {file: _read_from(file, offsets.get(file, 0)) for file in files}
 
     async def stop(self) -> None:
-        """End what this owns; may be called twice."""
+        """Stop the owned process; may be called twice."""
 
-    async def leave(self) -> None:
-        """End what this owns, and remove what it kept here."""
+    async def clean_up(self) -> None:
+        """Stop the owned process and remove the temporary directory."""
         await self.stop()
-        if self._scratch is not None:
-            await asyncio.to_thread(self._scratch.remove)
+        if self._temp_dir is not None:
+            await asyncio.to_thread(self._temp_dir.remove)
 
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """What a server is to be started with."""
+    """Arguments of a server's start."""
 
     port: int = 0
-    """0 takes a free one; another one stays the same, wherever the actor is started again."""
+    """0 takes a free port; another one is kept across restarts."""
     weights: Path | FileBundle | None = None
     version: int = 0
 
 
 class Build(Protocol):
-    """How a server is made: in a directory, listening at a host and port, with what is live."""
+    """Creates a server."""
 
     def __call__(self, directory: Path, host: str, port: int, live: CurrentWeights) -> Service: ...
 
@@ -76,29 +76,31 @@ class Build(Protocol):
 class ServerActor(ProcessActor):
     """Owns an engine or a gateway."""
 
-    def __init__(self, luggage: ActorContext, build: Build) -> None:
-        super().__init__(luggage)
+    def __init__(self, context: ActorContext, build: Build) -> None:
+        super().__init__(context)
         self._build = build
-        self._shelf = FileCache(self.directory / "weights")
-        self._live = (Path(), 0)
+        self._cache = FileCache(self.directory / "weights")
+        self._current = (Path(), 0)
         self._service: Service | None = None
 
-    async def start(self, order: StartCommand) -> str:
-        """Start it, again where it has run already; returns its URL. Raises StartError."""
-        if order.weights is not None:
-            self._live = (await self.take(order.weights), order.version)
+    async def start(self, command: StartCommand) -> str:
+        """Start or restart the server; returns its URL. Raises StartError."""
+        if command.weights is not None:
+            self._current = (await self.fetch_weights(command.weights), command.version)
         if self._service is None:
-            self._service = self._build(self.directory, self.node.address, order.port, lambda: self._live)
+            self._service = self._build(
+                self.directory, self.node.address, command.port, lambda: self._current
+            )
         else:
             await self._service.stop()
         return await self._service.start()
 
-    async def take(self, weights: Path | FileBundle) -> Path:
-        """Where these weights are on this node."""
-        return weights if isinstance(weights, Path) else await self._shelf.unpack(weights)
+    async def fetch_weights(self, weights: Path | FileBundle) -> Path:
+        """Return the path of weights on this node, unpacked from the object store if needed."""
+        return weights if isinstance(weights, Path) else await self._cache.unpack(weights)
 
     async def wait_for_exit(self) -> tuple[str, str]:
-        """Wait for its end; how it ended, and its last words."""
+        """Wait for the server to exit; returns a message on how it did, and its last log line."""
         assert self._service is not None
         how = await self._service.wait_for_exit()
         return how, self._service.last_log_line()
@@ -111,8 +113,8 @@ class ServerActor(ProcessActor):
 class AgentActor(ProcessActor):
     """Owns a process that runs agents."""
 
-    def __init__(self, luggage: ActorContext, name: str, use: str, options: Mapping[str, Any]) -> None:
-        super().__init__(luggage)
+    def __init__(self, context: ActorContext, name: str, use: str, options: Mapping[str, Any]) -> None:
+        super().__init__(context)
         self._worker = AgentWorker(use, options, self.directory / "logs" / f"{name}.log")
         self._runs: dict[str, asyncio.Task[AgentResult]] = {}
 
@@ -130,7 +132,7 @@ class AgentActor(ProcessActor):
             del self._runs[job_id]
 
     async def cancel(self, job_id: str) -> None:
-        """End a run that nobody waits for any more."""
+        """Cancel a run."""
         if job_id in self._runs:
             self._runs[job_id].cancel()
 
@@ -141,8 +143,8 @@ class AgentActor(ProcessActor):
 class RankActor(ProcessActor):
     """Owns a trainer rank other than the first."""
 
-    def __init__(self, luggage: ActorContext, rank: int) -> None:
-        super().__init__(luggage)
+    def __init__(self, context: ActorContext, rank: int) -> None:
+        super().__init__(context)
         self._rank = LocalRankProcess(rank, self.directory / "logs")
         self._sending = asyncio.Lock()
 
@@ -151,19 +153,19 @@ class RankActor(ProcessActor):
         await self._rank.start()
 
     async def send(self, message: object) -> None:
-        """In the order of the calls; raises BrokenPipeError where the rank is dead."""
+        """Send a message, in the order of calls; raises BrokenPipeError if the rank has exited."""
         async with self._sending:
             await asyncio.to_thread(self._rank.send, message)
 
     async def wait_for_exit(self) -> str:
-        """Wait for its end; how it ended."""
+        """Wait for the rank to exit; returns a message on how it did."""
         return await self._rank.wait_for_exit()
 
     async def stop(self) -> None:
         await self._rank.stop()
 
 
-def _beyond(file: Path, start: int) -> bytes:
+def _read_from(file: Path, start: int) -> bytes:
     with file.open("rb") as log:
         log.seek(start)
         return log.read()

@@ -1,4 +1,4 @@
-"""A cluster for the time of a run: connected to, seats reserved, and let go."""
+"""Connects to a Ray cluster and reserves a placement group for the duration of a run."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.cluster.actor_slots import NAMESPACE, ActorSlots
-from tidegate.trainer.cluster.placement import Placement, readable
+from tidegate.trainer.cluster.placement import Placement, format_resources
 
 CONNECT_S = 10.0
 HEAD = "node:__internal_head__"
 CLIENT_TIMEOUT = "ray client connection timeout"
 TOKEN = "RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes"
-HERE = 0.001
-"""Of a node's own resource, which ties the run to that node."""
+HOME_AMOUNT = 0.001
+"""Amount of a node's own resource that ties the run to that node."""
 
 
 @contextlib.contextmanager
 def connected(cluster: str) -> Iterator[str]:
-    """Connected to `local` (a cluster of this machine that ends with us), `auto` (the one that this machine
-    is a node of), `host:port`, or `ray://host:port`. Gives the resource of the node for the run itself.
+    """Connect to a cluster; yields the resource of the node on which the run itself is placed.
 
-    Raises ConfigError, and StartError within a minute where there is no such cluster.
+    `cluster` is `local` (a new cluster on this machine, for this process only), `auto` (the cluster of this
+    machine), `host:port` or `ray://host:port`.
+
+    Raises ConfigError, or StartError within a minute if there is no such cluster.
     """
     if cluster == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         address = _address(cluster)
         if address != "local":
-            _reach(cluster, address)
+            _check_reachable(cluster, address)
         _init(address, {"include_dashboard": False} if address == "local" else {})
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, AuthenticationError) as error:
-        raise StartError(f"--cluster {cluster}: {_why(error)}") from error
+        raise StartError(f"--cluster {cluster}: {_describe(error)}") from error
     try:
         yield HEAD if address.startswith("ray://") else f"node:{ray.util.get_node_ip_address()}"
     finally:
@@ -50,17 +52,18 @@ def connected(cluster: str) -> Iterator[str]:
 
 
 def _address(cluster: str) -> str:
-    """Where that is. Ray has no public call that finds its own cluster without connecting to it, for which it
-    would wait for minutes where the cluster ended without taking its address back. Raises ConnectionError."""
+    """Return the cluster's address. Raises ConnectionError.
+
+    Ray has no public function for it; `ray.init` would wait for minutes if the address file is stale.
+    """
     if cluster != "auto":
         return cluster
     address = os.environ.get("RAY_ADDRESS") or "auto"
     return services.canonicalize_bootstrap_address_or_die("auto") if address == "auto" else address
 
 
-def _reach(cluster: str, address: str) -> None:
-    """Ray itself waits for minutes where nobody listens, or what listens is not Ray. Raises ConfigError,
-    StartError."""
+def _check_reachable(cluster: str, address: str) -> None:
+    """Raises ConfigError or StartError if no Ray listens at `address`; Ray itself would wait for minutes."""
     place = address.removeprefix("ray://")
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
@@ -72,47 +75,47 @@ def _reach(cluster: str, address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
-        raise StartError(f"--cluster {where}: nobody answers there ({error}). {hint}") from None
-    if os.environ.get("RAY_USE_TLS", "0") != "0":  # who is there would have to be asked with Ray's own keys
+        raise StartError(f"--cluster {where}: cannot connect ({error}). {hint}") from None
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # the probe below lacks Ray's keys
         return
     with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             grpc.channel_ready_future(channel).result(CONNECT_S)
         except grpc.FutureTimeoutError:
             raise StartError(
-                f"--cluster {where}: what listens there is not Ray, or does not answer within "
+                f"--cluster {where}: the server is not Ray, or does not respond within "
                 f"{CONNECT_S:g} s. {hint}"
             ) from None
 
 
 def _init(address: str, options: Mapping[str, Any]) -> None:
-    """A busy head node may fail to start the process that stands for a client: that is tried twice."""
-    told = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR", **options}
+    """Call `ray.init`, twice if a busy head node fails to start the process for this client."""
+    options = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR", **options}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Ray Client connection timed out")  # what is raised says it
+        warnings.filterwarnings("ignore", "Ray Client connection timed out")  # the exception says so
         try:
-            ray.init(address, **told)
+            ray.init(address, **options)
         except ConnectionAbortedError:
-            ray.init(address, **told)
+            ray.init(address, **options)
 
 
 @contextlib.contextmanager
 def reserved(run: str, placement: Placement, home: str, patience_s: float) -> Iterator[ActorSlots]:
-    """All seats of a run, or none. `home` is the resource of the node for the first bundle.
+    """Reserve all slots of a run. `home` is the resource of the node for the first bundle.
 
-    Raises StartError where the cluster does not give them in time.
+    Raises StartError if the cluster does not grant them within `patience_s`.
     """
     bundles = placement.bundles
-    bundles[0][home] = HERE
+    bundles[0][home] = HOME_AMOUNT
     group = placement_group(bundles, strategy="PACK", name=f"tidegate-{run}")
     try:
         if not group.wait(patience_s):
             raise StartError(
-                f"the cluster did not give the run its place within {patience_s:g} s.\nIt asks for:\n"
+                f"timed out after {patience_s:g} s waiting for the Ray placement group.\nRequested:\n"
                 + "".join(f"  {line}\n" for line in placement.lines())
-                + f"The cluster has {_of(ray.cluster_resources())}, of which are free "
-                f"{_of(ray.available_resources())}.\n"
-                "Ask for less (engine.count, trainer.ranks, agent.workers, cluster.*), or wait longer "
+                + f"The cluster has {_format_available(ray.cluster_resources())}; free are "
+                f"{_format_available(ray.available_resources())}.\n"
+                "Request less (engine.count, trainer.ranks, agent.workers, cluster.*), or wait longer "
                 "(cluster.patience_s)"
             )
         yield ActorSlots(run, placement, group)
@@ -123,31 +126,33 @@ def reserved(run: str, placement: Placement, home: str, patience_s: float) -> It
 
 
 def still_connected() -> None:
-    """Before calls to a cluster that may have gone: by itself Ray would look for another one, or start it.
-    Raises ConnectionError."""
+    """Raises ConnectionError if the connection has ended; Ray would join or start another cluster instead."""
     if not ray.is_initialized():
         raise ConnectionError("the connection to the cluster has ended")
 
 
-def _of(resources: Mapping[str, float]) -> str:
-    """What processes may ask for."""
+def _format_available(resources: Mapping[str, float]) -> str:
+    """Format the resources that processes may request."""
     hidden = ("node:", "memory", "object_store_memory")
-    return readable({name: amount for name, amount in resources.items() if not name.startswith(hidden)})
+    return format_resources(
+        {name: amount for name, amount in resources.items() if not name.startswith(hidden)}
+    )
 
 
-def _why(error: BaseException) -> str:
-    """Ray's first line, and what it says further down where that is the cause."""
-    if isinstance(error, AuthenticationError):  # no token at all: Ray looks for one before it connects
+def _describe(error: BaseException) -> str:
+    """Describe Ray's error by its first line and its cause."""
+    if isinstance(error, AuthenticationError):  # raised before connecting if there is no token
         return f"Ray found no authentication token. Set the cluster's token: {TOKEN}"
     first = str(error).strip().partition("\n")[0].removesuffix(".")
     cause: BaseException | None = error
     while cause is not None:
         if "InvalidAuthToken" in str(cause):
-            return f"{first}. Its token is wanted: {TOKEN}"
+            return f"{first}. The cluster requires its token: {TOKEN}"
         cause = cause.__cause__
-    if first == CLIENT_TIMEOUT:  # what Ray's client says, too, where it is turned away
+    if first == CLIENT_TIMEOUT:  # also raised if the cluster refuses the client
         return (
-            f"{first}, though it listens there: it may want its token, {TOKEN}, or be about to start or end"
+            f"{first}, though it accepts connections: it may require its token, {TOKEN}, or be starting or "
+            "stopping"
         )
     last = str(error).strip().rpartition("\n")[2].removesuffix(".")
     return first if last == first else f"{first}. {last}"

@@ -1,4 +1,4 @@
-"""The command's side of a run on a cluster: it starts it, shows what it hears, and passes Ctrl-C on."""
+"""Client of a run on a cluster: starts it, shows its events and forwards Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,112 +16,122 @@ from ray.exceptions import RayError
 from tidegate.config import Settings
 from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
-from tidegate.trainer.cluster.actor_calls import LostError, meaning
+from tidegate.trainer.cluster.actor_calls import LostError, translate
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
-from tidegate.trainer.cluster.environment import ClusterNode, passed_on
-from tidegate.trainer.cluster.observer_relay import Told, tell
+from tidegate.trainer.cluster.environment import ClusterNode, forwarded_variables
+from tidegate.trainer.cluster.observer_relay import Event, replay
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.cluster.run_actor import RunActor, RunJob, RunSpec
 from tidegate.trainer.processes.provider import ProcessProvider
 
-LOOK_S = 0.25
-NEWS_S = 300.0
-"""A run that is lost is known at once; one that writes its report says nothing for a while."""
-ARRIVE_S = 120.0
-GO_ON = "Go on from the last checkpoint with --resume"
+POLL_S = 0.25
+EVENTS_TIMEOUT_S = 300.0
+"""Timeout of a poll for events; a run that writes its report does not reply for a while."""
+CREATE_TIMEOUT_S = 120.0
+RESUME_HINT = "Resume from the last checkpoint with --resume"
 
 
 def drive(
     cluster: str, settings: Settings, make: Callable[[Observer, ProcessProvider], RunJob], observer: Observer
 ) -> int:
-    """Run a job on a cluster; returns its exit code. `make` is called there.
+    """Run a job on a cluster; returns its exit code.
 
-    Ctrl-C (or SIGTERM) once asks the job to stop, twice ends everything at once; before there is a job, once
-    is enough. Raises TidegateError, also where the cluster is lost.
+    The first Ctrl-C (or SIGTERM) stops the job after the current step, the second ends everything at once.
+
+    Args:
+        cluster: address of the cluster; see `connected`.
+        settings: settings of the run.
+        make: creates the job; called on the cluster.
+        observer: receives the run's events.
+
+    Raises:
+        TidegateError: if the run fails or the cluster is lost.
     """
     placement = Placement.of(settings)
-    environment = passed_on(os.environ, settings.cluster.environment)
-    errand = RunSpec(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
+    environment = forwarded_variables(os.environ, settings.cluster.environment)
+    spec = RunSpec(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
     with connected(cluster) as home:
         patience_s = settings.cluster.patience_s
-        with _losses_told(), reserved(settings.run.name, placement, home, patience_s) as seats:
-            head = seats.take(HOME, RunActor, errand, seats)
+        with _translate_errors(), reserved(settings.run.name, placement, home, patience_s) as slots:
+            actor = slots.create_actor(HOME, RunActor, spec, slots)
             try:
-                _compare(head)
+                _check_node(actor)
                 with _signals() as signals:
-                    return _follow(head, observer, signals)
+                    return _wait_for_job(actor, observer, signals)
             finally:
-                with contextlib.suppress(ConnectionError):  # with the cluster gone, it is gone
+                with contextlib.suppress(ConnectionError):  # a lost cluster has ended the actor
                     still_connected()
-                    ray.kill(head)
+                    ray.kill(actor)
 
 
-def _compare(head: Any) -> None:
-    """Raises StartError where the run's node is not as this one."""
-    there: ClusterNode = ray.get(head.about.remote(), timeout=ARRIVE_S)
-    unlike = there.unlike(ClusterNode("of this command"))
-    if unlike is not None:
-        raise StartError(f"the run cannot begin: {unlike}")
+def _check_node(actor: Any) -> None:
+    """Raises StartError if the run's node has other versions than this one."""
+    there: ClusterNode = ray.get(actor.about.remote(), timeout=CREATE_TIMEOUT_S)
+    mismatch = there.mismatch(ClusterNode("of this command"))
+    if mismatch is not None:
+        raise StartError(f"the run cannot start: {mismatch}")
 
 
-def _follow(head: Any, observer: Observer, signals: list[int]) -> int:
-    """Until the job has ended, or must end."""
-    running = head.run.remote()
-    asked = False
+def _wait_for_job(actor: Any, observer: Observer, signals: list[int]) -> int:
+    """Forward events and signals until the job has ended, or a second signal arrives."""
+    running = actor.run.remote()
+    stopping = False
     while len(signals) < 2:
         still_connected()
-        ended, _ = ray.wait([running], timeout=LOOK_S)
-        for told in _news(head, signals):
-            tell(told, observer)
+        ended, _ = ray.wait([running], timeout=POLL_S)
+        for event in _events(actor, signals):
+            replay(event, observer)
         if ended:
             code: int = ray.get(running)
             return code
-        if signals and not asked:
-            asked = True
-            head.stop.remote()
+        if signals and not stopping:
+            stopping = True
+            actor.stop.remote()
     return STOPPED
 
 
-def _news(head: Any, signals: list[int]) -> list[Told]:
-    """What the run told since the last time; nothing where everything is to end before it answers."""
-    coming = head.news.remote()
-    deadline = time.monotonic() + NEWS_S
-    while not ray.wait([coming], timeout=LOOK_S)[0]:
+def _events(actor: Any, signals: list[int]) -> list[Event]:
+    """Return the events since the last call; none if a second signal arrives before the reply."""
+    reply = actor.take_events.remote()
+    deadline = time.monotonic() + EVENTS_TIMEOUT_S
+    while not ray.wait([reply], timeout=POLL_S)[0]:
         still_connected()
         if len(signals) > 1:
             return []
         if time.monotonic() > deadline:
             break
-    told: list[Told] = ray.get(coming, timeout=0)
-    return told
+    events: list[Event] = ray.get(reply, timeout=0)
+    return events
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Those that came: they are acted on between two looks."""
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
+    """Collect SIGINT and SIGTERM in a list."""
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield came
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _losses_told() -> Iterator[None]:
-    """Raises TidegateError for what Ray raises; through ray:// a lost cluster is no RayError."""
+def _translate_errors() -> Iterator[None]:
+    """Translate Ray's errors into TidegateErrors; through ray:// a lost cluster is not a RayError."""
     try:
         yield
     except RayError as error:
-        found = meaning(error, "the run")
-        if isinstance(found, LostError):
-            raise TrainingError(f"{found}. {GO_ON}") from error
-        raise found from error
-    except BrokenPipeError:  # of who reads what is shown
+        translated = translate(error, "the run")
+        if isinstance(translated, LostError):
+            raise TrainingError(f"{translated}. {RESUME_HINT}") from error
+        raise translated from error
+    except BrokenPipeError:  # of this command's output
         raise
     except ConnectionError as error:
-        raise TrainingError(f"the cluster was lost: its head node, or the way to it. {GO_ON}") from error
+        raise TrainingError(
+            f"the cluster was lost: its head node exited or is unreachable. {RESUME_HINT}"
+        ) from error

@@ -1,7 +1,4 @@
-"""What goes along to a cluster's nodes: variables of the environment, and what must be alike on all of them.
-
-Nothing of Ray.
-"""
+"""Environment of the processes on a cluster's nodes, and checks that nodes match. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from tidegate.errors import ConfigError
 
 PREFIXES = ("HF_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "SGLANG_", "VLLM_", "WANDB_", "TIDEGATE_")
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-RAYS_OWN = ("CUDA_VISIBLE_DEVICES",)
-MARK = ".cluster"
+SET_BY_RAY = ("CUDA_VISIBLE_DEVICES",)
+PROBE_FILE = ".cluster"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def passed_on(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that processes on other nodes get; `more` are those of `cluster.environment`.
+def forwarded_variables(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Select the variables that processes on other nodes get; `more` is `cluster.environment`.
 
-    They travel as an argument of the actors: Ray's own way for them shows them in logs and on command lines.
-    Raises ConfigError where one of `more` is not set.
+    They are passed as an argument of the actors: Ray's runtime environment shows them in logs and on command
+    lines. Raises ConfigError if one of `more` is not set.
     """
     missing = [name for name in more if name not in environment]
     if missing:
@@ -36,73 +33,72 @@ def passed_on(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[
     return {
         name: value
         for name, value in environment.items()
-        if name in more or (name not in RAYS_OWN and (name.startswith(PREFIXES) or name in NAMES))
+        if name in more or (name not in SET_BY_RAY and (name.startswith(PREFIXES) or name in NAMES))
     }
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """Where an actor is, and what it runs there."""
+    """Address and software versions of a node."""
 
     address: str
     python: str = field(default_factory=platform.python_version)
     tidegate: str = __version__
 
-    def unlike(self, other: ClusterNode) -> str | None:
-        """What is not as on the other node, in words."""
+    def mismatch(self, other: ClusterNode) -> str | None:
+        """Describe the versions that differ from the other node's; None if none do."""
         pairs = (("Python", self.python, other.python), ("tidegate", self.tidegate, other.tidegate))
-        differ = [f"{what} {mine} instead of {theirs}" for what, mine, theirs in pairs if mine != theirs]
+        differ = [f"{name} {own} instead of {theirs}" for name, own, theirs in pairs if own != theirs]
         if not differ:
             return None
         return f"node {self.address} has {' and '.join(differ)} (node {other.address}); install that there"
 
 
 def set_gloo_interface(address: str) -> None:
-    """Have process groups of this process, and of those that it starts, use the node's own network.
+    """Set gloo's network interface for this process and its children, unless the variable is set.
 
-    Gloo listens at the address that the machine's name stands for, which often is 127.0.0.1. What the
-    variable says already holds.
+    By default gloo listens on the address of the host name, which often is 127.0.0.1.
     """
     interfaces = psutil.net_if_addrs()
-    names = [name for name, has in interfaces.items() if any(one.address == address for one in has)]
+    names = [name for name, own in interfaces.items() if any(each.address == address for each in own)]
     if names:
         os.environ.setdefault(GLOO_INTERFACE, names[0])
 
 
 @dataclass(frozen=True, slots=True)
 class SharedDirProbe:
-    """A file by which a process on another node finds out whether it sees the run's directory."""
+    """A file that shows a process on another node whether the run's directory is visible there."""
 
     directory: Path
     text: str
 
     @classmethod
-    def leave(cls, directory: Path) -> SharedDirProbe:
+    def create(cls, directory: Path) -> SharedDirProbe:
         directory.mkdir(parents=True, exist_ok=True)
-        mark = cls(directory, secrets.token_hex(16))
-        (directory / MARK).write_text(mark.text)
-        return mark
+        probe = cls(directory, secrets.token_hex(16))
+        (directory / PROBE_FILE).write_text(probe.text)
+        return probe
 
-    def seen(self) -> bool:
-        """Whether the directory there is the one that the mark was left in."""
+    def is_visible(self) -> bool:
+        """Whether the directory here is the one in which the probe was created."""
         try:
-            return (self.directory / MARK).read_text() == self.text
+            return (self.directory / PROBE_FILE).read_text() == self.text
         except OSError:
             return False
 
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
-    """What every actor of a run is made with."""
+    """Constructor argument of every actor of a run."""
 
     run: str
-    mark: SharedDirProbe
+    probe: SharedDirProbe
     folder: Path
-    """The working directory of the command: relative paths in settings begin there."""
+    """Working directory of the command, to which paths in settings are relative."""
     environment: Mapping[str, str] = field(repr=False)
 
-    def unpack(self) -> None:
-        """Take on the environment and the working directory, where there is such a one."""
+    def apply(self) -> None:
+        """Apply the environment, and the working directory if it exists here."""
         os.environ.update(self.environment)
         if self.folder.is_dir():
             os.chdir(self.folder)

@@ -1,4 +1,4 @@
-"""What a run on a cluster tells, kept until the command that started it has heard it."""
+"""Buffers the events of a run on a cluster until the command that started it fetches them."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from collections.abc import Mapping
 
 from tidegate.observer import Observer
 
-KEPT = 10_000
+MAX_EVENTS = 10_000
 
-Told = tuple[str, tuple[object, ...]]
+Event = tuple[str, tuple[object, ...]]
 """A method of `Observer`, and its arguments."""
 
 
 class ObserverRelay:
-    """An observer whose news are asked for. Where nobody asks, the oldest are forgotten."""
+    """Observer that buffers events; beyond the limit, the oldest are dropped."""
 
     def __init__(self) -> None:
-        self._told: deque[Told] = deque(maxlen=KEPT)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
-    def news(self) -> list[Told]:
-        """What was told since the last time."""
-        found = []
-        while self._told:
-            found.append(self._told.popleft())
-        return found
+    def take_events(self) -> list[Event]:
+        """Return and clear the buffered events."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def started(self, info: Mapping[str, object]) -> None:
-        self._told.append(("started", (dict(info),)))
+        self._events.append(("started", (dict(info),)))
 
     def note(self, text: str) -> None:
-        self._told.append(("note", (text,)))
+        self._events.append(("note", (text,)))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        self._told.append(("progress", (what, done, total)))
+        self._events.append(("progress", (what, done, total)))
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        self._told.append(("state", (dict(snapshot),)))
+        self._events.append(("state", (dict(snapshot),)))
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        self._told.append(("step", (dict(metrics),)))
+        self._events.append(("step", (dict(metrics),)))
 
     def finished(self, result: Mapping[str, object]) -> None:
-        self._told.append(("finished", (dict(result),)))
+        self._events.append(("finished", (dict(result),)))
 
     def close(self) -> None:
-        self._told.append(("close", ()))
+        self._events.append(("close", ()))
 
 
-def tell(told: Told, observer: Observer) -> None:
-    """Have an observer hear what another one was told."""
-    method, arguments = told
+def replay(event: Event, observer: Observer) -> None:
+    """Apply an event to an observer."""
+    method, arguments = event
     getattr(observer, method)(*arguments)

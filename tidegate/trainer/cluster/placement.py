@@ -1,4 +1,4 @@
-"""Which processes a run has, what each asks of a cluster, and which of them sit together. Nothing of Ray."""
+"""Slots and bundles of a run's processes on a cluster. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tidegate.errors import ConfigError
 from tidegate.trainer.processes.servers import agent_names, engine_names
 
 HOME = "trainer-0"
-"""The first trainer rank, which is the run itself."""
+"""Slot of trainer rank 0, which is the run itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSlot:
-    """A process's place: a bundle, and what it takes of that."""
+    """The bundle of a process, and the resources that the process takes from it."""
 
     name: str
     bundle: int
@@ -24,94 +24,103 @@ class ActorSlot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The seats of a run. What has one bundle is on one node."""
+    """The slots of a run. Slots of one bundle are on one node."""
 
-    seats: tuple[ActorSlot, ...]
+    slots: tuple[ActorSlot, ...]
 
     @classmethod
     def of(cls, settings: Settings) -> Placement:
-        """The first rank and the gateway share a bundle: the gateway's journal is in the run's directory.
-        Every other rank, engine and process of agents has a bundle of its own. Raises ConfigError."""
+        """Build the placement of a run. Raises ConfigError.
+
+        Rank 0 and the gateway share a bundle, as the gateway's journal is in the run's directory. Every other
+        rank, engine and agents' process has its own bundle.
+        """
         _check(settings)
-        asks = settings.cluster
+        requests = settings.cluster
         together = [
             [
                 ActorSlot(HOME, 0, _trainer(settings)),
-                ActorSlot("gateway", 0, _asked({"CPU": settings.gateway.shards}, asks.gateway)),
+                ActorSlot("gateway", 0, _with_overrides({"CPU": settings.gateway.shards}, requests.gateway)),
             ],
             *(
                 [ActorSlot(f"trainer-{rank}", 0, _trainer(settings))]
                 for rank in range(1, settings.trainer.ranks)
             ),
             *([ActorSlot(name, 0, _engine(settings))] for name in engine_names(settings)),
-            *([ActorSlot(name, 0, _asked({"CPU": 1}, asks.agents))] for name in agent_names(settings)),
+            *(
+                [ActorSlot(name, 0, _with_overrides({"CPU": 1}, requests.agents))]
+                for name in agent_names(settings)
+            ),
         ]
         return cls(
             tuple(
-                ActorSlot(seat.name, bundle, seat.resources)
-                for bundle, seats in enumerate(together)
-                for seat in seats
+                ActorSlot(slot.name, bundle, slot.resources)
+                for bundle, slots in enumerate(together)
+                for slot in slots
             )
         )
 
     def __getitem__(self, name: str) -> ActorSlot:
-        return next(seat for seat in self.seats if seat.name == name)
+        return next(slot for slot in self.slots if slot.name == name)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What each bundle asks for: the sum of its seats."""
-        found: list[dict[str, float]] = [{} for _ in range(1 + max(seat.bundle for seat in self.seats))]
-        for seat in self.seats:
-            bundle = found[seat.bundle]
-            for resource, amount in seat.resources.items():
-                bundle[resource] = round(bundle.get(resource, 0.0) + amount, 4)  # as finely as Ray counts
-        return found
+        """Resources of each bundle: the sum of its slots."""
+        bundles: list[dict[str, float]] = [{} for _ in range(1 + max(slot.bundle for slot in self.slots))]
+        for slot in self.slots:
+            bundle = bundles[slot.bundle]
+            for resource, amount in slot.resources.items():
+                bundle[resource] = round(bundle.get(resource, 0.0) + amount, 4)  # Ray's resolution
+        return bundles
 
     @property
     def total(self) -> dict[str, float]:
-        """What all bundles ask for."""
+        """Resources of all bundles."""
         resources = dict.fromkeys(name for bundle in self.bundles for name in bundle)
         return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in resources}
 
     def lines(self) -> list[str]:
-        """A line for each bundle, and one for the sum."""
+        """Format a line for each bundle, and one for the sum."""
         rows = [
-            (" + ".join(seat.name for seat in self.seats if seat.bundle == index), readable(bundle))
+            (" + ".join(slot.name for slot in self.slots if slot.bundle == index), format_resources(bundle))
             for index, bundle in enumerate(self.bundles)
         ]
         width = max(len(names) for names, _ in rows)
-        return [*(f"{names:<{width}}   {asks}" for names, asks in rows), f"in all: {readable(self.total)}"]
+        return [
+            *(f"{names:<{width}}   {requests}" for names, requests in rows),
+            f"in all: {format_resources(self.total)}",
+        ]
 
 
 def _check(settings: Settings) -> None:
     for key, device in (("trainer", settings.trainer.device), ("engine", settings.engine.device)):
         if ":" in device:
             raise ConfigError(
-                f"{key}.device = {device!r} names one GPU of a machine; on a cluster Ray gives each process "
-                f"its own: set it to {device.partition(':')[0]!r}"
+                f"{key}.device = {device!r} names one GPU of a machine, but on a cluster Ray assigns GPUs: "
+                f"set it to {device.partition(':')[0]!r}"
             )
 
 
-def readable(resources: Mapping[str, float]) -> str:
-    """As in `2 CPU, 1 GPU`."""
+def format_resources(resources: Mapping[str, float]) -> str:
+    """Format resources as in `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 def _trainer(settings: Settings) -> dict[str, float]:
     trainer = settings.trainer
-    return _asked(_usual(trainer.threads, trainer.device), settings.cluster.trainer)
+    return _with_overrides(_default_resources(trainer.threads, trainer.device), settings.cluster.trainer)
 
 
 def _engine(settings: Settings) -> dict[str, float]:
     engine = settings.engine
-    usual = _usual(engine.threads, engine.device if engine.kind == "embedded" else "cuda")
-    return _asked(usual, settings.cluster.engine)
+    default = _default_resources(engine.threads, engine.device if engine.kind == "embedded" else "cuda")
+    return _with_overrides(default, settings.cluster.engine)
 
 
-def _usual(threads: int, device: str) -> dict[str, float]:
+def _default_resources(threads: int, device: str) -> dict[str, float]:
     gpu = {"GPU": 1.0} if device.startswith("cuda") else {}
     return {"CPU": float(threads), **gpu}
 
 
-def _asked(usual: Mapping[str, float], asked: Mapping[str, float]) -> dict[str, float]:
-    return {**usual, **asked}
+def _with_overrides(default: Mapping[str, float], overrides: Mapping[str, float]) -> dict[str, float]:
+    return {**default, **overrides}

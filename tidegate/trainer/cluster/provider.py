@@ -1,4 +1,4 @@
-"""The processes of a run, each on its seat in the cluster."""
+"""Provides the processes of a run as actors on a cluster."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ GATHER_S = 3.0
 
 
 class RayProcesses:
-    """`trainer.parts.Parts` of a cluster. Made on the node where the run is."""
+    """`ProcessProvider` of a Ray cluster. Created on the run's node."""
 
     def __init__(
         self,
-        seats: ActorSlots,
+        slots: ActorSlots,
         home: ClusterNode,
-        pack: Callable[[], ActorContext],
+        make_context: Callable[[], ActorContext],
         note: Callable[[str], None],
     ) -> None:
-        """`pack` is asked when the run's directory is there."""
+        """`make_context` is called once the run's directory exists."""
         self.host = home.address
-        self._seats = seats
+        self._slots = slots
         self._home = home
-        self._pack = pack
+        self._make_context = make_context
         self._note = note
-        self._luggage: ActorContext | None = None
-        self._post = FileSender()
-        self._posting = asyncio.Lock()
+        self._context: ActorContext | None = None
+        self._sender = FileSender()
+        self._send_lock = asyncio.Lock()
         self._engines: list[RemoteServer] = []
         self._all: list[RemoteProcess] = []
 
@@ -55,7 +55,9 @@ class RayProcesses:
             build = partial(engine_server, settings, name, index)
             engine = RemoteServer(
                 name,
-                self._seats.take(name, ServerActor, self._packed(), build, restarts=MAX_RESTARTS),
+                self._slots.create_actor(
+                    name, ServerActor, self._actor_context(), build, restarts=MAX_RESTARTS
+                ),
                 self._home,
                 run_dir / "logs",
                 live=live,
@@ -69,7 +71,9 @@ class RayProcesses:
 
     def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> RemoteServer:
         build = partial(gateway_server, settings, key, journal)
-        actor = self._seats.take("gateway", ServerActor, self._packed(), build, restarts=MAX_RESTARTS)
+        actor = self._slots.create_actor(
+            "gateway", ServerActor, self._actor_context(), build, restarts=MAX_RESTARTS
+        )
         port = settings.gateway.port
         gateway = RemoteServer("gateway", actor, self._home, run_dir / "logs", port=port)
         self._all.append(gateway)
@@ -77,43 +81,43 @@ class RayProcesses:
 
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[RemoteAgents]:
         agent = settings.agent
-        found = []
+        processes = []
         for name in agent_names(settings):
-            what = (name, agent.use, agent.options)
-            actor = self._seats.take(name, AgentActor, self._packed(), *what, restarts=-1)
-            found.append(RemoteAgents(name, actor, self._home, run_dir / "logs"))
-        self._all += found
-        return found
+            arguments = (name, agent.use, agent.options)
+            actor = self._slots.create_actor(name, AgentActor, self._actor_context(), *arguments, restarts=-1)
+            processes.append(RemoteAgents(name, actor, self._home, run_dir / "logs"))
+        self._all += processes
+        return processes
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RemoteRank]:
-        found = []
+        processes = []
         for rank in range(1, settings.trainer.ranks):
             name = f"trainer-{rank}"
-            actor = self._seats.take(name, RankActor, self._packed(), rank)
-            found.append(RemoteRank(name, actor, self._home, run_dir / "logs", rank))
-        self._all += found
-        return found
+            actor = self._slots.create_actor(name, RankActor, self._actor_context(), rank)
+            processes.append(RemoteRank(name, actor, self._home, run_dir / "logs", rank))
+        self._all += processes
+        return processes
 
     async def deliver(self, url: str, weights: Path) -> Path:
-        engine = next((one for one in self._engines if one.url == url), None)
-        return weights if engine is None else await engine.place(weights)
+        engine = next((engine for engine in self._engines if engine.url == url), None)
+        return weights if engine is None else await engine.deliver(weights)
 
     async def gather_logs(self) -> None:
-        """Bring what nodes write into the run's own logs, for ever."""
+        """Copy the nodes' logs into the run's own logs, for ever."""
         while True:
             await asyncio.sleep(GATHER_S)
-            for one in self._all:
+            for process in self._all:
                 try:
-                    await one.gather_logs()
-                except StartError:  # it is lost; who watches it says so
+                    await process.gather_logs()
+                except StartError:  # lost, which `wait_for_exit` reports
                     continue
                 except OSError as error:
-                    self._note(f"logs of {one.name} could not be written: {error}")
+                    self._note(f"logs of {process.name} could not be written: {error}")
 
     async def _send(self, weights: Path) -> FileBundle:
-        async with self._posting:  # several engines want the same
-            return await asyncio.to_thread(self._post.parcel, weights)
+        async with self._send_lock:  # several engines need the same weights
+            return await asyncio.to_thread(self._sender.bundle, weights)
 
-    def _packed(self) -> ActorContext:
-        self._luggage = self._luggage or self._pack()
-        return self._luggage
+    def _actor_context(self) -> ActorContext:
+        self._context = self._context or self._make_context()
+        return self._context

@@ -1,6 +1,6 @@
-"""The processes on other nodes as the run sees them: like its own, with an actor in between.
+"""Proxies of processes that actors on other nodes own, with the interfaces of local processes.
 
-Ray starts a lost actor again, perhaps on another node, and what it owned is started anew in it.
+Ray restarts a lost actor, possibly on another node; the proxy then starts the owned process again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ray
 
 from tidegate.errors import StartError
 from tidegate.service.service import READY_S
-from tidegate.trainer.cluster.actor_calls import ANSWER_S, LostError, answer
+from tidegate.trainer.cluster.actor_calls import REPLY_TIMEOUT_S, LostError, wait_for_reply
 from tidegate.trainer.cluster.actors import StartCommand
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle
@@ -25,60 +25,62 @@ from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.types import Outcome, TaskView
 
 LOST_S = 60.0
-"""How long a lost actor may take to come back: what it left behind (an address, a lock) is free by then."""
+"""How long a lost actor may take to restart; its address and locks are free by then."""
 PAUSE_S = 0.5
 BEYOND_S = 30.0
-"""An actor that says nothing of an agent so long after its deadline is taken for lost."""
+"""How long after an agent's deadline its actor may still reply, before it counts as lost."""
 
 Send = Callable[[Path], Awaitable[FileBundle]]
-"""A directory's files, on their way to nodes that do not see it."""
+"""Puts a directory's files into the object store."""
 
 
 class RemoteProcess:
-    """An actor, and what is known of it."""
+    """An actor and the state of its process."""
 
     def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path) -> None:
         self.name = name
-        self.shares = False
-        """Whether it sees the run's directory."""
+        self.shares_run_dir = False
+        """Whether the run's directory is visible to the actor."""
         self._actor = actor
         self._home = home
         self._logs = logs
-        self._gathering = asyncio.Lock()
-        self._known: dict[Path, int] = {}
-        """How many bytes of each log on its node are here. An actor that is made again writes others."""
+        self._log_lock = asyncio.Lock()
+        self._copied: dict[Path, int] = {}
+        """Copied bytes of each log on its node. A restarted actor writes other logs."""
 
-    async def arrive(self, within_s: float) -> None:
-        """Wait until it is there, and look whether it is as this node. Raises StartError."""
-        node, self.shares = await answer(self._actor.about.remote(), self.name, within_s)
-        unlike = node.unlike(self._home)
-        if unlike is not None:
-            raise StartError(f"{self.name} cannot run: {unlike}")
+    async def connect(self, within_s: float) -> None:
+        """Wait until the actor runs and check its node's versions. Raises StartError."""
+        node, self.shares_run_dir = await wait_for_reply(self._actor.about.remote(), self.name, within_s)
+        mismatch = node.mismatch(self._home)
+        if mismatch is not None:
+            raise StartError(f"{self.name} cannot run: {mismatch}")
 
     async def gather_logs(self) -> None:
-        """Add to the run's logs what is new in those of the node. Raises StartError, OSError."""
-        if self.shares:
+        """Append the new content of the node's logs to the run's. Raises StartError, OSError."""
+        if self.shares_run_dir:
             return
-        async with self._gathering:  # else two would ask for the same
-            news: Mapping[Path, bytes] = await answer(self._actor.logs.remote(self._known), self.name)
-            await asyncio.to_thread(self._write, news)
+        async with self._log_lock:  # else two calls would copy the same content
+            contents: Mapping[Path, bytes] = await wait_for_reply(
+                self._actor.logs.remote(self._copied), self.name
+            )
+            await asyncio.to_thread(self._write, contents)
 
-    def _write(self, news: Mapping[Path, bytes]) -> None:
-        for file, text in news.items():
+    def _write(self, contents: Mapping[Path, bytes]) -> None:
+        for file, text in contents.items():
             with (self._logs / file.name).open("ab") as log:
                 log.write(text)
-            self._known[file] = self._known.get(file, 0) + len(text)
+            self._copied[file] = self._copied.get(file, 0) + len(text)
 
     async def end(self) -> None:
-        """End what it owns, take its last logs, and let it go."""
-        with contextlib.suppress(StartError, OSError):  # one that is lost has ended
-            await answer(self._actor.stop.remote(), self.name)
+        """Stop the process, copy its last logs, and kill the actor."""
+        with contextlib.suppress(StartError, OSError):  # a lost actor has ended
+            await wait_for_reply(self._actor.stop.remote(), self.name)
             await self.gather_logs()
-            await answer(self._actor.leave.remote(), self.name)
+            await wait_for_reply(self._actor.clean_up.remote(), self.name)
         ray.kill(self._actor)
 
-    async def back(self, start: Callable[[], Awaitable[object]]) -> None:
-        """Start again after a loss, as soon as that is possible. Raises StartError."""
+    async def restart_after_loss(self, start: Callable[[], Awaitable[object]]) -> None:
+        """Start again after a loss, retrying for up to LOST_S. Raises StartError."""
         deadline = time.monotonic() + LOST_S
         while True:
             try:
@@ -91,7 +93,7 @@ class RemoteProcess:
 
 
 class RemoteServer(RemoteProcess):
-    """An engine or a gateway (`parts.Server`)."""
+    """An engine or a gateway (`ServerProcess`)."""
 
     def __init__(
         self,
@@ -117,47 +119,49 @@ class RemoteServer(RemoteProcess):
         self._live, self._pinned, self._send = live, snapshot_weights, send
         self._port = port
         self._ready_s = ready_s
-        self._words = ""
+        self._last_line = ""
         self._lost = False
 
     async def start(self) -> str:
-        """Returns its URL, once it serves. Raises StartError."""
-        await self.arrive(self._ready_s)
-        order = await self._order()
-        self.url = await answer(self._actor.start.remote(order), self.name, self._ready_s + ANSWER_S)
+        """Start the server and wait until it is ready; returns its URL. Raises StartError."""
+        await self.connect(self._ready_s)
+        command = await self._start_command()
+        self.url = await wait_for_reply(
+            self._actor.start.remote(command), self.name, self._ready_s + REPLY_TIMEOUT_S
+        )
         if self._port is not None:
             self._port = int(self.url.rpartition(":")[2])
         return self.url
 
-    async def place(self, weights: Path) -> Path:
-        """Where the weights of a directory here are on its node. Raises StartError, OSError."""
-        if self.shares or self._send is None:
+    async def deliver(self, weights: Path) -> Path:
+        """Deliver weights to the engine's node; returns their path there. Raises StartError, OSError."""
+        if self.shares_run_dir or self._send is None:
             return weights
-        parcel = await self._send(weights)
-        there: Path = await answer(self._actor.take.remote(parcel), self.name, self._ready_s)
-        return there
+        bundle = await self._send(weights)
+        path: Path = await wait_for_reply(self._actor.fetch_weights.remote(bundle), self.name, self._ready_s)
+        return path
 
-    async def _order(self) -> StartCommand:
+    async def _start_command(self) -> StartCommand:
         if self._live is None or self._pinned is None or self._send is None:
             return StartCommand(self._port or 0)
-        if self.shares:
+        if self.shares_run_dir:
             weights, version = self._pinned()
             return StartCommand(0, weights, version)
         weights, version = self._live()
         return StartCommand(0, await self._send(weights), version)
 
     async def wait_for_exit(self) -> str:
-        """Wait for its end, or its actor's; returns how it ended, in words."""
+        """Wait for the server or its actor to exit; returns a message on how it did."""
         try:
-            how, self._words = await answer(self._actor.wait_for_exit.remote(), self.name, None)
+            how, self._last_line = await wait_for_reply(self._actor.wait_for_exit.remote(), self.name, None)
         except LostError as error:
-            how, self._words, self._lost = f"the {error}", "what it said last is in Ray's logs", True
+            how, self._last_line, self._lost = f"the {error}", "see Ray's logs", True
         return str(how)
 
     async def restart(self) -> None:
         self.restarts += 1
         if self._lost:
-            await self.back(self.start)
+            await self.restart_after_loss(self.start)
             self._lost = False
         else:
             await self.start()
@@ -166,35 +170,35 @@ class RemoteServer(RemoteProcess):
         await self.end()
 
     def last_log_line(self) -> str:
-        return self._words
+        return self._last_line
 
 
 class RemoteAgents(RemoteProcess):
-    """A process of agents (`crew.Runner`)."""
+    """A process that runs agents (`AgentRunner`)."""
 
     def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path) -> None:
         super().__init__(name, actor, home, logs)
-        self._there = False
+        self._ready = False
         self._losses = 0
-        """In a row, with no run ended well in between."""
+        """Losses in a row, without a completed run in between."""
         self._starting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Wait until it has loaded the agent. Raises ConfigError, StartError."""
-        await self.arrive(READY_S)
-        await answer(self._actor.open.remote(), self.name, READY_S)
-        self._there = True
+        """Wait until the process has loaded the agent. Raises ConfigError, StartError."""
+        await self.connect(READY_S)
+        await wait_for_reply(self._actor.open.remote(), self.name, READY_S)
+        self._ready = True
 
     async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
-        """As `AgentWorker.run`. A run that is lost with its actor ends `cancelled`."""
+        """As `AgentWorker.run`. A run whose actor is lost ends as `cancelled`."""
         async with self._starting:
-            if not self._there:
-                await self.back(self.open)
+            if not self._ready:
+                await self.restart_after_loss(self.open)
         run = self._actor.run.remote(job_id, view, access)
         try:
-            result: AgentResult = await answer(run, self.name, access["deadline_s"] + BEYOND_S)
+            result: AgentResult = await wait_for_reply(run, self.name, access["deadline_s"] + BEYOND_S)
         except LostError as error:
-            self._lose(error)
+            self._record_loss(error)
             return AgentResult(Outcome.CANCELLED, error=str(error))
         except asyncio.CancelledError:
             self._actor.cancel.remote(job_id)
@@ -203,10 +207,10 @@ class RemoteAgents(RemoteProcess):
             self._losses = 0
         return result
 
-    def _lose(self, error: LostError) -> None:
-        if not self._there:  # another run has seen the same loss
+    def _record_loss(self, error: LostError) -> None:
+        if not self._ready:  # another run has recorded the same loss
             return
-        self._there = False
+        self._ready = False
         self._losses += 1
         if self._losses > MAX_RESTARTS:
             raise StartError(f"{error}; {self._losses} times in a row") from error
@@ -216,29 +220,29 @@ class RemoteAgents(RemoteProcess):
 
 
 class RemoteRank(RemoteProcess):
-    """A trainer rank (`followed.Following`)."""
+    """A trainer rank (`RankProcess`)."""
 
     def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path, rank: int) -> None:
         super().__init__(name, actor, home, logs)
         self.rank = rank
 
     async def start(self) -> None:
-        """Raises StartError, also where it does not see the run's directory: it reads checkpoints there."""
-        await self.arrive(READY_S)
-        if not self.shares:
+        """Start the rank. Raises StartError, also if its node does not see the run's directory."""
+        await self.connect(READY_S)
+        if not self.shares_run_dir:
             raise StartError(
                 f"trainer rank {self.rank} does not see {self._logs.parent}: trainer ranks need it on a disk "
-                "that their nodes share (run.dir), or seats on one node"
+                "that their nodes share (run.dir), or must be on one node"
             )
-        await answer(self._actor.start.remote(), self.name, READY_S + ANSWER_S)
+        await wait_for_reply(self._actor.start.remote(), self.name, READY_S + REPLY_TIMEOUT_S)
 
     def send(self, message: object) -> None:
-        """Of one that is dead `died` says so."""
+        """Send a message without waiting; `wait_for_exit` reports an exited rank."""
         self._actor.send.remote(message)
 
     async def wait_for_exit(self) -> str:
         try:
-            return str(await answer(self._actor.wait_for_exit.remote(), self.name, None))
+            return str(await wait_for_reply(self._actor.wait_for_exit.remote(), self.name, None))
         except LostError as error:
             return f"trainer rank {self.rank}: {error}"
 

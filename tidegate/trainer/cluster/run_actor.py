@@ -1,4 +1,4 @@
-"""The run itself, as an actor: the first trainer rank, the loop and the ledger."""
+"""Actor of the run itself: trainer rank 0, the loop and the ledger."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from tidegate.observer import Observer
 from tidegate.service.secrecy import shield_process
 from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
-from tidegate.trainer.cluster.observer_relay import ObserverRelay, Told
+from tidegate.trainer.cluster.observer_relay import ObserverRelay, Event
 from tidegate.trainer.cluster.provider import RayProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
 
 
 class RunJob(Protocol):
-    """What is run: `launch.Launch`."""
+    """A job to run: `launch.Launch`."""
 
     async def run(self) -> int:
-        """The exit code. Raises TidegateError."""
+        """Run the job; returns its exit code. Raises TidegateError."""
 
     def stop(self) -> None:
-        """Finish the step in hand."""
+        """Finish the current step and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What the actor is made with."""
+    """Constructor argument of the actor."""
 
     run: str
     run_dir: Path
     folder: Path
-    """The working directory of the command."""
+    """Working directory of the command."""
     environment: Mapping[str, str] = field(repr=False)
     make: Callable[[Observer, ProcessProvider], RunJob]
 
 
 class RunActor:
-    """Runs a job whose processes are other actors', which end with this one."""
+    """Runs a job whose processes belong to other actors, which end with this one."""
 
-    def __init__(self, errand: RunSpec, seats: ActorSlots) -> None:
+    def __init__(self, spec: RunSpec, slots: ActorSlots) -> None:
         shield_process()
-        os.environ.update(errand.environment)
-        self._errand = errand
-        self._seats = seats
+        os.environ.update(spec.environment)
+        self._spec = spec
+        self._slots = slots
         self._node = ClusterNode(ray.util.get_node_ip_address())
         set_gloo_interface(self._node.address)
         self._relay = ObserverRelay()
@@ -62,20 +62,20 @@ class RunActor:
         return self._node
 
     async def run(self) -> int:
-        """The exit code. Raises TidegateError."""
-        errand = self._errand
-        if errand.folder.is_dir():
-            os.chdir(errand.folder)
-        elif not errand.run_dir.is_absolute():
+        """Run the job; returns its exit code. Raises TidegateError."""
+        spec = self._spec
+        if spec.folder.is_dir():
+            os.chdir(spec.folder)
+        elif not spec.run_dir.is_absolute():
             raise StartError(
-                f"{errand.folder} is not on node {self._node.address}, where the run is: give run.dir and "
-                "the other paths as they are there, from the root"
+                f"{spec.folder} does not exist on node {self._node.address}, on which the run is: set run.dir and "
+                "the other paths to absolute paths on that node"
             )
-        parts = RayProcesses(self._seats, self._node, self._pack, self._relay.note)
-        self._job = await asyncio.to_thread(errand.make, self._relay, parts)  # torch takes seconds
+        provider = RayProcesses(self._slots, self._node, self._make_context, self._relay.note)
+        self._job = await asyncio.to_thread(spec.make, self._relay, provider)  # torch takes seconds
         if self._stopped:
             self._job.stop()
-        gathering = asyncio.create_task(parts.gather_logs())
+        gathering = asyncio.create_task(provider.gather_logs())
         try:
             return await self._job.run()
         finally:
@@ -83,17 +83,17 @@ class RunActor:
             with contextlib.suppress(asyncio.CancelledError):
                 await gathering
 
-    async def news(self) -> list[Told]:
-        """What observers were told since the last time."""
-        return self._relay.news()
+    async def take_events(self) -> list[Event]:
+        """Return the events since the last call."""
+        return self._relay.take_events()
 
     async def stop(self) -> None:
-        """Finish the step in hand and commit."""
+        """Finish the current step, write a checkpoint and end."""
         self._stopped = True
         if self._job is not None:
             self._job.stop()
 
-    def _pack(self) -> ActorContext:
-        errand = self._errand
-        mark = SharedDirProbe.leave(errand.run_dir.absolute())
-        return ActorContext(errand.run, mark, errand.folder, errand.environment)
+    def _make_context(self) -> ActorContext:
+        spec = self._spec
+        probe = SharedDirProbe.create(spec.run_dir.absolute())
+        return ActorContext(spec.run, probe, spec.folder, spec.environment)

@@ -234,7 +234,7 @@ def _worth_sharing(rows: Sequence[TrainSequence], cluster: _Cluster) -> bool:
 
 
 def _max_prefix(row: TrainSequence) -> int:
-    """Return a row's longest possible prefix: it must end before the position that predicts a trained token."""
+    """Return a row's longest possible prefix, which ends before the first trained token is predicted."""
     return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
 
 
@@ -281,7 +281,7 @@ def split_by_length(
 def _cheapest_split(
     lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 0
 ) -> list[tuple[int, int]]:
-    """Split descending lengths into runs (start, end) at least cost; a run costs `overhead` + rows · longest."""
+    """Split descending lengths into the cheapest runs (start, end); a run costs overhead + rows · longest."""
     count = len(lengths)
     cost = np.full(count + 1, np.iinfo(np.int64).max, dtype=np.int64)
     cost[0] = 0

@@ -128,8 +128,8 @@ class Policy:
         size, reference_size = (each.config.get_text_config().vocab_size for each in (model, reference))
         if size != reference_size:
             raise StartError(
-                f"trainer.reference = {settings.reference} has a vocabulary of {reference_size}, {path} one of "
-                f"{size}: the reference must be a model with the same tokens"
+                f"trainer.reference = {settings.reference} has a vocabulary of {reference_size}, {path} "
+                f"one of {size}: the reference must be a model with the same tokens"
             )
         return cls(model, path, settings, reference)
 
@@ -207,7 +207,7 @@ class Policy:
         }
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
-        """Compute log π of every trained token under the current weights: a float32 [t] per row, 0 elsewhere."""
+        """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
         return self._forward.logprobs(rows, self.settings.microbatch_tokens, share=self._forward.shares)
 
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:

@@ -38,7 +38,7 @@ class ProcessProvider(Protocol):
         """Return the run's own engines; none if `engine.urls` is set."""
 
     def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> ServerProcess:
-        """Return the gateway, with `key` as its admin key. Restarts keep its address, a `journal` its sessions."""
+        """Return the gateway with the admin key `key`; a `journal` keeps its sessions across restarts."""
 
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]:
         """Return the processes that run agents."""
@@ -47,4 +47,4 @@ class ProcessProvider(Protocol):
         """Return the processes of the trainer's ranks but 0."""
 
     async def deliver(self, url: str, weights: Path) -> Path:
-        """Make weights available to the engine at `url`; returns their path there. Raises StartError, OSError."""
+        """Deliver weights to the engine at `url`; returns their path there. Raises StartError, OSError."""

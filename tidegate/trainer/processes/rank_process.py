@@ -75,7 +75,7 @@ class LocalRankProcess:
             raise StartError(await self.wait_for_exit())
 
     def send(self, message: object) -> None:
-        """Send a message; raises BrokenPipeError if the process has exited, TimeoutError if it reads nothing."""
+        """Send a message; raises BrokenPipeError after an exit, TimeoutError if the process reads nothing."""
         rest = memoryview(pickle.dumps(message))
         with self._sending:
             while rest:

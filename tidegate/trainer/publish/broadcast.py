@@ -2,9 +2,9 @@
 
 Each engine has its own group with the trainer, so that a failing engine does not affect the others and a
 restarted one can rejoin alone. Weights are sent in buckets; the next bucket is gathered while one is sent, so
-at most two are in memory. An engine that stages the new weights beside the current ones keeps generating and is
-paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start, and its
-weights are of no version until the end.
+at most two are in memory. An engine that stages the new weights beside the current ones keeps generating and
+is paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start, and
+its weights are of no version until the end.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class WeightBroadcaster:
         """Load the weights on engines as this version; returns the URLs of those that succeeded.
 
         The policy must not be trained meanwhile. The slowest engine sets the pace, as all receive a bucket at
-        the same time. A failing engine leaves its group; it may be paused, with weights of no version, and has
-        to load files. If this raises, all engines are resumed.
+        the same time. A failing engine leaves its group; it may be paused, with weights of no version, and
+        has to load files. If this raises, all engines are resumed.
         """
         try:
             return await self._send(engines, version)
@@ -270,8 +270,8 @@ async def _ranks_of(engine: EngineControl) -> tuple[int, str]:
     for name in ("dp_size", "pp_size"):
         if info.get(name, 1) != 1:
             raise EngineError(
-                f"engine {engine.url}: {name} = {info[name]}, but weights can be sent only to a server with one "
-                'replica and one pipeline stage; set trainer.publish_transport = "files"'
+                f"engine {engine.url}: {name} = {info[name]}, but weights can be sent only to a server with "
+                'one replica and one pipeline stage; set trainer.publish_transport = "files"'
             )
     return int(info.get("tp_size", 1)), str(info.get("device", "cpu"))
 

@@ -90,8 +90,8 @@ class EngineControl:
         ]
         if missing:
             raise UnfitEngineError(
-                f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; use "
-                "SGLang 0.5.23, `tidegate engine` or `tidegate vllm`"
+                f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; "
+                "use SGLang 0.5.23, `tidegate engine` or `tidegate vllm`"
             )
 
     async def load(self, weights: Path, version: int) -> None:

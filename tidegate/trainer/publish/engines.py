@@ -199,8 +199,8 @@ class EngineMembership:
     async def _set_enabled(self, url: str) -> bool:
         """Enable or disable an engine at the gateway; returns whether it is enabled.
 
-        It is enabled if all its addresses are in service and report the current version, which a restart since
-        the last update would have changed.
+        It is enabled if all its addresses are in service and report the current version, which a restart
+        since the last update would have changed.
         """
         async with self._enable_lock:
             control = self._members.get(url, ())

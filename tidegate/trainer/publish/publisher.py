@@ -2,9 +2,8 @@
 
     write the weights → cancel groups that become stale → pause → load or send → verify → resume
 
-Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`: running
-requests keep their tokens, and their keys and values are recomputed with the new weights. An engine that
-cannot be updated is reported, so that its owner restarts or removes it.
+Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`:
+running requests keep their tokens, and their keys and values are recomputed with the new weights. An engine that cannot be updated is reported, so that its owner restarts or removes it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Publisher:
     sender: WeightBroadcaster | None = None
     """Sends the weights to engines, which load files only if that fails; None: all load files."""
     deliver: Callable[[str, Path], Awaitable[Path]] = _shared_directory
-    """Makes a directory available to the engine at a URL; returns its path there. Raises StartError, OSError."""
+    """Delivers a directory to the engine at a URL; returns its path there. Raises StartError, OSError."""
     in_outage: Callable[[], bool] = lambda: False
     """Whether to retry beyond `patience_s`: an outage has a limit of its own."""
     unavailable: set[str] = field(default_factory=set)
@@ -70,7 +69,7 @@ class Publisher:
     _update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def publish(self, version: int) -> None:
-        """Write the weights and load them on the engines. Raises PublishError if no engine could be updated."""
+        """Write the weights and load them on the engines; raises PublishError if all engines fail."""
         weights = self.directory / f"v{version:06d}"
         with failpoints.around("publish.weights"):
             await asyncio.to_thread(self.save, weights)
@@ -82,8 +81,8 @@ class Publisher:
     async def update_all(self, sender: WeightBroadcaster | None = None) -> None:
         """Load the current version on every engine, including external ones with unknown weights.
 
-        If other engines succeed, a failing one is taken out of service after `ATTEMPTS_BESIDE_OTHERS` attempts;
-        the next publish to which it responds restores it. With a `sender`, engines load files only if sending
+        If other engines succeed, a failing one is taken out of service after ATTEMPTS_BESIDE_OTHERS attempts; the
+        next publish to which it responds restores it. With a `sender`, engines load files only if sending
         to them fails.
 
         Raises:
@@ -112,7 +111,7 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def check_samples(self) -> None:
-        """Raises UnfitEngineError if an engine's tokens cannot be trained on; ignores unresponsive engines."""
+        """Raises UnfitEngineError if an engine's tokens are unfit for training; skips unresponsive engines."""
         async with aiohttp.ClientSession() as http:
             checks = [EngineControl(url, http).check_sample() for url in self.engines()]
             for result in await asyncio.gather(*checks, return_exceptions=True):

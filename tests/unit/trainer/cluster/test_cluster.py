@@ -22,10 +22,10 @@ from tidegate.trainer.cluster.environment import (
     ActorContext,
     ClusterNode,
     SharedDirProbe,
-    passed_on,
+    forwarded_variables,
     set_gloo_interface,
 )
-from tidegate.trainer.cluster.observer_relay import KEPT, ObserverRelay, tell
+from tidegate.trainer.cluster.observer_relay import MAX_EVENTS, ObserverRelay, replay
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.processes.agent_pool import AgentPool
 from tidegate.trainer.processes.agent_worker import AgentResult
@@ -43,7 +43,7 @@ def test_every_process_has_a_seat_and_the_gateway_sits_with_the_run() -> None:
         "--engine.kind=sglang", "--engine.python=/x/python",
     )  # fmt: skip
     placement = Placement.of(settings)
-    assert [(seat.name, seat.bundle) for seat in placement.seats] == [
+    assert [(seat.name, seat.bundle) for seat in placement.slots] == [
         ("trainer-0", 0), ("gateway", 0), ("trainer-1", 1), ("engine-1", 2), ("engine-2", 3),
         ("agent-1", 4), ("agent-2", 5), ("agent-3", 6),
     ]  # fmt: skip
@@ -59,7 +59,7 @@ def test_the_sum_of_a_bundle_is_no_finer_than_ray_counts() -> None:
 
 
 def test_engines_that_run_already_have_no_seat() -> None:
-    names = [seat.name for seat in Placement.of(settings_of('--engine.urls=["http://a"]')).seats]
+    names = [slot.name for slot in Placement.of(settings_of('--engine.urls=["http://a"]')).slots]
     assert names == [HOME, "gateway", "agent"]
 
 
@@ -84,11 +84,11 @@ def test_the_variables_that_matter_go_along_and_no_others() -> None:
         "CUDA_VISIBLE_DEVICES": "3", "TOKENIZERS_PARALLELISM": "false", "HOME": "/root",
         "JUDGE_KEY": "s3cret",
     }  # fmt: skip
-    there = passed_on(environment)
+    there = forwarded_variables(environment)
     assert there.keys() == environment.keys() - {"CUDA_VISIBLE_DEVICES", "HOME", "JUDGE_KEY"}
-    assert passed_on(environment, ["JUDGE_KEY"])["JUDGE_KEY"] == "s3cret"
+    assert forwarded_variables(environment, ["JUDGE_KEY"])["JUDGE_KEY"] == "s3cret"
     with pytest.raises(ConfigError, match="names OTHER_KEY, which is not set here"):
-        passed_on(environment, ["OTHER_KEY"])
+        forwarded_variables(environment, ["OTHER_KEY"])
 
 
 def test_process_groups_meet_at_the_address_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,24 +105,24 @@ def test_process_groups_meet_at_the_address_of_the_node(monkeypatch: pytest.Monk
 
 def test_a_node_that_is_not_alike_is_named() -> None:
     here, same = ClusterNode("10.0.0.1", "3.11.7", "0.1.0"), ClusterNode("10.0.0.2", "3.11.7", "0.1.0")
-    assert same.unlike(here) is None
+    assert same.mismatch(here) is None
     older = ClusterNode("10.0.0.3", "3.12.1", "0.0.9")
-    said = older.unlike(here) or ""
+    said = older.mismatch(here) or ""
     assert "node 10.0.0.3 has Python 3.12.1 instead of 3.11.7 and tidegate 0.0.9 instead of 0.1.0" in said
 
 
 def test_a_mark_is_seen_in_its_own_directory_alone(tmp_path: Path) -> None:
-    mark = SharedDirProbe.leave(tmp_path / "runs" / "a")
-    assert mark.seen()
-    assert not SharedDirProbe(tmp_path / "elsewhere", mark.text).seen()
-    SharedDirProbe.leave(tmp_path / "runs" / "a")  # another run of that name, on a disk of its own
-    assert not mark.seen()
+    mark = SharedDirProbe.create(tmp_path / "runs" / "a")
+    assert mark.is_visible()
+    assert not SharedDirProbe(tmp_path / "elsewhere", mark.text).is_visible()
+    SharedDirProbe.create(tmp_path / "runs" / "a")  # another run of that name, on a disk of its own
+    assert not mark.is_visible()
 
 
 def test_luggage_shows_no_secret(tmp_path: Path) -> None:
-    luggage = ActorContext("a", SharedDirProbe(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
-    assert "s3cret" not in repr(luggage)
-    assert pickle.loads(pickle.dumps(luggage)).environment == {"JUDGE_KEY": "s3cret"}
+    context = ActorContext("a", SharedDirProbe(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
+    assert "s3cret" not in repr(context)
+    assert pickle.loads(pickle.dumps(context)).environment == {"JUDGE_KEY": "s3cret"}
 
 
 class Hearing(Silent):
@@ -140,15 +140,15 @@ def test_an_observer_elsewhere_hears_what_was_told_once_and_in_order() -> None:
     relay, hearing = ObserverRelay(), Hearing()
     relay.note("a")
     relay.progress("evaluation", 1, 2)
-    for told in pickle.loads(pickle.dumps(relay.news())):
-        tell(told, hearing)
+    for event in pickle.loads(pickle.dumps(relay.take_events())):
+        replay(event, hearing)
     assert hearing.heard == ["a", ("evaluation", 1, 2)]
-    assert relay.news() == []
-    for number in range(KEPT + 5):  # nobody asks: memory is bounded, and the newest are kept
+    assert relay.take_events() == []
+    for number in range(MAX_EVENTS + 5):  # nobody asks: memory is bounded, and the newest are kept
         relay.note(str(number))
-    news = relay.news()
-    assert len(news) == KEPT
-    assert news[-1] == ("note", (str(KEPT + 4),))
+    news = relay.take_events()
+    assert len(news) == MAX_EVENTS
+    assert news[-1] == ("note", (str(MAX_EVENTS + 4),))
 
 
 class Member:

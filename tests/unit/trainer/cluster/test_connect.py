@@ -52,8 +52,8 @@ def refusal(cluster: str, kind: type[TidegateError] = StartError) -> str:
 
 @pytest.mark.parametrize("scheme", ["ray://", ""])
 def test_where_nobody_answers_is_said(scheme: str, nobody: str, mute: str) -> None:
-    assert "nobody answers there" in refusal(scheme + nobody)
-    assert "what listens there is not Ray, or does not answer within 0.3 s" in refusal(scheme + mute)
+    assert "cannot connect" in refusal(scheme + nobody)
+    assert "the server is not Ray, or does not respond within 0.3 s" in refusal(scheme + mute)
 
 
 def test_auto_without_a_cluster_is_said() -> None:
@@ -65,13 +65,13 @@ def test_auto_names_the_address_that_it_stands_for(
 ) -> None:
     left_behind = tmp_path / "ray" / "ray_current_cluster"
     left_behind.parent.mkdir()
-    for address, words in ((nobody, "nobody answers there"), (mute, "is not Ray")):
+    for address, words in ((nobody, "cannot connect"), (mute, "is not Ray")):
         left_behind.write_text(address)
         said = refusal("auto")
         assert re.match(rf"--cluster auto: [\d.]+:{address.rpartition(':')[2]}: ", said)
         assert words in said
     monkeypatch.setenv("RAY_ADDRESS", f"ray://{nobody}")
-    assert refusal("auto").startswith(f"--cluster auto: ray://{nobody}: nobody answers there")
+    assert refusal("auto").startswith(f"--cluster auto: ray://{nobody}: cannot connect")
 
 
 def test_what_is_no_address_is_refused() -> None:

@@ -36,7 +36,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     @contextlib.contextmanager
     def reserved(*_: object) -> Iterator[SimpleNamespace]:
         handle = SimpleNamespace(about=SimpleNamespace(remote=lambda: None))
-        yield SimpleNamespace(take=lambda *_: handle)
+        yield SimpleNamespace(create_actor=lambda *_: handle)
 
     monkeypatch.setattr(driver, "connected", lambda _: contextlib.nullcontext("home"))
     monkeypatch.setattr(driver, "reserved", reserved)

@@ -93,7 +93,7 @@ async def test_logs_that_are_asked_for_twice_at_a_time_are_written_once(
 
     monkeypatch.setattr(placed.ray, "kill", lambda _: None)
     node = Logging("/tmp/first")
-    server = RemoteServer("engine-2", actor(logs=node.logs, stop=nothing, leave=nothing), HOME, tmp_path)
+    server = RemoteServer("engine-2", actor(logs=node.logs, stop=nothing, clean_up=nothing), HOME, tmp_path)
     node.text = b"one\n"
     node.go.clear()
     both = [asyncio.create_task(server.gather_logs()), asyncio.create_task(server.end())]
@@ -111,7 +111,7 @@ async def test_logs_of_an_actor_that_was_taken_for_lost_are_not_fetched_again(tm
     server = RemoteServer("engine-2", host, HOME, tmp_path)
     node.text = b"one\n"
     await server.gather_logs()
-    await server.back(lambda: server.arrive(1))
+    await server.restart_after_loss(lambda: server.connect(1))
     node.text += b"two\n"
     await server.gather_logs()
     node = Logging("/tmp/second")

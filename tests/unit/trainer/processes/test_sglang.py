@@ -89,10 +89,10 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
         monkeypatch.setenv(name, "of this process")
     python = stand_in(tmp_path)
     settings = load_settings(None, ["--model.path=x", "--engine.kind=sglang", f"--engine.python={python}"])
-    luggage = ActorContext(
-        "a", SharedDirProbe.leave(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"}
+    context = ActorContext(
+        "a", SharedDirProbe.create(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"}
     )
-    actor = ServerActor(luggage, partial(engine_server, settings, "engine-2", 1))
+    actor = ServerActor(context, partial(engine_server, settings, "engine-2", 1))
 
     async def started(version: int) -> tuple[str, int]:
         url = await actor.start(StartCommand(0, tmp_path / f"v{version}", version))
@@ -112,7 +112,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     assert "engine-2 was killed by SIGKILL" in how
     again, pid = await started(5)
     assert again == url
-    await actor.leave()
+    await actor.clean_up()
     assert gone(pid)
 
 
