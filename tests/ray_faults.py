@@ -69,7 +69,7 @@ async def lost(seats: ActorSlots) -> None:
         while after == before:  # while it restarts, the error may be that it is unavailable
             with contextlib.suppress(LostError):
                 after = await wait_for_reply(actor.pid.remote(), "gateway")
-    with pytest.raises(LostError, match="did not answer within 0"):
+    with pytest.raises(LostError, match="did not respond within 0"):
         await wait_for_reply(seats.create_actor(HOME, Dying).wait.remote(), "gateway", 0.1)
 
 

@@ -238,8 +238,7 @@ class Run:
             stack.callback(sender.close)
         return Publisher(
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_stale_groups,
-            engines.mark_unavailable, engines.restore,
-            (self.start.weights, self.start.version),
+            engines.mark_unavailable, engines.restore, (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
             self.parts.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
@@ -253,7 +252,9 @@ class Run:
 
     def _live(self) -> tuple[Path, int]:
         """Return the weights that engines should serve now, and their version."""
-        return self.publisher.current if hasattr(self, "publisher") else (self.start.weights, self.start.version)
+        return (
+            self.publisher.current if hasattr(self, "publisher") else (self.start.weights, self.start.version)
+        )
 
     async def _resume(self, files: TrajectoryFiles) -> ResumedRun:
         """Begin a new epoch of the ledger; if the run is resumed, report what continues."""
@@ -332,7 +333,9 @@ class Run:
         """Keep the weights that are live on the engines if they score best."""
         if "eval/reward" in metrics:
             weights, version = self.publisher.current
-            await asyncio.to_thread(self.best.update_if_better, weights, step, version, metrics["eval/reward"])
+            await asyncio.to_thread(
+                self.best.update_if_better, weights, step, version, metrics["eval/reward"]
+            )
 
     def _note_failures(self, evaluation: Evaluation) -> None:
         for reason, number in evaluation.reasons.most_common(3):

@@ -1,8 +1,7 @@
 """The checksum of weights: Σ crc32(name) · (1 + Σ words) mod 2^61 − 1, over tensors in any order.
 
-A tensor's words are its bytes, eight at a time as signed integers whose sum wraps at 64 bits; what is left of
-the last word is filled with zeros. It finds what was damaged, went missing or came into the wrong place, not
-a forger.
+A tensor's words are its bytes as signed 64-bit integers, padded with zeros, whose sum wraps. The checksum
+detects damaged, missing and misplaced tensors, but not deliberate forgery.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 MODULUS = 2**61 - 1
 FILE = "checksum.json"
-"""Beside the safetensors that it is of."""
+"""File that holds the checksum, beside the safetensors."""
 WORD = 8
 """Bytes."""
 
@@ -26,53 +25,54 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 def of_tensor(name: str, data: Bytes) -> int:
-    """Of one tensor; those of several add up, mod MODULUS."""
-    whole = data.size - data.size % WORD
-    words = int(np.add.reduce(data[:whole].view("<i8"), dtype=np.int64))
-    words += int.from_bytes(data[whole:].tobytes(), "little")
+    """Return a tensor's checksum; checksums of several tensors add up, mod MODULUS."""
+    aligned = data.size - data.size % WORD
+    words = int(np.add.reduce(data[:aligned].view("<i8"), dtype=np.int64))
+    words += int.from_bytes(data[aligned:].tobytes(), "little")
     return zlib.crc32(name.encode()) * (1 + words % MODULUS) % MODULUS
 
 
 def of_files(directory: Path) -> int:
-    """Of all safetensors of a directory. Raises OSError, ValueError where one cannot be read."""
-    parts = (of_tensor(*one) for path in sorted(directory.glob("*.safetensors")) for one in _tensors(path))
+    """Return the checksum of all safetensors of a directory. Raises OSError, ValueError."""
+    paths = sorted(directory.glob("*.safetensors"))
+    parts = (of_tensor(name, data) for path in paths for name, data in _tensors(path))
     return sum(parts) % MODULUS
 
 
 def of_file(path: Path) -> int:
-    """Of a whole file under its name, whatever it holds. Raises OSError."""
-    empty = path.stat().st_size == 0  # which cannot be mapped
+    """Return the checksum of any file, with its name. Raises OSError."""
+    empty = path.stat().st_size == 0  # an empty file cannot be mapped
     return of_tensor(path.name, np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
 
 
 def write(directory: Path) -> None:
-    """Keep the checksum of what was just written there. Raises OSError."""
+    """Write the checksum of a directory's safetensors. Raises OSError."""
     (directory / FILE).write_text(json.dumps({"checksum": of_files(directory)}) + "\n")
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with safetensors whose checksum was kept; None where nothing is, or none was kept."""
+    """Describe a checksum mismatch of a directory's safetensors; None if they match or have no checksum."""
     try:
-        kept = json.loads((directory / FILE).read_text())["checksum"]
-        found = of_files(directory)
+        expected = json.loads((directory / FILE).read_text())["checksum"]
+        actual = of_files(directory)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{directory}: its weights cannot be held against {FILE}: {error!r}"
-    if found == kept:
+        return f"{directory}: cannot compare the weights with {FILE}: {error!r}"
+    if actual == expected:
         return None
     return (
-        f"{directory}: its weights are not those that were written (checksum {found}, not {kept}): a file "
-        f"was damaged or exchanged; where that is meant, delete {FILE}"
+        f"{directory}: its weights are not those that were written (checksum {actual}, not {expected}): a "
+        f"file was damaged or replaced; if that is intended, delete {FILE}"
     )
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Bytes]]:
-    """The tensors of a safetensors file: its head's length, its head in JSON, then their bytes."""
+    """Yield the tensors of a safetensors file: header length, JSON header, bytes of the tensors."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:WORD].view("<u8")[0])
-    head = json.loads(data[WORD : WORD + size].tobytes())
-    for name, one in head.items():
+    header = json.loads(data[WORD : WORD + size].tobytes())
+    for name, tensor in header.items():
         if name != "__metadata__":
-            begin, end = one["data_offsets"]
+            begin, end = tensor["data_offsets"]
             yield name, data[WORD + size + begin : WORD + size + end]

@@ -1,4 +1,4 @@
-"""The safetensors of a directory, as Hugging Face lays weights out; importable without torch."""
+"""Lists the safetensors of a Hugging Face model directory; importable without torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from tidegate.errors import TidegateError
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Where there are several files, it says which."""
+"""Index of a model with several files."""
 
 
 class WeightsError(TidegateError):
-    """Weights that are not those of the model that is served, or no weights; nothing was changed."""
+    """Weights are missing or belong to another model; nothing was changed."""
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """In the order of their names. Raises WeightsError where there are none, or one is missing."""
+    """Return the files in order of name. Raises WeightsError if there are none or one is missing."""
     if not directory.is_dir():
         raise WeightsError(f"{directory}: there is no such directory")
     index = directory / INDEX_FILE
@@ -34,5 +34,5 @@ def weight_files(directory: Path) -> list[Path]:
         raise WeightsError(f"{index} names no file")
     for path in paths:
         if not path.is_file():
-            raise WeightsError(f"{path}: named by {INDEX_FILE}, but not there")
+            raise WeightsError(f"{path}: named by {INDEX_FILE}, but missing")
     return paths

@@ -1,4 +1,4 @@
-"""The process group over which a trainer sends weights to an engine; either end may be SGLang's."""
+"""Process group over which a trainer sends weights to an engine, compatible with SGLang's."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch import Tensor
 from tidegate.weights.checksum import MODULUS, Bytes, of_tensor
 
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
-"""SGLang's names for what carries the bytes, and the kind of device between whose memories it does."""
+"""SGLang's names of backends, and the kind of device whose memory they transfer."""
 HOST = torch.device("cpu")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Where it is set, it says where gloo listens."""
-_MAKING = threading.Lock()
-"""One group over NCCL at a time, as a variable of the environment changes for it."""
+"""Variable with gloo's network interface, which takes precedence if it is set."""
+_NCCL_LOCK = threading.Lock()
+"""Held while an NCCL group is created, which changes an environment variable."""
 JOIN_S = 60.0
-"""How long a member may take to join a group, for both ends."""
+"""Timeout of joining a group, on both ends."""
 SLOWEST_BYTES_S = 50e6
-"""Weights that come more slowly are given up: a fast network or disk is ten times as fast and more."""
+"""Lowest accepted transfer rate, in bytes per second; fast networks and disks are ten times faster."""
 
 
 class WeightsGroup:
-    """A trainer, rank 0, and an engine, which may be of several ranks.
+    """Process group of a trainer (rank 0) and the ranks of one engine.
 
-    By NCCL bytes go from GPU to GPU, by gloo from host to host; what is sent and what comes is in host memory
-    either way. It is none of torch's global groups: a process may be in many of them, each with its name, and
-    they may come and go one by one. The keys under which members meet are those of SGLang's custom groups.
+    NCCL transfers between GPUs, gloo between hosts; tensors are in host memory on both ends either way. It is
+    not one of torch's global groups: a process may join and leave several, by name. Its store keys are those
+    of SGLang's custom groups.
     """
 
     def __init__(
@@ -47,31 +47,41 @@ class WeightsGroup:
         address: str,
         device: torch.device = HOST,
     ) -> None:
-        """Over NCCL where the device is a GPU, else over gloo, which listens at `address`, this machine's as
-        the other members see it. Returns when all members are there, over NCCL at once. Raises RuntimeError
-        where they are not within `timeout_s`, or there is no NCCL here."""
-        places = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        place = dist.PrefixStore(f"{device.type}/", places)
+        """Join the group; with gloo, wait until all members have joined.
+
+        Args:
+            store: store of the group.
+            rank: 0 for the trainer.
+            size: number of members.
+            name: unique name of the group.
+            timeout_s: timeout of joining.
+            address: this machine's address as the other members see it, on which gloo listens.
+            device: a GPU for NCCL, else gloo is used.
+
+        Raises:
+            RuntimeError: if members do not join in time, or NCCL is not available.
+        """
+        keys = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+        keys = dist.PrefixStore(f"{device.type}/", keys)
         self.name = name
-        self._store = store  # the members' connections live as long as it does
+        self._store = store  # connections end when it is freed
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
         self._group: Any
         if device.type == "cuda":
-            self._group = _nccl(place, rank, size, timeout)
+            self._group = _nccl(keys, rank, size, timeout)
         else:
-            self._group = _gloo(place, rank, size, timeout, address)
+            self._group = _gloo(keys, rank, size, timeout, address)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values in all members' tensors, in their order. Raises RuntimeError, also where they do
-        not come in the time that so many bytes may take."""
+        """Copy rank 0's tensors to all members. Raises RuntimeError, also if the transfer is too slow."""
         if self._group is None:
             raise RuntimeError(f"the group {self.name!r} is closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        size = sum(one.numel() * one.element_size() for one in tensors)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         options.timeout = timedelta(seconds=self._timeout_s + transfer_s(size))
         if self._device.type == "cuda":
             self._broadcast_by_gpu(tensors, options)
@@ -80,24 +90,24 @@ class WeightsGroup:
             work.wait()
 
     def _broadcast_by_gpu(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> None:
-        """On a stream of its own, as an engine decodes meanwhile."""
+        """Broadcast on a separate stream, as an engine may be decoding."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            there = [
+            on_gpu = [
                 torch.empty_like(tensor, device=self._device) if self._rank else tensor.to(self._device)
                 for tensor in tensors
             ]
-            for work in [self._group.broadcast([tensor], options) for tensor in there]:
+            for work in [self._group.broadcast([tensor], options) for tensor in on_gpu]:
                 work.wait(options.timeout)
             if self._rank:
-                for tensor, came in zip(tensors, there, strict=True):
-                    tensor.copy_(came)
+                for tensor, value in zip(tensors, on_gpu, strict=True):
+                    tensor.copy_(value)
             stream.synchronize()
 
     def close(self) -> None:
-        """Let go of the connections, which ends them: what other members wait for fails.
+        """Close the connections, on which pending operations of other members fail.
 
-        NCCL's end may take a minute, which nobody waits for.
+        NCCL is aborted in a thread, as that may take a minute.
         """
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
@@ -105,40 +115,40 @@ class WeightsGroup:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as a server elsewhere sees it; nothing is sent to find out. Raises OSError."""
-    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    """Return this machine's address on the route to `host`, without sending anything. Raises OSError."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)
+        probe.connect(target)
         address: str = probe.getsockname()[0]
     return address
 
 
-def _gloo(place: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """By itself gloo listens where the machine's name points, which often is 127.0.0.1."""
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    """Create a gloo group that listens on `address`; gloo's default, the host name's, often is 127.0.0.1."""
     if GLOO_INTERFACE in os.environ:
-        return dist.ProcessGroupGloo(place, rank, size, timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=address)]
-    return gloo(place, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
-def _nccl(place: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     if not dist.is_nccl_available():
         raise RuntimeError("this build of torch has no NCCL")
     with (
-        _MAKING,
-        _variable("TORCH_NCCL_BLOCKING_WAIT", "1"),
-    ):  # else torch ends the process where a member is gone
+        _NCCL_LOCK,
+        _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"),
+    ):  # else torch aborts the process when a member is lost
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(place, rank, size, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment, for as long as something is made that reads it."""
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -151,37 +161,37 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def transfer_s(size: int) -> float:
-    """How long so many bytes of weights may take, beside what any call takes."""
+    """Return the time allowed for a transfer of `size` bytes."""
     return size / SLOWEST_BYTES_S
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Of names and bytes in host memory, as `tidegate.weights.checksum` has it."""
+    """Return the checksum of tensors in host memory, as defined in `tidegate.weights.checksum`."""
     return sum(of_tensor(name, _bytes(tensor)) for name, tensor in tensors) % MODULUS
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    found: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def buckets(
-    tensors: Mapping[str, Tensor], most_bytes: int, unit: Callable[[str], str] = str
+    tensors: Mapping[str, Tensor], max_bytes: int, unit: Callable[[str], str] = str
 ) -> list[list[str]]:
-    """The names in runs of at most `most_bytes`, in the order of their units, which stay whole.
+    """Split the names into buckets of at most `max_bytes`, keeping units (by default tensors) together.
 
-    A unit that is larger by itself goes alone; unless said otherwise a tensor is one.
+    A larger unit has a bucket of its own.
     """
     units: dict[str, list[str]] = {}
     for name in tensors:
         units.setdefault(unit(name), []).append(name)
-    found: list[list[str]] = []
-    held = 0
+    result: list[list[str]] = []
+    filled = 0
     for names in units.values():
         size = sum(tensors[name].numel() * tensors[name].element_size() for name in names)
-        if not found or held + size > most_bytes:
-            found.append([])
-            held = 0
-        found[-1] += names
-        held += size
-    return found
+        if not result or filled + size > max_bytes:
+            result.append([])
+            filled = 0
+        result[-1] += names
+        filled += size
+    return result

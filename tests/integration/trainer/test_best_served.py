@@ -21,7 +21,7 @@ async def test_served_logprobs_are_those_of_plain_transformers(tmp_path: Path) -
     policy = Policy.load(make_model(tmp_path / "base"), TrainerSettings(learning_rate=0.02), 0)
     policy.update(make_rows(4), version=0)
     (tmp_path / "checkpoints").mkdir()
-    BestCheckpoint.of(tmp_path).offer(policy.save_weights(tmp_path / "weights"), 1, 1, 0.5)
+    BestCheckpoint.open(tmp_path).update_if_better(policy.save_weights(tmp_path / "weights"), 1, 1, 0.5)
     best = tmp_path / "checkpoints" / "best"
     service = Service("engine", lambda: ["--model", str(best)], tmp_path)
     try:

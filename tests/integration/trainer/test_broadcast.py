@@ -166,7 +166,11 @@ async def test_what_did_not_come_whole_is_not_made_live(
         if fault == "corrupt":
             patch.setattr(sender, "checksum", lambda tensors: checksum(tensors) + 1)
         assert not await stage.send(4)
-    words = {"missing": "is missing", "shape": "has shape", "corrupt": "are not those that were sent"}
+    words = {
+        "missing": "is missing",
+        "shape": "has shape",
+        "corrupt": "the checksum of the received weights is wrong",
+    }
     assert words[fault] in stage.notes[0]
     info = await stage.client.info()
     assert info["paused"] == "retract", "it waits for files"

@@ -214,7 +214,7 @@ async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path:
 
 async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_path: Path) -> None:
     ranks = Ranks(settings(2), rank_processes(2, tmp_path))
-    with pytest.raises(StartError, match=r"no model there"):
+    with pytest.raises(StartError, match=r"no model found"):
         await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
     process = ranks.processes[0]._process
     assert process is not None

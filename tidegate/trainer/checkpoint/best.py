@@ -1,8 +1,8 @@
 """`checkpoints/best`: the policy with the highest held-out reward so far, in Hugging Face format.
 
-It is a link to a directory of its own, which is complete before the link is turned to it: so whoever opens
-`best`, at any moment and after any crash, finds a whole model. It is never pruned, and holds `best.json`,
-from which a resumed run knows it again: `step`, `version`, `eval/reward`.
+It is a link to a directory that is complete before the link is replaced, so that `best` always holds a
+complete model, even after a crash. It is never pruned. A resumed run reads its `best.json` (`step`,
+`version`, `eval/reward`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RECORD = "best.json"
 
 @dataclass(slots=True)
 class BestCheckpoint:
-    """The best policy of the run whose `checkpoints/` is `directory`; `reward` None: there is none yet."""
+    """The best policy in a run's `checkpoints/`; `reward` is None if there is none yet."""
 
     directory: Path
     reward: float | None = None
 
     @classmethod
-    def of(cls, run_dir: Path) -> BestCheckpoint:
-        """What is known of a run. Raises CheckpointError where its record cannot be read."""
+    def open(cls, run_dir: Path) -> BestCheckpoint:
+        """Open a run's best checkpoint. Raises CheckpointError if its record cannot be read."""
         directory = run_dir / "checkpoints"
         record = directory / LINK / RECORD
         if not record.exists():
@@ -42,14 +42,14 @@ class BestCheckpoint:
                 f"{record} cannot be read ({error}); remove {directory / LINK} to go on without it"
             ) from error
 
-    def offer(self, weights: Path, step: int, version: int, reward: float) -> bool:
-        """Keep a copy of `weights`, as they were evaluated, unless an earlier policy was better.
+    def update_if_better(self, weights: Path, step: int, version: int, reward: float) -> bool:
+        """Copy evaluated weights to `best`, unless an earlier policy has a higher reward.
 
-        Of equals the newer one is kept. Returns whether it is. Raises OSError.
+        Returns whether they were copied. Raises OSError.
         """
         if self.reward is not None and reward < self.reward:
             return False
-        place = self.directory / f"{LINK}-v{version}-step{step}"  # no version ever comes twice
+        place = self.directory / f"{LINK}-v{version}-step{step}"  # versions are unique
         shutil.rmtree(place, ignore_errors=True)
         try:
             with failpoints.around("best.copied"):
@@ -60,16 +60,16 @@ class BestCheckpoint:
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
-        self._turn_link(place)
+        self._replace_link(place)
         self.reward = reward
         return True
 
-    def _turn_link(self, place: Path) -> None:
-        link, fresh = self.directory / LINK, self.directory / f".{LINK}.partial"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(place.name)
+    def _replace_link(self, place: Path) -> None:
+        link, new_link = self.directory / LINK, self.directory / f".{LINK}.partial"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(place.name)
         with failpoints.around("best.link"):
-            os.replace(fresh, link)
+            os.replace(new_link, link)
         for old in self.directory.glob(f"{LINK}-*"):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)

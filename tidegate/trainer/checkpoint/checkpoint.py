@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to go on, made valid by one marker that is written last.
+"""Checkpoints: the state from which a run resumes, committed by a marker file that is written last.
 
-`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, an adapter)
-and the marker `COMMITTED`, a JSON object: `step`, whatever else the run must remember (the ledger's position,
-the version, the data cursor), `files` (the checksum of each file) and `checksum` (of the marker itself). All
-files are on disk before the marker is, and the marker appears by a rename, so that it is there in full or not
-at all. A directory without one was left by a killed process: it is ignored, and removed by the next `prune`.
+`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, adapter)
+and the marker `COMMITTED`, a JSON object: `step`, the run's state (ledger position, version, data cursor),
+`files` (checksum of each file) and `checksum` (of the marker itself). All files are synced before the marker
+is renamed into place. A directory without a marker was left by a killed process: it is ignored, and `prune`
+removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class Restorable(Protocol):
-    """What is checkpointed: `trainer.policy.Policy`."""
+    """Model and trainer state that can be checkpointed: a `Learner`."""
 
     def save_weights(self, directory: Path) -> Path: ...
     def save_state(self, path: Path) -> None: ...
@@ -40,39 +40,38 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: where it is, after which step, and what its marker says."""
+    """A committed checkpoint: its directory, step, and the state in its marker."""
 
     path: Path
     step: int
     state: dict[str, Any]
     files: dict[str, int] | None = None
-    """Checksums by name; None: the marker has none, since it was written by an earlier version."""
+    """Checksums by name; None in markers of earlier versions of Tidegate."""
 
     def verify(self) -> None:
-        """Raises CheckpointError where a file is missing, or is not as it was when it was committed."""
+        """Raises CheckpointError if a file is missing or has changed since the commit."""
         for name, expected in (self.files or {}).items():
             try:
-                found = checksum.of_file(self.path / name)
+                actual = checksum.of_file(self.path / name)
             except OSError as error:
                 raise _damaged(self.path / name, error.strerror or str(error)) from error
-            if found != expected:
-                raise _damaged(self.path / name, f"its checksum is {found}, not {expected}")
+            if actual != expected:
+                raise _damaged(self.path / name, f"its checksum is {actual}, not {expected}")
 
 
 def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) -> Path:
     """Write `checkpoints/step_N/` and commit it with `state` in its marker; returns its path.
 
-    A step that is committed already keeps its files, for they hold the same policy, and gets the new
-    `state`.
+    If the step is committed already, its files hold the same policy and only `state` is replaced.
 
-    Raises CheckpointError where it cannot be written, a full disk above all: what was written of it is
-    removed and older checkpoints stay.
+    Raises CheckpointError if it cannot be written, as on a full disk; the incomplete files are removed and
+    older checkpoints are kept.
     """
     path = _directory(run_dir) / f"step_{step}"
-    whole = (path / MARKER).exists()
-    files = read(path).files if whole else None
+    is_committed = (path / MARKER).exists()
+    files = read(path).files if is_committed else None
     try:
-        if not whole:
+        if not is_committed:
             with failpoints.around("checkpoint.weights"):
                 policy.save_weights(path)
             with failpoints.around("checkpoint.state"):
@@ -80,29 +79,31 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
             sync_tree(path)
             sync(path.parent)
         if files is None:
-            files = {one.name: checksum.of_file(one) for one in sorted(path.iterdir()) if one.name[0] != "."}
+            files = {
+                file.name: checksum.of_file(file) for file in sorted(path.iterdir()) if file.name[0] != "."
+            }
             files.pop(MARKER, None)
         _commit(path / MARKER, _marker({**state, "step": step}, files))
     except OSError as error:
-        if not whole:
+        if not is_committed:
             shutil.rmtree(path, ignore_errors=True)
-        raise CheckpointError(_advice(path, error)) from error
+        raise CheckpointError(_write_error_message(path, error)) from error
     return path
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
-    """The committed checkpoint of the highest step, None if there is none.
+    """Return the committed checkpoint of the highest step, or None if there is none.
 
-    Raises CheckpointError where its marker cannot be read.
+    Raises CheckpointError if its marker cannot be read.
     """
     steps = committed(run_dir)
     return read(steps[max(steps)]) if steps else None
 
 
 def load(checkpoint: Checkpoint, policy: Restorable) -> None:
-    """Put the policy back to where it was; the next step is then the same, bit for bit, on one thread.
+    """Restore the policy; on one thread, its next step is then bit-identical.
 
-    Raises CheckpointError where files are missing or belong to another model.
+    Raises CheckpointError if files are missing or belong to another model.
     """
     policy.load_state_from(checkpoint.path / TRAINER_STATE)
     policy.load_weights(checkpoint.path)
@@ -111,13 +112,13 @@ def load(checkpoint: Checkpoint, policy: Restorable) -> None:
 def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
     """Remove all but the newest `keep` checkpoints and those of the steps in `protect`.
 
-    The marker goes first, so that a checkpoint half removed is not taken for one. Directories without a
-    marker are removed too. Returns what was removed.
+    The marker is removed first, so that a half-removed checkpoint is not committed. Directories without a
+    marker are removed too. Returns the removed paths.
     """
-    there = committed(run_dir)
-    kept = {*sorted(there, reverse=True)[:keep], *protect}
-    doomed = [path for step, path in sorted(there.items()) if step not in kept]
-    for path in doomed:
+    checkpoints = committed(run_dir)
+    keep_steps = {*sorted(checkpoints, reverse=True)[:keep], *protect}
+    removed = [path for step, path in sorted(checkpoints.items()) if step not in keep_steps]
+    for path in removed:
         with failpoints.around("checkpoint.unmarked"):
             (path / MARKER).unlink()
         sync(path)
@@ -129,7 +130,7 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on disk."""
+    """Sync a file, or a directory's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -138,7 +139,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Wait until a directory and everything in it is on disk."""
+    """Sync a directory and everything in it to disk."""
     for path in [*directory.rglob("*"), directory]:
         sync(path)
 
@@ -161,17 +162,17 @@ def _directory(run_dir: Path) -> Path:
 
 
 def committed(run_dir: Path) -> dict[int, Path]:
-    """The directories of the committed checkpoints, by step."""
-    found = {}
+    """Return the directories of the committed checkpoints, by step."""
+    directories = {}
     for path in _directory(run_dir).glob("step_*"):
         match = _STEP.fullmatch(path.name)
         if match and (path / MARKER).exists():
-            found[int(match[1])] = path
-    return found
+            directories[int(match[1])] = path
+    return directories
 
 
 def read(path: Path) -> Checkpoint:
-    """A committed checkpoint's marker. Raises CheckpointError where it cannot be read."""
+    """Read a committed checkpoint's marker. Raises CheckpointError."""
     marker = path / MARKER
     try:
         state = json.loads(marker.read_text(encoding="utf-8"))
@@ -185,8 +186,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _marker(state: dict[str, Any], files: dict[str, int]) -> str:
-    whole = {**state, "files": files, "checksum": _checksum(state, files)}
-    return json.dumps(whole, allow_nan=False)
+    return json.dumps({**state, "files": files, "checksum": _checksum(state, files)}, allow_nan=False)
 
 
 def _checksum(state: dict[str, Any], files: dict[str, int] | None) -> int:
@@ -199,7 +199,7 @@ def _damaged(file: Path, why: str) -> CheckpointError:
     )
 
 
-def _advice(path: Path, error: OSError) -> str:
+def _write_error_message(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"{path}: the disk is full; older checkpoints are untouched. Free space, or lower "

@@ -1,4 +1,4 @@
-"""Models in Hugging Face format on disk: read to be trained, and written so that engines can serve them."""
+"""Reads and writes models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
 )
-"""What a base model's directory holds besides weights and configs that an engine needs."""
+"""Files of a base model, besides weights and configs, that an engine needs."""
 
 
 def read_model(path: Path) -> Any:
-    """A causal LM in float32. Raises StartError where the directory holds none that can be loaded."""
+    """Load a causal LM in float32. Raises StartError if the directory holds no loadable one."""
     if not (path / "config.json").is_file():
-        raise StartError(f"{path}: no model there (no config.json); model.path is a Hugging Face directory")
+        raise StartError(
+            f"{path}: no model found (no config.json); set model.path to a Hugging Face directory"
+        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -42,26 +44,27 @@ def read_model(path: Path) -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise StartError(f"{path}: cannot load a causal language model: {error}") from error
     if info["missing_keys"]:
-        # transformers makes random ones and says so in passing.
+        # transformers initialises them randomly and only logs it.
         raise StartError(f"{path}: these weights are missing: {', '.join(sorted(info['missing_keys']))}")
     return model
 
 
 def tokenizer_files(base: Path) -> dict[str, bytes]:
-    """The base model's tokenizer files by relative path. Held in memory (some MB at most), because a
-    resumed run starts from a checkpoint that is removed while it goes on."""
-    found = [path for pattern in TOKENIZER_FILES for path in base.glob(pattern)]
-    files = [one for path in found for one in ([path] if path.is_file() else path.rglob("*"))]
-    return {str(path.relative_to(base)): path.read_bytes() for path in files if path.is_file()}
+    """Read the base model's tokenizer files, by relative path.
+
+    They are kept in memory (some MB at most), as a resumed run's base is a checkpoint that is removed later.
+    """
+    paths = [path for pattern in TOKENIZER_FILES for path in base.glob(pattern)]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    return {str(file.relative_to(base)): file.read_bytes() for file in files if file.is_file()}
 
 
 def write_model(
     directory: Path, model: Any, values: dict[str, Tensor], files: Mapping[str, bytes], *, durable: bool
 ) -> None:
-    """Write the model with these values, their checksum and files beside its place, and rename it when it
-    is complete.
+    """Write a model's values, their checksum and other files, replacing `directory` when complete.
 
-    What was there before is replaced. `durable` also waits until it is on disk. Raises OSError.
+    `durable` also syncs the files to disk. Raises OSError.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -30,7 +30,7 @@ async def wait_for_reply(call: Any, name: str, within_s: float | None = REPLY_TI
         async with asyncio.timeout(within_s):
             return await call
     except TimeoutError:
-        raise LostError(f"{name} did not wait_for_reply within {within_s:g} s") from None
+        raise LostError(f"{name} did not respond within {within_s:g} s") from None
     except RayError as error:
         raise translate(error, name) from error
 

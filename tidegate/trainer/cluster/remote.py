@@ -116,7 +116,7 @@ class RemoteServer(RemoteProcess):
         super().__init__(name, actor, home, logs)
         self.url = ""
         self.restarts = 0
-        self._live, self._pinned, self._send = live, snapshot_weights, send
+        self._live, self._snapshot_weights, self._send = live, snapshot_weights, send
         self._port = port
         self._ready_s = ready_s
         self._last_line = ""
@@ -142,10 +142,10 @@ class RemoteServer(RemoteProcess):
         return path
 
     async def _start_command(self) -> StartCommand:
-        if self._live is None or self._pinned is None or self._send is None:
+        if self._live is None or self._snapshot_weights is None or self._send is None:
             return StartCommand(self._port or 0)
         if self.shares_run_dir:
-            weights, version = self._pinned()
+            weights, version = self._snapshot_weights()
             return StartCommand(0, weights, version)
         weights, version = self._live()
         return StartCommand(0, await self._send(weights), version)

@@ -17,7 +17,7 @@ from tidegate.observer import Observer
 from tidegate.service.secrecy import shield_process
 from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
-from tidegate.trainer.cluster.observer_relay import ObserverRelay, Event
+from tidegate.trainer.cluster.observer_relay import Event, ObserverRelay
 from tidegate.trainer.cluster.provider import RayProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
 
@@ -68,8 +68,8 @@ class RunActor:
             os.chdir(spec.folder)
         elif not spec.run_dir.is_absolute():
             raise StartError(
-                f"{spec.folder} does not exist on node {self._node.address}, on which the run is: set run.dir and "
-                "the other paths to absolute paths on that node"
+                f"{spec.folder} does not exist on the run's node {self._node.address}: set run.dir "
+                "and the other paths to absolute paths on that node"
             )
         provider = RayProcesses(self._slots, self._node, self._make_context, self._relay.note)
         self._job = await asyncio.to_thread(spec.make, self._relay, provider)  # torch takes seconds

@@ -3,8 +3,8 @@
 Each engine has its own group with the trainer, so that a failing engine does not affect the others and a
 restarted one can rejoin alone. Weights are sent in buckets; the next bucket is gathered while one is sent, so
 at most two are in memory. An engine that stages the new weights beside the current ones keeps generating and
-is paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start, and
-its weights are of no version until the end.
+is paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start,
+and its weights are of no version until the end.
 """
 
 from __future__ import annotations

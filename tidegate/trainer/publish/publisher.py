@@ -3,7 +3,8 @@
     write the weights → cancel groups that become stale → pause → load or send → verify → resume
 
 Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`:
-running requests keep their tokens, and their keys and values are recomputed with the new weights. An engine that cannot be updated is reported, so that its owner restarts or removes it.
+running requests keep their tokens, and their keys and values are recomputed with the new weights. An engine
+that cannot be updated is reported, so that its owner restarts or removes it.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Publisher:
     async def update_all(self, sender: WeightBroadcaster | None = None) -> None:
         """Load the current version on every engine, including external ones with unknown weights.
 
-        If other engines succeed, a failing one is taken out of service after ATTEMPTS_BESIDE_OTHERS attempts; the
-        next publish to which it responds restores it. With a `sender`, engines load files only if sending
+        If other engines succeed, a failing one is taken out of service after ATTEMPTS_BESIDE_OTHERS attempts;
+        the next publish to which it responds restores it. With a `sender`, engines load files only if sending
         to them fails.
 
         Raises:
@@ -111,7 +112,7 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def check_samples(self) -> None:
-        """Raises UnfitEngineError if an engine's tokens are unfit for training; skips unresponsive engines."""
+        """Raises UnfitEngineError if an engine's tokens are unfit for training; skips silent engines."""
         async with aiohttp.ClientSession() as http:
             checks = [EngineControl(url, http).check_sample() for url in self.engines()]
             for result in await asyncio.gather(*checks, return_exceptions=True):

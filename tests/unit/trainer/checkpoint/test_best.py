@@ -37,10 +37,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -> None:
-    best = BestCheckpoint.of(run_dir)
+    best = BestCheckpoint.open(run_dir)
     offers = [(0, 0.4, True), (10, 0.7, True), (20, 0.6, False), (30, 0.7, True)]
     for step, reward, better in offers:
-        assert best.offer(weights(run_dir / f"v{step}", f"step {step}"), step, step, reward) is better
+        assert (
+            best.update_if_better(weights(run_dir / f"v{step}", f"step {step}"), step, step, reward) is better
+        )
     assert kept(run_dir) == ("step 30", {"step": 30, "version": 30, "eval/reward": 0.7})
     names = sorted(one.name for one in (run_dir / "checkpoints").iterdir())
     assert names == ["best", "best-v30-step30"], "worse ones are gone"
@@ -50,12 +52,14 @@ def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -
 
 
 def test_a_resumed_run_knows_the_best_so_far(run_dir: Path) -> None:
-    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.9)
-    resumed = BestCheckpoint.of(run_dir)
+    BestCheckpoint.open(run_dir).update_if_better(weights(run_dir / "a", "good"), 10, 10, 0.9)
+    resumed = BestCheckpoint.open(run_dir)
     assert resumed.reward == 0.9
-    assert not resumed.offer(weights(run_dir / "b", "worse"), 10, 12, 0.8)
+    assert not resumed.update_if_better(weights(run_dir / "b", "worse"), 10, 12, 0.8)
     assert kept(run_dir)[0] == "good"
-    assert resumed.offer(weights(run_dir / "c", "better"), 10, 13, 0.95), "the same step, taken again"
+    assert resumed.update_if_better(weights(run_dir / "c", "better"), 10, 13, 0.95), (
+        "the same step, taken again"
+    )
     assert kept(run_dir)[0] == "better"
 
 
@@ -63,7 +67,7 @@ def test_a_resumed_run_knows_the_best_so_far(run_dir: Path) -> None:
 def test_a_crash_leaves_the_best_before_it_whole(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
+    BestCheckpoint.open(run_dir).update_if_better(weights(run_dir / "a", "good"), 10, 10, 0.5)
     later = weights(run_dir / "b", "better")
 
     def die(*_: object, **__: object) -> None:
@@ -72,27 +76,27 @@ def test_a_crash_leaves_the_best_before_it_whole(
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copytree" if when == "copytree" else "os.replace", die)
         with pytest.raises(KeyboardInterrupt):
-            BestCheckpoint.of(run_dir).offer(later, 20, 20, 0.6)
+            BestCheckpoint.open(run_dir).update_if_better(later, 20, 20, 0.6)
     assert kept(run_dir) == ("good", {"step": 10, "version": 10, "eval/reward": 0.5})
-    assert BestCheckpoint.of(run_dir).offer(later, 20, 21, 0.6)
+    assert BestCheckpoint.open(run_dir).update_if_better(later, 20, 21, 0.6)
     assert kept(run_dir)[0] == "better"
     assert len(list((run_dir / "checkpoints").iterdir())) == 2, "what the crash left is gone"
 
 
 def test_a_damaged_record_is_named(run_dir: Path) -> None:
-    BestCheckpoint.of(run_dir).offer(weights(run_dir / "a", "good"), 10, 10, 0.5)
+    BestCheckpoint.open(run_dir).update_if_better(weights(run_dir / "a", "good"), 10, 10, 0.5)
     (run_dir / "checkpoints" / "best" / "best.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"best\.json cannot be read"):
-        BestCheckpoint.of(run_dir)
+        BestCheckpoint.open(run_dir)
 
 
 def test_it_is_the_policy_for_plain_transformers_and_pruning_leaves_it(tmp_path: Path) -> None:
     policy = Policy.load(make_model(tmp_path / "base"), TrainerSettings(learning_rate=0.02), 0)
     policy.update(make_rows(4), version=0)
-    best = BestCheckpoint.of(tmp_path)
+    best = BestCheckpoint.open(tmp_path)
     for step in (1, 2, 3):
         checkpoints.save(tmp_path, step, policy, {})
-    best.offer(policy.save_weights(tmp_path / "weights" / "v1"), 1, 1, 0.5)
+    best.update_if_better(policy.save_weights(tmp_path / "weights" / "v1"), 1, 1, 0.5)
     ids = torch.randint(0, VOCABULARY, (2, 17))
     with torch.no_grad():
         expected = policy.model(ids).logits.clone()

@@ -65,7 +65,7 @@ def test_engines_that_run_already_have_no_seat() -> None:
 
 @pytest.mark.parametrize("overrides", [["--engine.device=cuda:1"], ["--trainer.device=cuda:0"]])
 def test_a_numbered_gpu_is_refused_on_a_cluster(overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"Ray gives each process its own: set it to 'cuda'"):
+    with pytest.raises(ConfigError, match=r"on a cluster Ray assigns GPUs: set it to 'cuda'"):
         Placement.of(settings_of(*overrides))
 
 

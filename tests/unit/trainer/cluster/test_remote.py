@@ -38,10 +38,10 @@ async def there(*_: object) -> tuple[ClusterNode, bool]:
 async def test_a_server_that_is_not_ready_in_time_is_named(
     methods: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placed, "ANSWER_S", 0.01)
+    monkeypatch.setattr(placed, "REPLY_TIMEOUT_S", 0.01)
     server = RemoteServer("engine-2", actor(**methods), HOME, tmp_path, ready_s=0.02)
     async with asyncio.timeout(5):
-        with pytest.raises(LostError, match=r"engine-2 did not answer within 0\.0"):
+        with pytest.raises(LostError, match=r"engine-2 did not respond within 0\.0"):
             await server.start()
 
 

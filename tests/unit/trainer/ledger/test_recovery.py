@@ -329,11 +329,11 @@ def test_a_whole_ledger_is_resumed_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines, at: lines[: at - 1], r"it has 6 entries, and had 7 at the checkpoint"),
-        (lambda lines, at: [], r"it has 0 entries, and had 7 at the checkpoint"),
+        (lambda lines, at: lines[: at - 1], r"it has 6 entries, but had 7 at the checkpoint"),
+        (lambda lines, at: [], r"it has 0 entries, but had 7 at the checkpoint"),
         (lambda lines, at: [*lines[:2], *lines[3:]], r"line 3 is entry 3, not 2"),
         (lambda lines, at: [*lines[:-2], lines[-1]], r"line 8 is entry 8, not 7"),
-        (lambda lines, at: lines[:-1], r"version 2 was published, and its highest version is 1"),
+        (lambda lines, at: lines[:-1], r"version 2 was published, but its highest version is 1"),
         (
             lambda lines, at: [lines[0], lines[1].replace(b"task-a", b"task-b"), *lines[2:]],
             r"first 7 entries were",

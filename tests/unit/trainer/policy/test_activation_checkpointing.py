@@ -87,5 +87,5 @@ def test_a_model_without_named_layers_is_refused(base: Path, monkeypatch: pytest
     policy = Policy.load(base, TrainerSettings())
     monkeypatch.setattr(type(policy.model), "_no_split_modules", None)
     policy.model._no_split_modules = None
-    with pytest.raises(StartError, match="does not say what its decoder layers are"):
+    with pytest.raises(StartError, match="does not name its decoder layers"):
         Policy(policy.model, base, TrainerSettings(activation_checkpointing=True))

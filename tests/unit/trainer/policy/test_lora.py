@@ -108,10 +108,10 @@ def test_a_checkpoint_of_another_base_or_another_adapter_is_refused(base: Path, 
     assert found is not None
     other = make_model(tmp_path / "other", seed=1)
     cases = [
-        (other, {}, r"step_2 does not hold this run's model: .* is model.path the model that"),
+        (other, {}, r"step_2 does not hold this run's model: .* set model.path and trainer.lora_alpha"),
         (base, {"lora_alpha": 8.0}, "lora_alpha"),
-        (base, {"lora_rank": 2}, r"trainer.pt: not a trainer's state of this model: .*\[4, 32\] instead of"),
-        (base, {"lora_targets": ["q_proj"]}, "other tensors: .*lora_A"),
+        (base, {"lora_rank": 2}, r"trainer.pt is not a trainer state of this model: .*\[4, 32\] instead of"),
+        (base, {"lora_targets": ["q_proj"]}, "tensor names differ: .*lora_A"),
         (base, {"lora_rank": 0}, "lora_rank was switched on or off"),
     ]
     for model, settings, said in cases:
@@ -177,7 +177,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(base: Path) -> None:
     ("targets", "said"),
     [
         (["q_porj"], "q_porj"),
-        (["embed_tokens"], "embed_tokens.* is of no linear layer"),
+        (["embed_tokens"], "embed_tokens.* does not belong to a linear layer"),
         (["lm_head"], "lm_head shares its weight with another layer"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_batch_without_trained_tokens_is_refused(base):
     rows = make_rows(2)
     for row in rows:
         row.mask[:] = False
-    with pytest.raises(TrainingError, match="no token that can be trained"):
+    with pytest.raises(TrainingError, match="no trainable token"):
         load(base).update(rows, version=0)
 
 
@@ -284,7 +284,7 @@ def test_a_save_that_fails_leaves_nothing_half_written(base, tmp_path, monkeypat
 
 
 def test_what_is_no_model_is_refused(base, tmp_path):
-    with pytest.raises(StartError, match=r"nowhere: no model there"):
+    with pytest.raises(StartError, match=r"nowhere: no model found"):
         load(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(StartError, match="cannot load a causal language model"):

@@ -103,7 +103,7 @@ class World:
 
     async def started(self) -> None:
         """A process starts, which takes longer than to look at an engine and tell the gateway of it."""
-        await self.until(lambda: not self.engines._sending.locked())
+        await self.until(lambda: not self.engines._enable_lock.locked())
 
     async def back(self, url: str, label: str) -> None:
         await self.started()
@@ -137,7 +137,7 @@ class Control:
         self.url = url
         self.machine = self.world.machines[url]
 
-    async def label(self) -> str | None:
+    async def probe_label(self) -> str | None:
         await asyncio.sleep(0)
         return self.machine.label if self.machine.alive else None
 

@@ -139,7 +139,7 @@ async def test_an_engine_that_attests_another_version_is_not_believed(
     with pytest.raises(PublishError) as caught:
         await stage.publisher.publish(1)
     assert "reports version 7 after loading 1" in str(caught.value)
-    assert "'default', which is no number" in str(caught.value)
+    assert "'default', which is not a number" in str(caught.value)
     assert [engine.calls[-1] for engine in engines] == ["continue_generation"] * 2
 
 
@@ -288,9 +288,9 @@ def test_engine_errors_say_whether_to_try_again() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("no_versions", "without the version of the weights behind it"),
-        ("no_logprobs", "without its logprob"),
-        ("garbage", "without its logprob and the version"),
+        ("no_versions", "lacks the version of the weights behind it"),
+        ("no_logprobs", "lacks its logprob"),
+        ("garbage", "lacks its logprob and the version"),
         ("refuse", "400: "),
         ("none", None),
         ("status", None),  # it is told by whoever owns it
