@@ -1,4 +1,4 @@
-"""`tidegate audit`: the proof of a run's ledger."""
+"""`tidegate audit`: checks a run's ledger for consistency."""
 
 from __future__ import annotations
 

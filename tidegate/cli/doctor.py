@@ -1,4 +1,4 @@
-"""`tidegate doctor`: what is wrong, in words, before a run is started."""
+"""`tidegate doctor`: checks settings, agent, environment and model before a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def settings_of(arguments: argparse.Namespace, rest: list[str]) -> Settings:
-    """What is examined: a settings file, named or lying here, with what the command line says over it."""
+    """Returns the settings to check: of the named file or `config.toml` here, with the overrides."""
     from tidegate.config import load_settings
     from tidegate.scaffold.init import TINY_BASE
     from tidegate.settings.sections import split_file

@@ -1,4 +1,4 @@
-"""`tidegate engine`: a model behind SGLang's HTTP protocol."""
+"""`tidegate engine`: serves a model by SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidegate.service.secrecy import shield_process
 
 log = logging.getLogger("tidegate.engine")
 JOIN_S = 5.0
-"""How long the gateway may take to answer: it waits two seconds for the engine's first probe."""
+"""Timeout of a call to the gateway, which waits two seconds for the engine's first probe."""
 
 
 def add(verbs: Verbs) -> None:

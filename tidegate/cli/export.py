@@ -1,4 +1,4 @@
-"""`tidegate export`: a run's trajectories for other tools."""
+"""`tidegate export`: exports a run's trajectories for other tools."""
 
 from __future__ import annotations
 

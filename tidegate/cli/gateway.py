@@ -1,4 +1,4 @@
-"""`tidegate gateway`: the gateway by itself."""
+"""`tidegate gateway`: starts a gateway without a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     secrets = _secrets(arguments, os.environ.pop(ADMIN_KEY, None))
     key = secrets.get("admin_key")
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and key is None:
-        raise ConfigError(f"--host {arguments.host} is reachable by others: set {ADMIN_KEY}")
+        raise ConfigError(f"--host {arguments.host} accepts connections from other machines: set {ADMIN_KEY}")
     log_to_stderr()
     logging.getLogger("tidegate.gateway.access").setLevel("INFO" if arguments.access_log else "WARNING")
     limits = dict(map(_limit, arguments.limit))
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _secrets(arguments: argparse.Namespace, key: str | None) -> dict[str, Any]:
-    """What whoever owns this gateway handed over, else what was given by hand."""
+    """Returns the secrets passed by the parent process, else those of the command line and environment."""
     if arguments.secrets_fd is not None:
         return {"env_options": {}, **receive_secrets(arguments.secrets_fd)}
     return {"env_options": arguments.env_options} | ({} if key is None else {"admin_key": key})
@@ -131,7 +131,7 @@ def _options(
 
 
 def _shards_arguments(arguments: argparse.Namespace) -> Callable[[int], list[str]]:
-    """Each shard's command line: the front's own, but for its address, and with a part of the journal."""
+    """Returns a function that makes a shard's command line: the frontend's, with its part of the journal."""
     from tidegate.gateway.sharding.shard import journal_of
 
     shared = [

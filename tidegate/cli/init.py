@@ -1,4 +1,4 @@
-"""`tidegate init`: a project of one's own, ready to train."""
+"""`tidegate init`: creates a project that is ready to train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _missing(python: str) -> str:
-    """What the commands need and is not installed here, as a command; nothing where all is."""
+    """Returns the command that installs missing dependencies; empty if there are none."""
     needed = {"torch": "'tidegate[train]'", "pytest": "pytest"}
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     return f"\n  {python} -m pip install {' '.join(missing)}" if missing else ""

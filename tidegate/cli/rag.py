@@ -1,4 +1,4 @@
-"""`tidegate rag`: retrieval, by what is done."""
+"""`tidegate rag`: the retrieval verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidegate rag build` and `tidegate rag verify`: an index from a corpus, and whether it is still whole."""
+"""`tidegate rag build` and `tidegate rag verify`: builds an index of a corpus, and checks its files."""
 
 from __future__ import annotations
 

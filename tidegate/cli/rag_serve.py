@@ -1,4 +1,4 @@
-"""`tidegate rag serve`: searches of an index over HTTP."""
+"""`tidegate rag serve`: serves searches of an index over HTTP."""
 
 from __future__ import annotations
 

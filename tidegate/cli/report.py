@@ -1,4 +1,4 @@
-"""`tidegate report`: a run's report, written again."""
+"""`tidegate report`: writes a run's report again."""
 
 from __future__ import annotations
 

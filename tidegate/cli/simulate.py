@@ -1,4 +1,4 @@
-"""`tidegate simulate`: what a run would do on other machines, before they are paid for."""
+"""`tidegate simulate`: simulates a run on other machines."""
 
 from __future__ import annotations
 

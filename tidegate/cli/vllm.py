@@ -1,4 +1,4 @@
-"""`tidegate vllm`: a vLLM server behind SGLang's HTTP protocol."""
+"""`tidegate vllm`: serves a model with vLLM by SGLang's HTTP protocol."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class LedgerCounts:
     staleness: Counter[int] = field(default_factory=Counter)
     versions: int = 0
     starts: list[float] = field(default_factory=list)
-    """When the run was started, in Unix seconds: once, and once more at each resumption."""
+    """Unix times of the run's start and of each resumption."""
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class _Item:
 
 
 class LedgerCounter:
-    """Counts a ledger entry by entry, so that one that grows is never read again from its start."""
+    """Counts a ledger entry by entry, so that a growing ledger is read only once."""
 
     def __init__(self) -> None:
         self._items: dict[tuple[str, str], _Item] = {}
         self._members: dict[str, list[_Item]] = {}
-        """Of a group: itself and its attempts."""
+        """Group id → the items of the group and its attempts."""
         self._abandoned: set[str] = set()
         self._so_far = LedgerCounts()
 
@@ -66,10 +66,10 @@ class LedgerCounter:
                 self._put_back(key[1])
 
     def books(self, committed: int) -> LedgerCounts:
-        """The counts so far, where the newest checkpoint's marker holds the position `committed`.
+        """Returns the counts so far, given the ledger position of the newest checkpoint.
 
-        What was stepped on counts as trained when the marker lies behind it, and a later start did not go
-        back to before it.
+        A stepped group counts as trained if its ending precedes `committed` and no later start rolled it
+        back.
         """
         so_far = self._so_far
         books = LedgerCounts(
@@ -86,14 +86,15 @@ class LedgerCounter:
         return books
 
     def group_state(self, group_id: str, committed: int) -> str | None:
-        """Where one group stands, in the same words; None for one that was never issued."""
+        """Returns a group's state, None if it was never issued."""
         item = self._items.get(("group", group_id))
         if item is None:
             return None
         return "trained" if self._kept(item, committed) else item.state
 
     def is_abandoned(self, group_id: str) -> bool:
-        """Whether the run was resumed at a point before the group's end: it is not part of what stands."""
+        """Returns whether the run was resumed at a position before the group's ending, which rolls it
+        back."""
         return group_id in self._abandoned
 
     def _kept(self, item: _Item, committed: int) -> bool:
@@ -107,7 +108,7 @@ class LedgerCounter:
             self._abandoned.update(item.group for item in self._items.values() if item.seq >= position)
 
     def _put_back(self, group: str) -> None:
-        """The step on the group was undone: it is live again, as are the attempts that stood for it."""
+        """Makes a group and its stepped attempts live again, because its step was rolled back."""
         self._abandoned.discard(group)
         for item in self._members.get(group, []):
             if item.state == "stepped":
@@ -125,7 +126,7 @@ class LedgerCounter:
 
 
 def read_books(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
-    """Count `ledger.jsonl`; None where there is none."""
+    """Counts `ledger.jsonl`; returns None if there is none."""
     path = run_dir / "ledger.jsonl"
     if not path.exists():
         return None

@@ -72,9 +72,9 @@ class LiveState:
             self.sampled.add(clock, total)
 
     def tokens_per_s(self) -> float | None:
-        """As it was told, else from the total of sampled tokens."""
-        told = known(self.now.get("tokens_per_s"))
-        return self.sampled.per_second() if told is None else told
+        """The reported rate, else one derived from the total of sampled tokens."""
+        reported = known(self.now.get("tokens_per_s"))
+        return self.sampled.per_second() if reported is None else reported
 
     def add_step(self, metrics: Mapping[str, float], clock: float) -> None:
         numbers = {
