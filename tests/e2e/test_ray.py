@@ -47,7 +47,7 @@ def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> Non
     assert nothing_left(cluster, "many")
     said = " ".join(run.output().split())
     assert "the engine-1 was lost" in said
-    assert "finishing the step and writing a checkpoint" in said
+    assert "finishing the current step and writing a checkpoint" in said
     lines = metrics(run_dir)
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sampled with what was published"
     assert held(run_dir).groups["trained"] == 4 * lines[-1]["step"]
@@ -88,7 +88,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
         assert before[before.index("--host") + 1] != after[after.index("--host") + 1]
         run.until_step(lost_at + 3)
         run.interrupt()
-        run.until_said("finishing the step and writing a checkpoint")
+        run.until_said("finishing the current step and writing a checkpoint")
         os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it cannot finish its step
         run.interrupt()
         assert run.wait(20) == 130, run.output()
