@@ -66,7 +66,7 @@ class World:
         self._looked_at: tuple[Files, State] = ({}, self.state)
         self._words = 0
         self._sampled = 0
-        patch.setattr(sqlite, "LAZY_S", 3600.0)
+        patch.setattr(sqlite, "FLUSH_DELAY_S", 3600.0)
         patch.setattr(gateway_module, "SWEEP_S", 3600.0)
         patch.setattr(gateway_module, "check_conformance", functools.cache(gateway_module.check_conformance))
         patch.setattr(failpoints, "reach", self._reach)

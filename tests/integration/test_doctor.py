@@ -62,7 +62,7 @@ def renderer() -> Renderer:
 
 @pytest.fixture
 async def engine(renderer: Renderer) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(renderer.decode, vocabulary=600, stop_id=renderer.closing_ids[0])
+    engine = FakeEngine(renderer.decode, vocabulary=600, stop_id=renderer.past_turn_end_ids[0])
     await engine.start()
     yield engine
     engine.release()
@@ -86,7 +86,7 @@ class Patient:
     def says(self, text: str, *, ended: bool = True) -> None:
         """Script a reply of the episode."""
         ids = self.renderer.encode(text)
-        self.replies.append([*ids, self.renderer.closing_ids[0]] if ended else ids)
+        self.replies.append([*ids, self.renderer.past_turn_end_ids[0]] if ended else ids)
 
     async def examine(self) -> dict[str, Finding]:
         (self.folder / "agent.py").write_text(self.agent)

@@ -78,7 +78,7 @@ class Examination:
             self._skip("engine", "the model directory must be whole first")
             return
         urls = await self._engines(stack)
-        prompt: list[int] = renderer.root(ASKED, None, {}).tolist()
+        prompt: list[int] = renderer.encode_prompt(ASKED, None, {}).tolist()
         temperature = self.settings.sampling.temperature
         well = [self._say(await check_engine(url, prompt, temperature, renderer)) for url in urls]
         if not urls or not all(well):

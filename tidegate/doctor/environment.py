@@ -108,7 +108,7 @@ def _wire(task: Task) -> Iterator[Finding]:
 
 def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Finding]:
     try:
-        size = len(renderer.root(list(task.messages), None, {}))
+        size = len(renderer.encode_prompt(list(task.messages), None, {}))
     except ApiError as failure:
         yield error("environment", "prompt_refused", f"the task {task.id}: {failure}")
         return

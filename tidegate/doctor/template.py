@@ -27,15 +27,15 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
     own, trained at its own cost.
     """
     try:
-        first = renderer.root(ASKED, None, {}).tolist()
+        first = renderer.encode_prompt(ASKED, None, {}).tolist()
     except ApiError as failure:
         return [error("template", "template_fails", f"it fails on a plain question: {failure}")]
     certificate = check_conformance(renderer)
-    form, why = choose(tool_parser, renderer.write)
+    form, why = choose(tool_parser, renderer.render_text)
     found = [ok("template", f"tool calls are read as {form.name}: {why}")]
-    if exact := certificate.of("exact"):
+    if exact := certificate.with_verdict("exact"):
         found.append(ok("template", f"exact: {_kinds(exact)}"))
-    if branches := certificate.of("branch"):
+    if branches := certificate.with_verdict("branch"):
         found.append(
             warning(
                 "template",
@@ -44,13 +44,13 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
                 "give the model a template that writes replies as they are",
             )
         )
-    if kept := certificate.of("kept"):
+    if kept := certificate.with_verdict("prefix_kept"):
         found.append(
             note("template", "template_rewrites", f"the gateway keeps what was recorded: {_told(kept)}")
         )
-    if refused := certificate.of("refused"):
+    if refused := certificate.with_verdict("refused"):
         found.append(note("template", "template_refuses", f"it takes no such history: {_told(refused)}"))
-    if not certificate.shields:
+    if not certificate.escapes_special_tokens:
         found.append(
             warning(
                 "template",
@@ -59,7 +59,7 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
                 "take them out of what your tools return",
             )
         )
-    if renderer.root(ASKED, [TOOL], {}).tolist() == first:
+    if renderer.encode_prompt(ASKED, [TOOL], {}).tolist() == first:
         found.append(
             warning(
                 "template",
@@ -79,5 +79,5 @@ def _told(judgements: list[CaseResult]) -> str:
     """Kinds with their reasons, those with one reason together."""
     by_reason: dict[str, list[CaseResult]] = {}
     for one in judgements:
-        by_reason.setdefault(one.why, []).append(one)
+        by_reason.setdefault(one.reason, []).append(one)
     return "; ".join(f"{_kinds(kinds)} ({why})" for why, kinds in by_reason.items())

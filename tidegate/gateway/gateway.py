@@ -42,7 +42,7 @@ class Gateway:
         self.options = options
         self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
-        self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.write)
+        self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.render_text)
         self.instance = new_id()
         self.metrics = GatewayMetrics()
         self.sessions = SessionStore()
@@ -58,7 +58,7 @@ class Gateway:
     async def start(self) -> None:
         """Restores the journal's state and starts. Raises StartError if the journal cannot be used."""
         report = await asyncio.to_thread(check_conformance, self.renderer)
-        log.info("chat template: %s", report.line())
+        log.info("chat template: %s", report.summary())
         log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
         recovered = self.journal.start()
         self.groups = GroupStore(
@@ -66,7 +66,7 @@ class Gateway:
             self.sessions.of_group,
             recovered,
             self.options.id_prefix,
-            superseded=lambda: self.finisher.cancel_older(),
+            on_new_epoch=lambda: self.finisher.cancel_older(),
         )
         self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
         self.finisher = SessionFinisher(
@@ -89,7 +89,7 @@ class Gateway:
             self.options.structured_output,
         )
         await self.pool.start()
-        self.pool.led = recovered.led
+        self.pool.trainer_managed = recovered.trainer_managed
         for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
             await self.pool.add(record)
         self._resume_sessions(recovered)
@@ -111,7 +111,7 @@ class Gateway:
         for session in recovered.sessions:
             self.sessions.add(session)
             if session.trajectory is None and session.ending is not None:
-                self.finisher.go_on(session)
+                self.finisher.start_finishing(session)
         self.finisher.cancel_older()
         if recovered.sessions:
             log.info("restored %d sessions from the journal", len(recovered.sessions))
@@ -145,10 +145,10 @@ class Gateway:
                 "a distribution that the trainer cannot compute",
                 status=400,
             )
-        if group_id is not None and (self.groups.get(group_id) or self.groups.done(group_id)):
+        if group_id is not None and (self.groups.get(group_id) or self.groups.end_reason(group_id)):
             raise GatewayError(f"group {group_id} accepts no more sessions", status=410)
         _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
-        await self.groups.enter(epoch)
+        await self.groups.begin_epoch(epoch)
         now = asyncio.get_running_loop().time()
         key = new_key(self.options.id_prefix)
         session = GatewaySession(
@@ -214,7 +214,7 @@ class Gateway:
         Returns None if the reward is not ready after `wait_s`. Raises GatewayError for an unknown
         session, or if a newer trainer took over.
         """
-        await self.groups.enter(epoch)
+        await self.groups.begin_epoch(epoch)
         session = self.session(session_id)
         await self.turns.close_streams(session)
         now = asyncio.get_running_loop().time()
@@ -255,19 +255,19 @@ class Gateway:
 
         On a gateway that a trainer manages, only its own groups are accepted: others are in no ledger.
         """
-        await self.groups.enter(epoch)
+        await self.groups.begin_epoch(epoch)
         if self.groups.get(group_id) is not None:
             return
-        if epoch is None and self.pool.led:
+        if epoch is None and self.pool.trainer_managed:
             raise GatewayError(
                 f"group {group_id} cannot be sealed: a trainer manages this gateway and trains only on "
                 "groups that it issued. Use a gateway that no trainer manages, and lease the group there",
                 status=403,
             )
-        if self.groups.done(group_id) is None and not session_ids:
+        if self.groups.end_reason(group_id) is None and not session_ids:
             raise GatewayError(f"group {group_id} cannot be sealed without sessions", status=400)
         trajectories = []
-        for session_id in session_ids if self.groups.done(group_id) is None else ():
+        for session_id in session_ids if self.groups.end_reason(group_id) is None else ():
             session = self.session(session_id)
             if session.trajectory is None or session.group_id != group_id:
                 what = "not finished" if session.trajectory is None else f"of group {session.group_id!r}"
@@ -289,7 +289,7 @@ class Gateway:
 
     async def drop(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
         """Ends a group and all of its sessions; returns what they recorded. Idempotent."""
-        await self.groups.enter(epoch)
+        await self.groups.begin_epoch(epoch)
         why = "its group was dropped"
         for session in self.sessions.of_group(group_id):
             session.stop(why)
@@ -315,7 +315,7 @@ class Gateway:
         if admitted is not None:
             self._start_trainer_management(existing)
         else:
-            admitted = not self.pool.led if existing is None else existing.admitted
+            admitted = not self.pool.trainer_managed if existing is None else existing.admitted
         engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted), wait_s=2.0)
         await self._record_engines()
         return engine
@@ -326,12 +326,12 @@ class Gateway:
         if existing is None:
             raise GatewayError(f"there is no engine {url}", status=404)
         self._start_trainer_management(existing)
-        await self.pool.add(existing.placed._replace(admitted=admitted))
+        await self.pool.add(existing.record._replace(admitted=admitted))
         await self._record_engines()
         return existing
 
     def _start_trainer_management(self, engine: EngineEndpoint | None) -> None:
-        self.pool.led = True
+        self.pool.trainer_managed = True
         if engine is not None:
             engine.weight_version = None  # set by the next probe, as the trainer may have loaded weights
 
@@ -340,7 +340,9 @@ class Gateway:
         await self._record_engines()
 
     async def _record_engines(self) -> None:
-        await self.journal.engines([engine.placed for engine in self.pool.engines()], self.pool.led)
+        await self.journal.engines(
+            [engine.record for engine in self.pool.engines()], self.pool.trainer_managed
+        )
 
 
 def _check_storable(*values: Any) -> None:

@@ -170,7 +170,7 @@ async def test_a_large_body_is_recorded_as_a_small_one_would_be(stage: Stage) ->
     record = await finished(stage, access)
     assert [turn.parent for turn in record.turns] == [None, 0, 0]
     renderer = stage.gateway.renderer
-    assert record.turns[0].delta_ids.tolist() == renderer.encode(renderer.write(ask, None, {}))
+    assert record.turns[0].delta_ids.tolist() == renderer.encode(renderer.render_text(ask, None, {}))
     assert record.turns[1].delta_ids.tolist() == record.turns[2].delta_ids.tolist()
 
 

@@ -170,7 +170,7 @@ async def test_several_choices_are_samples_of_their_own(stage: Stage, stream: bo
 async def test_where_one_choice_fails_all_are_abandoned(stage: Stage) -> None:
     _, llm = await opened(stage)
     stage.engine.faults.extend([Fault("hang"), Fault("garbage")])
-    with pytest.raises(openai.APIStatusError, match="not JSON"):
+    with pytest.raises(openai.APIStatusError, match="invalid JSON"):
         await llm.chat.completions.create(model="m", messages=ASK, n=2)
     await stage.engine.until(lambda: len(stage.engine.aborted) == 1)
 

@@ -524,7 +524,7 @@ def test_a_model_without_a_tokenizer_or_template_is_said_so(tmp_path: Path) -> N
     with pytest.raises(StartError, match="is not a directory"):
         Gateway(GatewayOptions(model=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StartError, match="tokenizer cannot be read"):
+    with pytest.raises(StartError, match="cannot load the tokenizer"):
         Gateway(GatewayOptions(model=tmp_path / "empty"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

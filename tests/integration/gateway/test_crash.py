@@ -23,7 +23,7 @@ from tests.integration.gateway.test_journal import ASK, TASK, client_of, killed,
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.journal import sqlite
-from tidegate.gateway.journal.schema import WHOLE, turn_id
+from tidegate.gateway.journal.schema import WHOLE_SESSION, turn_id
 from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
@@ -34,7 +34,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 @pytest.fixture
 async def stage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     """A gateway that is always killed before it could note that a reply went out."""
-    monkeypatch.setattr(sqlite, "LAZY_S", 3600.0)
+    monkeypatch.setattr(sqlite, "FLUSH_DELAY_S", 3600.0)
     async with staged(model, journal=tmp_path / "journal") as made:
         yield made
 
@@ -162,7 +162,7 @@ async def test_what_belongs_to_no_session_is_given_to_none(stage: Stage, model: 
     """A late row of a session that was deleted must not be another's, who may get its number."""
     with contextlib.closing(sqlite3.connect(killed(tmp_path) / FILE)) as connection:
         connection.execute("INSERT INTO sent VALUES (?)", [turn_id(1, 0)])
-        connection.execute("INSERT INTO rewards VALUES (1, ?, 'late', 1.0)", [WHOLE])
+        connection.execute("INSERT INTO rewards VALUES (1, ?, 'late', 1.0)", [WHOLE_SESSION])
         connection.commit()
     async with staged(model, journal=tmp_path / "after") as later:
         access = await later.client.open_session(task=TASK)
@@ -270,9 +270,9 @@ async def test_the_control_plane_says_what_could_not_be_written(stage: Stage) ->
     await talk(stage, access, 1)
     fill(stage, 0)
     async with GatewayClient(stage.url, "admin", call_s=0.3) as client:
-        with pytest.raises(GatewayError, match="opened was not done"):
+        with pytest.raises(GatewayError, match="'opened' failed"):
             await client.open_session(task=big)
-        with pytest.raises(GatewayError, match="closing was not done"):
+        with pytest.raises(GatewayError, match="'closing' failed"):
             await client.finish(access.session_id, output="x" * 40_000, reward=1.0, timeout_s=0.3)
     assert len(stage.gateway.sessions) == 1
     fill(stage, None)

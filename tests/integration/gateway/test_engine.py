@@ -23,7 +23,7 @@ from tests.fakes import eventually, served
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.client import GatewayClient
-from tidegate.gateway.engines.protocol import FREE_WITHIN
+from tidegate.gateway.engines.protocol import MASS_TOLERANCE
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
@@ -194,7 +194,7 @@ async def test_a_reply_under_a_grammar_records_which_tokens_may_be_trained_on(
     assert np.log(told.masses) + turn.logprobs == pytest.approx(own, abs=1e-3)
     assert min(told.masses) < 0.5, "the grammar changed something"
     assert turn.output_mask is not None
-    assert turn.output_mask.tolist() == [int(mass >= 1 - FREE_WITHIN) for mass in told.masses]
+    assert turn.output_mask.tolist() == [int(mass >= 1 - MASS_TOLERANCE) for mass in told.masses]
 
 
 async def test_a_schema_that_the_engine_cannot_follow_is_refused_by_the_agents_name(

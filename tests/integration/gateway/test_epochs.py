@@ -176,7 +176,7 @@ async def test_a_gateway_that_is_killed_before_it_ended_them_ends_them_when_it_i
     stage: Stage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = await stage.client.open_session(task=TASK, epoch=1)
-    monkeypatch.setattr(stage.gateway.groups, "_superseded", lambda: None)
+    monkeypatch.setattr(stage.gateway.groups, "_on_new_epoch", lambda: None)
     await stage.client.begin_epoch(2)
     assert await outcomes(stage, [access]) == [None]
     async with staged(model, journal=killed(tmp_path)) as later:

@@ -131,7 +131,7 @@ async def test_the_sessions_deadline_ends_the_wait(stage: Stage, stream: bool) -
 async def test_no_engine_at_all_is_an_infrastructure_error(stage: Stage) -> None:
     await stage.client.remove_engine(stage.engine.url)
     access, llm = await opened(stage, deadline_s=0.4)
-    with pytest.raises(openai.APIStatusError, match="there is no engine"):
+    with pytest.raises(openai.APIStatusError, match="no engine in rotation"):
         await ask(llm)
     summary = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
     assert summary.outcome is Outcome.INFRA_ERROR
@@ -143,7 +143,7 @@ async def test_no_engine_at_all_is_an_infrastructure_error(stage: Stage) -> None
     [
         (Fault("no_logprobs"), "the engine returned no logprobs", False),
         (Fault("no_logprobs"), "the engine returned no logprobs", True),
-        (Fault("garbage"), "not JSON", False),
+        (Fault("garbage"), "invalid JSON", False),
         (Fault("status", 400), "refused the request: as asked", False),
         (Fault("status", 400), "refused the request: as asked", True),
     ],

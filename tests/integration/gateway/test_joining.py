@@ -85,7 +85,7 @@ async def test_an_engine_that_is_not_there_cannot_be_admitted(stage: Stage) -> N
     with pytest.raises(GatewayError, match="there is no engine") as caught:
         await stage.client.admit_engine("http://127.0.0.1:9", True)
     assert caught.value.status == 404
-    assert not stage.gateway.pool.led
+    assert not stage.gateway.pool.trainer_managed
 
 
 @pytest.mark.parametrize(("led", "version", "state"), [
@@ -128,7 +128,7 @@ async def test_who_joined_and_who_waits_outlives_the_gateway(tmp_path: Path) -> 
     await first.close()
     later = Gateway(options)
     await later.start()
-    assert [engine.placed for engine in later.pool.engines()] == [
+    assert [engine.record for engine in later.pool.engines()] == [
         ("http://127.0.0.1:5", ("http://127.0.0.1:5",), False, True),
         ("http://127.0.0.1:6", ("http://127.0.0.1:7",), True, False),
     ]

@@ -149,7 +149,7 @@ async def test_one_journal_has_one_gateway(stage: Stage, model: Path, tmp_path: 
 
 async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(StartError, match="cannot be used"):
+    with pytest.raises(StartError, match="cannot open the journal"):
         Gateway(GatewayOptions(model=model, journal=tmp_path / "file"))
     (tmp_path / "garbage").mkdir()
     (tmp_path / "garbage" / FILE).write_text("this is no database at all, but long enough" * 100)
@@ -158,7 +158,7 @@ async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: P
     connection = sqlite3.connect(tmp_path / FILE)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(StartError, match="layout 99"):
+    with pytest.raises(StartError, match="schema version 99"):
         Gateway(GatewayOptions(model=model, journal=tmp_path))
 
 

@@ -337,21 +337,21 @@ class Machine(RuleBasedStateMachine):
         groups = self.world.gateway.groups
         group = self.leases()[lease]
         for entry in groups.entries():
-            entry.answers = min(entry.answers, 1)
+            entry.deliveries = min(entry.deliveries, 1)
 
         def then(_: Any) -> list[State]:
             after = self.state.copy()
             after.groups[group].lease, after.groups[group].key = None, ""
             return [after]
 
-        self.do(lambda: groups.give_back([lease]), then, crash)
+        self.do(lambda: groups.release([lease]), then, crash)
 
     def is_replaced(self, crash: float | None) -> None:
         """A newer trainer comes."""
         epoch = self.state.epoch + 1
 
         async def enter() -> None:
-            await self.world.gateway.groups.enter(epoch)
+            await self.world.gateway.groups.begin_epoch(epoch)
             await self.world.finishing()
 
         def then(_: Any) -> list[State]:

@@ -412,7 +412,7 @@ async def test_a_shard_that_dies_again_and_again_ends_the_front(
     shard = Shard(0, [], tmp_path, {})
     await shard.start()
     with pytest.raises(StartError, match="SIGKILL, 6 times in a row"):
-        await asyncio.wait_for(shard.keep(prepared), 5)
+        await asyncio.wait_for(shard.supervise(prepared), 5)
     assert Dying.starts == 6
     assert not shard.up.is_set()
 
@@ -425,7 +425,7 @@ async def test_a_journal_of_another_number_of_shards_is_refused(tmp_path: Path) 
         with pytest.raises(StartError, match="shard-0-of-3"):
             journal_of(tmp_path, 0, shards)
     (tmp_path / "shard-0-of-3").rename(tmp_path / FILE)
-    with pytest.raises(StartError, match=r"journal\.sqlite is of one"):
+    with pytest.raises(StartError, match=r"journal\.sqlite is from one"):
         journal_of(tmp_path, 0, 2)
 
 

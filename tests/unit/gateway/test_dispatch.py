@@ -24,8 +24,8 @@ def engine(url: str, limit: int = 1) -> EngineEndpoint:
     return EngineEndpoint(url, (url,), healthy=True, limit=limit)
 
 
-def dispatch(*engines: EngineEndpoint, most_waiting: int = 1000) -> Dispatcher:
-    made = Dispatcher(most_waiting)
+def dispatch(*engines: EngineEndpoint, max_waiting: int = 1000) -> Dispatcher:
+    made = Dispatcher(max_waiting)
     for one in engines:
         made.add(one)
     return made
@@ -36,7 +36,7 @@ def seats(number: int) -> list[Affinity]:
 
 
 def sits(pool: Dispatcher, seat: Affinity) -> EngineEndpoint:
-    found = pool.seat(seat)
+    found = pool.assign(seat)
     assert found is not None
     return found
 
@@ -81,7 +81,7 @@ def test_sessions_move_only_where_their_engine_left(names: set[str], number: int
     for seat in sitting:
         was, now = before[seat.flow], sits(pool, seat)
         assert (now is was) == (join or was.url != min(names))
-    assert sum(one.seats for one in pool.engines.values()) == number
+    assert sum(one.assigned_sessions for one in pool.engines.values()) == number
 
 
 def test_after_a_restart_most_sessions_find_the_engine_that_knows_them() -> None:
@@ -99,21 +99,21 @@ def test_a_quarantined_engine_keeps_no_seat_and_a_returned_one_takes_none_back()
     pool = dispatch(one, other)
     sitting = seats(10)
     for seat in sitting:
-        pool.seat(seat)
+        pool.assign(seat)
     one.healthy = False
-    assert {pool.seat(seat) for seat in sitting} == {other}
+    assert {pool.assign(seat) for seat in sitting} == {other}
     one.healthy = True
-    assert {pool.seat(seat) for seat in sitting} == {other}
-    assert (one.seats, other.seats) == (0, 10)
+    assert {pool.assign(seat) for seat in sitting} == {other}
+    assert (one.assigned_sessions, other.assigned_sessions) == (0, 10)
     newcomer = Affinity("new", "new")
-    assert pool.seat(newcomer) is one
+    assert pool.assign(newcomer) is one
 
 
 def test_the_slots_of_a_group_sit_together_while_there_is_room() -> None:
     pool = dispatch(*(engine(f"e{number}") for number in range(3)))
     for one in pool.engines.values():
-        one.seats = 40
-    members = [pool.seat(Affinity(f"slot {number}", "group")) for number in range(3)]
+        one.assigned_sessions = 40
+    members = [pool.assign(Affinity(f"slot {number}", "group")) for number in range(3)]
     assert len(set(members)) == 1
 
 
@@ -182,14 +182,14 @@ class Caller:
             await settled(lambda before=before: self.pool.waiting + len(self.served) > before)
 
     async def _enter(self, seat: Affinity) -> None:
-        engine = await self.pool.enter(seat)
+        engine = await self.pool.acquire(seat)
         self.served.append((seat.flow, engine))
 
     async def end(self, index: int) -> None:
         """End a call that was served."""
         count = len(self.served)
         more = self.pool.waiting > 0
-        self.pool.leave(self.served[index][1])
+        self.pool.release(self.served[index][1])
         await settled(lambda: len(self.served) > count or not more)
 
 
@@ -215,7 +215,7 @@ async def test_a_call_that_would_wait_goes_where_a_slot_is_free_and_its_session_
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
     seat = Affinity("s", "s")
-    home = caller.pool.seat(seat)
+    home = caller.pool.assign(seat)
     await caller.call(seat, 2)
     assert {engine for _, engine in caller.served} == {one, other}
     assert caller.pool.waiting == 0
@@ -226,8 +226,8 @@ async def test_a_freed_slot_serves_its_own_sessions_first_and_then_any() -> None
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
     here, there = Affinity("here", "here"), Affinity("there", "there")
-    here.take(one)
-    there.take(other)
+    here.assign(one)
+    there.assign(other)
     await caller.call(here)
     await caller.call(there)
     await caller.call(there)  # waits at the other
@@ -242,8 +242,8 @@ async def test_who_waits_for_an_engine_that_goes_waits_for_another() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
     mine, its = Affinity("mine", "mine"), Affinity("its", "its")
-    mine.take(one)
-    its.take(other)
+    mine.assign(one)
+    its.assign(other)
     await caller.call(mine)
     await caller.call(its)
     await caller.call(mine)
@@ -259,19 +259,19 @@ async def test_without_an_engine_calls_wait_for_the_first_one() -> None:
     assert caller.pool.waiting == 2
     late = engine("late", limit=2)
     caller.pool.add(late)
-    caller.pool.serve(late)
+    caller.pool.dispatch_waiting(late)
     await settled(lambda: len(caller.served) == 2)
     assert late.busy == 2
 
 
 async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> None:
-    pool = dispatch(engine("e"), most_waiting=1)
+    pool = dispatch(engine("e"), max_waiting=1)
     caller = Caller(pool)
     seat = Affinity("s", "s")
     await caller.call(seat, 2)
     with pytest.raises(QueueFullError, match="1 calls wait"):
-        await pool.enter(seat)
-    goes_on = asyncio.create_task(pool.enter(seat, fresh=False))
+        await pool.acquire(seat)
+    goes_on = asyncio.create_task(pool.acquire(seat, fresh=False))
     await settled(lambda: pool.waiting == 2)
     goes_on.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -281,11 +281,11 @@ async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> No
 
 async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
     pool = dispatch(engine("e"))
-    holder = await pool.enter(Affinity("a", "a"))
-    first = asyncio.create_task(pool.enter(Affinity("b", "b")))
-    second = asyncio.create_task(pool.enter(Affinity("c", "c")))
+    holder = await pool.acquire(Affinity("a", "a"))
+    first = asyncio.create_task(pool.acquire(Affinity("b", "b")))
+    second = asyncio.create_task(pool.acquire(Affinity("c", "c")))
     await settled(lambda: pool.waiting == 2)
-    pool.leave(holder)  # gives the slot to the first one, which is cancelled before it runs
+    pool.release(holder)  # gives the slot to the first one, which is cancelled before it runs
     first.cancel()
     assert await asyncio.wait_for(second, 5) is holder
     assert (holder.busy, pool.waiting) == (1, 0)
@@ -300,7 +300,7 @@ async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_bac
         await caller.call(seat)
     back = engine("back", limit=2)
     caller.pool.add(back)
-    caller.pool.serve(back)
+    caller.pool.dispatch_waiting(back)
     await settled(lambda: len(caller.served) == 2)
     for number in range(6):
         await caller.call(Affinity(f"late {number}", "y"))
@@ -316,7 +316,7 @@ async def test_who_moves_to_another_line_keeps_its_place_in_it() -> None:
     caller = Caller(dispatch(one, other))
     sitting = [Affinity(f"{number} on {home.url}", "x") for number in range(3) for home in (one, other)]
     for seat in sitting:
-        seat.take(one if seat.flow.endswith("one") else other)
+        seat.assign(one if seat.flow.endswith("one") else other)
         await caller.call(seat)
     caller.pool.remove("one")
     for number in range(4):
@@ -330,11 +330,11 @@ async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest
     homes = {one: "a", other: "b", third: "c"}
     for home, flow in homes.items():
         seat = Affinity(flow, flow)
-        seat.take(home)
+        seat.assign(home)
         await caller.call(seat)
     for home, flow in ((one, "first"), (other, "second"), (other, "third")):
         seat = Affinity(flow, flow)
-        seat.take(home)
+        seat.assign(home)
         await caller.call(seat)
     await caller.end(2)
     assert caller.served[3] == ("first", third)
@@ -342,12 +342,12 @@ async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest
 
 async def test_a_slot_that_comes_free_while_its_waiter_is_cancelled_goes_to_the_next_one() -> None:
     pool = dispatch(engine("e"))
-    holder = await pool.enter(Affinity("a", "a"))
-    cancelled = asyncio.create_task(pool.enter(Affinity("b", "b")))
-    second = asyncio.create_task(pool.enter(Affinity("c", "c")))
+    holder = await pool.acquire(Affinity("a", "a"))
+    cancelled = asyncio.create_task(pool.acquire(Affinity("b", "b")))
+    second = asyncio.create_task(pool.acquire(Affinity("c", "c")))
     await settled(lambda: pool.waiting == 2)
     cancelled.cancel()
-    pool.leave(holder)  # before the cancelled one has run
+    pool.release(holder)  # before the cancelled one has run
     assert await asyncio.wait_for(second, 5) is holder
     assert (holder.busy, pool.waiting) == (1, 0)
     with pytest.raises(asyncio.CancelledError):
@@ -370,12 +370,12 @@ async def _never_overtaken(moves: list[str]) -> None:
             await caller.call(Affinity(str(came), "x"))
             came += 1
         elif move == "end" and ended < len(caller.served):
-            caller.pool.leave(caller.served[ended][1])
+            caller.pool.release(caller.served[ended][1])
             ended += 1
         elif move in ("up", "down"):
             only.healthy = move == "up"
-            (caller.pool.serve if only.healthy else caller.pool.down)(only)
-            await settled(lambda: not (only.free and caller.pool.waiting))
+            (caller.pool.dispatch_waiting if only.healthy else caller.pool.requeue)(only)
+            await settled(lambda: not (only.has_free_slot and caller.pool.waiting))
         elif move == "cancel":
             for number, task in enumerate(caller.tasks):
                 if not task.done() and number % 3 == 0:

@@ -84,8 +84,8 @@ def sampled(
 ) -> tuple[list[int], bool]:
     """The ids that a model samples for `said`, split into tokens as models do: in many ways. Whether the
     template would write the reply's text like that itself."""
-    prompt = renderer.write(history, tools, {})
-    full = renderer.write([*history, said], tools, {}, prompt=False)
+    prompt = renderer.render_text(history, tools, {})
+    full = renderer.render_text([*history, said], tools, {}, prompt=False)
     natural = full.startswith(prompt) and not family.thinks
     body = full[len(prompt) :] if natural else "why not\n</think>\n\n" + said["content"]
     ends = [at + len(stop) for stop in family.stops if (at := body.find(stop)) >= 0]
@@ -108,19 +108,19 @@ def play(rng: random.Random, family: Family, renderer: Renderer) -> int:
     tools = TOOLS if family.calls and rng.random() < 0.6 else None
     history: list[Message] = [{"role": "system", "content": text(rng)}] if rng.random() < 0.5 else []
     history.append({"role": "user", "content": text(rng, edges=True)})
-    recorded = renderer.root(history, tools, {})
+    recorded = renderer.encode_prompt(history, tools, {})
     whole, same = True, 0
     for _ in range(rng.randint(1, 4)):
         said = reply(rng, family.calls if tools else 0)
         new = after(rng, family, said)
         output, natural = sampled(rng, family, renderer, history, said, new, tools)
         before = list(history)
-        delta = renderer.follow_up(lambda b=before: b, said, new, tools, {}, output[-1])
+        delta = renderer.encode_suffix(lambda b=before: b, said, new, tools, {}, output[-1])
         history += [said, *new]
         prompt = np.concatenate((recorded, np.asarray(output, np.int32), delta))
         assert np.array_equal(prompt[: len(recorded)], recorded)
-        written = renderer.codec.spell(renderer.root(history, tools, {}).tolist())
-        read = renderer.codec.spell(prompt.tolist())
+        written = renderer.codec.decode_all(renderer.encode_prompt(history, tools, {}).tolist())
+        read = renderer.codec.decode_all(prompt.tolist())
         if family.ends:
             read = read.replace(*family.ends)
         whole = whole and natural and not family.moves
@@ -128,7 +128,7 @@ def play(rng: random.Random, family: Family, renderer: Renderer) -> int:
             assert read == written
             same += 1
         else:
-            assert written.endswith(renderer.codec.spell(delta.tolist()[1:]))
+            assert written.endswith(renderer.codec.decode_all(delta.tolist()[1:]))
         recorded = prompt
     return same
 
@@ -153,7 +153,7 @@ def _many(name: str, size: str, count: int) -> None:
     family, renderer = FAMILIES[name], family_renderer(name, size)
     rng = random.Random(f"{name} {size}")
     same = sum(play(rng, family, renderer) for _ in range(count))
-    assert renderer.dropped_frames == 0
+    assert renderer.invalidated_templates == 0
     if not family.thinks and not family.moves:
         assert same >= count
 
@@ -169,7 +169,7 @@ def test_a_follow_up_costs_no_rendering_of_the_history(name: str) -> None:
     call = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     asked: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": ' "3"\n', "tool_call_id": "callabcde"}
-    renderer.follow_up(context, {"role": "assistant", "content": "b"}, [{"role": "user", "content": " c "}],
-                       TOOLS if family.calls else None, {}, None)  # fmt: skip
+    reply, new = {"role": "assistant", "content": "b"}, [{"role": "user", "content": " c "}]
+    renderer.encode_suffix(context, reply, new, TOOLS if family.calls else None, {}, None)
     if family.calls:
-        renderer.follow_up(context, asked, [result], TOOLS, {}, None)
+        renderer.encode_suffix(context, asked, [result], TOOLS, {}, None)

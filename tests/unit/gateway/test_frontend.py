@@ -34,10 +34,10 @@ async def test_a_lease_that_is_ready_as_its_client_leaves_is_given_back() -> Non
     async def lease(*_: Any) -> list[Any]:
         return [{"lease_id": "0.a"}]
 
-    async def give_back(groups: list[Any]) -> None:
+    async def release(groups: list[Any]) -> None:
         returned.extend(groups)
 
-    front._leasing = SimpleNamespace(lease=lease, give_back=give_back)  # type: ignore[assignment]
+    front._leases = SimpleNamespace(lease=lease, release=release)  # type: ignore[assignment]
     answer = await front._lease(request("POST", {"trainer_epoch": 1}))
     assert (answer.status_code, returned) == (499, [{"lease_id": "0.a"}])
 
@@ -52,12 +52,12 @@ async def test_what_one_shard_did_with_an_engine_is_remembered_for_the_others(
     if method == "DELETE":
         front.fleet.engines[ENGINE["url"]] = ENGINE  # type: ignore[index]
 
-    async def ask(index: int, *_: Any) -> Answer:
+    async def call(index: int, *_: Any) -> Answer:
         if index == 0:
             raise GatewayError("shard 0 did not answer", status=503)
         return Answer(200, orjson.dumps(ENGINE))
 
-    monkeypatch.setattr(front.fleet, "ask", ask)
+    monkeypatch.setattr(front.fleet, "call", call)
     with pytest.raises(GatewayError, match="shard 0 did not answer"):
         await front._engines(request(method, ENGINE))
     assert list(front.fleet.engines.values()) == ([ENGINE] if method == "POST" else [])

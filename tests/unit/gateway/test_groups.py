@@ -61,7 +61,8 @@ async def test_a_trainer_that_is_replaced_while_it_waits_its_turn_changes_nothin
     store = new_store()
     await store.seal(group("a"))
     behind = [
-        asyncio.create_task(work) for work in (store.enter(2), store.seal(group("b"), 1), store.drop("a", 1))
+        asyncio.create_task(work)
+        for work in (store.begin_epoch(2), store.seal(group("b"), 1), store.drop("a", 1))
     ]
     entered, *ended = await asyncio.gather(*behind, return_exceptions=True)
     assert entered is None
@@ -108,7 +109,7 @@ async def test_a_lease_that_reached_nobody_is_given_again() -> None:
     store = new_store()
     await store.seal(group("a"))
     lost = await store.lease(1, 1, 0)
-    await store.give_back([one.lease_id for one in lost])
+    await store.release([one.lease_id for one in lost])
     assert [one.id for one in await store.lease(1, 1, 0)] == ["a"]
 
 
@@ -227,10 +228,10 @@ async def test_an_answer_that_was_lost_after_it_was_asked_for_again_undoes_nothi
     await store.seal(group("g"))
     [lost] = await store.lease(1, 1, 0, "key")
     [again] = await store.lease(1, 1, 0, "key")
-    await store.give_back([lost.lease_id])
+    await store.release([lost.lease_id])
     assert await store.lease(1, 1, 0, "other") == []
     assert await store.ack(1, again.lease_id, "trained") == []
-    assert store.done("g") == "trained"
+    assert store.end_reason("g") == "trained"
 
 
 async def test_to_wait_is_not_to_lease() -> None:
@@ -273,13 +274,13 @@ async def test_what_could_not_be_written_did_not_happen(what: str, left: dict[st
         await store.seal(group("g"))
         [one] = await store.lease(1, 1, 0)
         if what == "returned":
-            await store.give_back([one.lease_id])
+            await store.release([one.lease_id])
         elif what == "entered":
-            await store.enter(2)
+            await store.begin_epoch(2)
         else:
             await store.ack(1, one.lease_id, "trained")
 
     with pytest.raises(GatewayError, match="disk is full"):
         await through()
     assert {entry.group.id: entry.state for entry in store.entries()} == left
-    assert (store.epoch, store.done("g"), store.sealed) == (1, None, len(left))
+    assert (store.epoch, store.end_reason("g"), store.sealed) == (1, None, len(left))

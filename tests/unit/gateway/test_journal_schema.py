@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 
 from tidegate.gateway.ids import hash_key
-from tidegate.gateway.journal import schema as layout
+from tidegate.gateway.journal import schema
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
@@ -42,11 +42,11 @@ def test_every_field_of_a_turn_comes_back() -> None:
     node = TurnNode(
         TURN, TurnRequestInfo("id", b"d", "key", 4), b"root", b"asked", b"key", said, {"role": "assistant"}, 0
     )
-    row = layout.turn_row(7, node)
-    assert layout.session_and_index(row[0]) == (7, 5)
-    first, last = layout.turn_range(7)
-    assert first <= row[0] <= last < layout.turn_id(8, 0)
-    back = layout.read_turn(row)
+    row = schema.turn_row(7, node)
+    assert schema.session_and_index(row[0]) == (7, 5)
+    first, last = schema.turn_range(7)
+    assert first <= row[0] <= last < schema.turn_id(8, 0)
+    back = schema.read_turn(row)
     assert back.turn.to_wire() == TURN.to_wire()
     assert (back.request, back.tools_hash, back.history_hash, back.reply_hash) == (
         node.request,
@@ -67,7 +67,7 @@ def test_what_a_session_was_opened_with_comes_back() -> None:
         SessionLimits(turns=3),
         ("titles",), 9,
     )  # fmt: skip
-    back = layout.read_session(9, "id", session.key_hash, layout.about(session), 1.0, 2.0)
+    back = schema.read_session(9, "id", session.key_hash, schema.session_row(session), 1.0, 2.0)
     for one in fields(GatewaySession):
         if one.init and one.name not in ("tree", "calls"):
             assert getattr(back, one.name) == getattr(session, one.name), one.name
@@ -75,4 +75,4 @@ def test_what_a_session_was_opened_with_comes_back() -> None:
 
 def test_how_a_session_ended_comes_back() -> None:
     ending = SessionResult(Outcome.TIMEOUT, "late", 5.0, "out", {"not": "a number"}, {"tries": 2.0})
-    assert layout.read_ending(layout.ending_row(ending, 1005.0), -1000.0) == ending
+    assert schema.read_ending(schema.ending_row(ending, 1005.0), -1000.0) == ending

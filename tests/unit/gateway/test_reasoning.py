@@ -21,7 +21,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def read(*pieces: str, begun: bool = False) -> tuple[str, str, int]:
     """Reasoning, content and how many calls."""
-    parser = ReasoningParser(hermes.FORM.parser(()), begun)
+    parser = ReasoningParser(hermes.FORMAT.parser(()), begun)
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part for part in parts if isinstance(part, str))
@@ -69,7 +69,7 @@ def test_the_pieces_do_not_matter_and_nothing_is_lost(
 
 
 def test_what_the_prompt_ends_with_belongs_to_the_reply() -> None:
-    reader = ReplyReader(RENDERER.decode, (), PlainParser(), begun="It is")
+    reader = ReplyReader(RENDERER.decode, (), PlainParser(), prefill="It is")
     reader.push(RENDERER.encode(" 3."))
     reader.finish()
     assert reader.message()["content"] == "It is 3."

@@ -13,7 +13,7 @@ from tests.families import FAMILIES, family_renderer, family_tokenizer
 from tests.unit.gateway.test_families import TOOLS, after, reply, text
 from tests.unit.gateway.test_tool_call_formats import write
 from tidegate.gateway.parsing.parts import ToolCall
-from tidegate.gateway.parsing.tool_calls.registry import FORMS
+from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 
 KNOWN = {
     "qwen3": (renderers.Qwen3Renderer, renderers.Qwen3RendererConfig),
@@ -45,12 +45,12 @@ def test_what_follows_a_reply_is_what_they_write(name: str) -> None:
         before = [{"role": "user", "content": text(rng)}]
         said = reply(rng, family.calls)
         new = after(rng, family, said)
-        prompt = own.root(before, TOOLS, {}).tolist()
+        prompt = own.encode_prompt(before, TOOLS, {}).tolist()
         output = [*own.encode(said["content"]), own.stop_ids[0]]
         bridged = other.bridge_to_next_turn(prompt, output, new, tools=TOOLS)
         if bridged is None:
             continue
-        delta = own.follow_up(lambda b=before: b, said, new, TOOLS, {}, output[-1]).tolist()
+        delta = own.encode_suffix(lambda b=before: b, said, new, TOOLS, {}, output[-1]).tolist()
         assert bridged.token_ids == [*prompt, *output, *delta]
         compared += 1
     assert compared > 40
@@ -64,7 +64,7 @@ def test_calls_are_what_they_read(name: str, form: str) -> None:
         calls = [("calculator", {"expression": text(rng), "n": rng.randint(-3, 9)}) for _ in range(count)]
         written = write(form, calls)
         parsed = other.parse_response(own.encode(written), tools=TOOLS).tool_calls
-        parser = FORMS[form].parser(TOOLS)
+        parser = FORMATS[form].parser(TOOLS)
         parts = [*parser.feed(written), *parser.finish()]
         mine = [(one.name, json.loads(one.arguments)) for one in parts if isinstance(one, ToolCall)]
         assert mine == [(one.name, one.arguments) for one in parsed] == calls

@@ -73,7 +73,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cut
 
 def test_a_reply_as_a_message() -> None:
     text = 'So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    reader = ReplyReader(RENDERER.decode, (), hermes.FORM.parser(()))
+    reader = ReplyReader(RENDERER.decode, (), hermes.FORMAT.parser(()))
     for one in RENDERER.encode(text):
         reader.push([one])
     reader.finish()

@@ -77,8 +77,8 @@ async def test_without_a_reward_of_its_own_the_agents_counts(rewarder: Any) -> N
         (lambda: Scored(math.inf, {}), "reward is inf"),
         (lambda: Scored(1.0, {"form": math.nan}), "form is nan"),
         (lambda: Scored(None, {}), "reward is None"),
-        (lambda: None, "gave a NoneType"),
-        (lambda: 1.0, "gave a float"),
+        (lambda: None, "returned a NoneType"),
+        (lambda: 1.0, "returned a float"),
         (lambda: exec("raise SystemExit(3)"), "raised SystemExit"),
     ],
 )
@@ -97,7 +97,7 @@ async def test_no_reward_at_all_is_reward_error() -> None:
     one = await ended(None)
     assert one.outcome is Outcome.REWARD_ERROR
     assert "no reward" in str(one.error)
-    assert "no task" in str((await ended(Rewarding(lambda: Scored(1.0, {})), task=None)).error)
+    assert "without a task" in str((await ended(Rewarding(lambda: Scored(1.0, {})), task=None)).error)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.TIMEOUT])
@@ -183,7 +183,7 @@ async def test_an_environments_turn_rewards_replace_what_was_posted() -> None:
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [({2: 1.0}, r"turn 2 was rewarded, but there is none; turns: \[0\]"), ({0: math.nan}, "turn 0 is nan")],
+    [({2: 1.0}, r"turn 2 was rewarded but does not exist; turns: \[0\]"), ({0: math.nan}, "turn 0 is nan")],
 )
 async def test_what_is_no_reward_of_a_turn(given: dict[int, float], why: str) -> None:
     one = make_trajectory([make_turn(0, None, [1], [2])])

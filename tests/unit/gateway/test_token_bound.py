@@ -12,11 +12,11 @@ from tokenizers import normalizers
 from tests.families import family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.rendering.token_bound import TokenBound, longest_token
-from tidegate.gateway.rendering.tokenizer import BREAK
+from tidegate.gateway.rendering.token_bound import TokenBound, max_token_length
+from tidegate.gateway.rendering.tokenizer import ESCAPE
 
 PIECES = st.sampled_from(
-    ["word ", " " * 40, "=" * 60, "\n\n", "é", "e\u0301", "각", "🍎", BREAK, "<|im_end|>", "</think>"]
+    ["word ", " " * 40, "=" * 60, "\n\n", "é", "e\u0301", "각", "🍎", ESCAPE, "<|im_end|>", "</think>"]
 )
 TEXTS = st.lists(PIECES, min_size=1, max_size=30).map("".join)
 
@@ -39,22 +39,22 @@ def test_no_prompt_has_fewer_tokens_than_the_bound(
     renderer: Renderer, bound: TokenBound, text: str, role: str
 ) -> None:
     messages = [{"role": "user", "content": "ask"}, {"role": role, "content": text}]
-    assert bound.least(messages, None) <= len(renderer.root(messages, None, {}))
-    assert bound.least([], text) <= len(renderer.encode(text))
+    assert bound.min_tokens(messages, None) <= len(renderer.encode_prompt(messages, None, {}))
+    assert bound.min_tokens([], text) <= len(renderer.encode(text))
 
 
 def test_long_contents_are_bounded(renderer: Renderer, bound: TokenBound) -> None:
-    longest = longest_token(renderer.codec.tokenizer)
+    longest = max_token_length(renderer.codec.tokenizer)
     assert longest is not None
     for role in ("user", "tool"):
-        least = bound.least([{"role": role, "content": "x" * 1_000_000}], None)
+        least = bound.min_tokens([{"role": role, "content": "x" * 1_000_000}], None)
         assert least >= 999_999 // longest
-    assert bound.least([{"role": "assistant", "content": "x" * 1_000_000}], None) == 0
+    assert bound.min_tokens([{"role": "assistant", "content": "x" * 1_000_000}], None) == 0
 
 
 def test_a_tokenizer_that_may_drop_characters_has_no_bound(tmp_path: Path) -> None:
     tokenizer = Renderer.load(make_model_dir(tmp_path / "m")).codec.tokenizer
-    assert longest_token(tokenizer) is not None
+    assert max_token_length(tokenizer) is not None
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
-    assert longest_token(tokenizer) is None
-    assert TokenBound(Renderer(tokenizer)).least([{"role": "user", "content": "x" * 10_000}], None) == 0
+    assert max_token_length(tokenizer) is None
+    assert TokenBound(Renderer(tokenizer)).min_tokens([{"role": "user", "content": "x" * 10_000}], None) == 0

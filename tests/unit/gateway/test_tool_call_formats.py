@@ -17,8 +17,8 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part, ToolCall, ToolUse
 from tidegate.gateway.parsing.reply import ReplyReader
 from tidegate.gateway.parsing.tool_calls.base import forced_start, single_call_stop
-from tidegate.gateway.parsing.tool_calls.registry import FORMS, NONE, choose
-from tidegate.gateway.parsing.tool_calls.typed_arguments import typed
+from tidegate.gateway.parsing.tool_calls.registry import FORMATS, NONE, choose
+from tidegate.gateway.parsing.tool_calls.typed_arguments import parse_value
 
 TOOLS = [
     {
@@ -98,16 +98,16 @@ def write(form: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     raise AssertionError(form)
 
 
-WRITTEN = [*FORMS, "deepseek_v3.1", "mistral.v11", "llama3_json.tag"]
+WRITTEN = [*FORMATS, "deepseek_v3.1", "mistral.v11", "llama3_json.tag"]
 ONLY_CALLS = {"llama3_json"}  # a reply that begins with a call has nothing else in it
 
 
 def of(form: str) -> str:
-    return form if form in FORMS else form.rpartition(".")[0]
+    return form if form in FORMATS else form.rpartition(".")[0]
 
 
 def read(form: str, *pieces: str) -> tuple[str, list[ToolCall], str | None]:
-    parser = FORMS[of(form)].parser(TOOLS)
+    parser = FORMATS[of(form)].parser(TOOLS)
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     content = "".join(part for part in parts if isinstance(part, str))
     return content, [part for part in parts if isinstance(part, ToolCall)], parser.status
@@ -135,7 +135,7 @@ def test_text_before_calls_is_content(form: str) -> None:
 
 @pytest.mark.parametrize("form", [one for one in WRITTEN if one not in ONLY_CALLS])
 def test_text_is_given_as_it_comes_and_each_call_when_it_is_whole(form: str) -> None:
-    parser = FORMS[of(form)].parser(TOOLS)
+    parser = FORMATS[of(form)].parser(TOOLS)
     assert parser.feed("Let me see.") == ["Let me see."]
     text = write(form, CALLS)
     given: list[Part] = []
@@ -143,7 +143,7 @@ def test_text_is_given_as_it_comes_and_each_call_when_it_is_whole(form: str) -> 
     for at, sign in enumerate(text):
         given += parser.feed(sign)
         after = after or (at if given else 0)
-    if FORMS[of(form)].call_end is not None:
+    if FORMATS[of(form)].call_end is not None:
         assert 0 < after < len(text) * 0.6
     given += parser.finish()
     assert plain([part for part in given if isinstance(part, ToolCall)]) == CALLS
@@ -200,7 +200,7 @@ def test_a_malformed_call_comes_back_as_content(form: str, text: str) -> None:
     assert content == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_plain_text_is_left_as_it_is(form: str) -> None:
     for text in ("", " a \n", "a < b [1] {2}", "<tool", "[TOOL_C", "<｜tool", "an answer: {}"):
         assert read(form, text) == (text, [], None)
@@ -211,7 +211,7 @@ def test_an_answer_in_json_is_no_failed_call() -> None:
         assert read("llama3_json", text) == (text, [], None)
 
 
-MARKS = {form: FORMS[form].markers for form in FORMS}
+MARKS = {form: FORMATS[form].markers for form in FORMATS}
 
 
 @pytest.mark.parametrize("form", WRITTEN)
@@ -235,7 +235,7 @@ def test_the_pieces_do_not_matter_and_nothing_is_lost(form: str, data: st.DataOb
     kept = "".join(content.split())
     if not calls:
         whole = "".join(text.split())
-        for marker in FORMS[of(form)].markers[:2]:
+        for marker in FORMATS[of(form)].markers[:2]:
             whole, kept = whole.replace(marker, ""), kept.replace(marker, "")
         assert kept == whole
 
@@ -257,8 +257,8 @@ def test_the_pieces_do_not_matter_and_nothing_is_lost(form: str, data: st.DataOb
     ],
 )
 def test_bare_values_have_the_types_of_the_tools_schema(text: str, schema: Any, value: Any) -> None:
-    assert typed(text, schema) == value
-    assert type(typed(text, schema)) is type(value)
+    assert parse_value(text, schema) == value
+    assert type(parse_value(text, schema)) is type(value)
 
 
 # -- which form a model writes
@@ -272,7 +272,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_form_is_the_one_that_reads_what_the_template_writes(name: str) -> None:
-    form, why = choose("auto", family_renderer(name, "tiny").write)
+    form, why = choose("auto", family_renderer(name, "tiny").render_text)
     assert form.name == EXPECTED.get(name, "hermes")
     assert why.startswith("it reads back" if name in EXPECTED else "by default")
 
@@ -281,7 +281,7 @@ def test_the_form_is_the_one_that_reads_what_the_template_writes(name: str) -> N
 def test_a_sampled_call_is_read_through_the_models_own_tokens(name: str, form: str) -> None:
     """The markers are control tokens, which clients do not see; here they must be seen."""
     renderer = family_renderer(name, "tiny")
-    reader = ReplyReader(renderer.decode, (), FORMS[form].parser(TOOLS))
+    reader = ReplyReader(renderer.decode, (), FORMATS[form].parser(TOOLS))
     for one in [*renderer.encode(write(form, CALLS[:1])), renderer.stop_ids[0]]:
         reader.push([one])
     reader.finish()
@@ -291,16 +291,16 @@ def test_a_sampled_call_is_read_through_the_models_own_tokens(name: str, form: s
 
 def test_a_form_may_be_set_and_must_be_known() -> None:
     renderer = family_renderer("qwen3", "tiny")
-    assert choose("mistral", renderer.write).form is FORMS["mistral"]
-    assert choose("none", renderer.write).form is NONE
+    assert choose("mistral", renderer.render_text).format is FORMATS["mistral"]
+    assert choose("none", renderer.render_text).form is NONE
     with pytest.raises(ConfigError, match=r"'hermess': it is one of auto, hermes, .*, none"):
-        choose("hermess", renderer.write)
-    assert set(get_args(ToolParser)) == {"auto", "none", *FORMS}
+        choose("hermess", renderer.render_text)
+    assert set(get_args(ToolParser)) == {"auto", "none", *FORMATS}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_what_a_forced_reply_begins_with_goes_on_to_a_call(form: str) -> None:
-    known = FORMS[form]
+    known = FORMATS[form]
     use = ToolUse("required", "find")
     if known.forced is None:
         with pytest.raises(ApiError, match="tool_choice"):
@@ -314,6 +314,6 @@ def test_what_a_forced_reply_begins_with_goes_on_to_a_call(form: str) -> None:
 
 
 def test_one_call_at_most_is_refused_where_the_form_has_no_end() -> None:
-    assert single_call_stop(FORMS["glm45"], ToolUse("auto", None, False)) == "</tool_call>"
+    assert single_call_stop(FORMATS["glm45"], ToolUse("auto", None, False)) == "</tool_call>"
     with pytest.raises(ApiError, match="parallel_tool_calls"):
-        single_call_stop(FORMS["mistral"], ToolUse("auto", None, False))
+        single_call_stop(FORMATS["mistral"], ToolUse("auto", None, False))

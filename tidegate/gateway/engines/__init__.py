@@ -1,1 +1,1 @@
-"""The pool of inference engines: health, dispatch, and the protocol."""
+"""Pool of inference engines: health, dispatch and protocol."""

@@ -1,4 +1,4 @@
-"""HTTP to the engines: one pooled connection, three calls."""
+"""HTTP client of engines: generate, abort and health probes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.lag import PatientConnector, attentive_timeout
+from tidegate.gateway.engines.lag import LagTolerantConnector, lag_tolerant_timeout
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
 
 REFUSALS = frozenset({400, 422})
@@ -19,15 +19,15 @@ RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
 
 
 class ProbeTimeout(Exception):
-    """It accepts connections and says nothing: the time was over before it answered."""
+    """An engine accepted the connection but did not answer within the probe timeout."""
 
 
 class EngineClient:
-    """The calls that a gateway makes; made and closed on one event loop."""
+    """HTTP client of all engines; create and close it on the same event loop."""
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
-        # Servers close idle connections after 5 s or more; a client that does so first never races them.
-        connector = PatientConnector(connect_s, keepalive_s=3.0)
+        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
+        connector = LagTolerantConnector(connect_s, keepalive_s=3.0)
         timeout = aiohttp.ClientTimeout(total=None)
         headers = {"Content-Type": "application/json"}
         self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers)
@@ -36,7 +36,7 @@ class EngineClient:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Wait a little for the aborts that are on their way."""
+        """Wait up to 2 s for pending aborts, then close the connections."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await asyncio.gather(*self._aborts, return_exceptions=True)
@@ -45,11 +45,10 @@ class EngineClient:
     async def generate(
         self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
     ) -> None:
-        """One `/generate`; `take` is given what came so far, the last time with a finish.
+        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason.
 
-        Raises RequestRefusedError where the engine refuses the request, EngineError where it fails or
-        answers nonsense, aiohttp.ClientError or OSError
-        where the connection fails.
+        Raises RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply
+        is invalid, aiohttp.ClientError or OSError if the connection fails.
         """
         async with self._http.post(url + "/generate", data=body) as response:
             if response.status != 200:
@@ -62,31 +61,31 @@ class EngineClient:
                 events = (buffer + chunk).split(b"\n\n")
                 buffer = events.pop()
                 data = [event[5:].strip() for event in events if event.startswith(b"data:")]
-                newest = next((one for one in reversed(data) if one != b"[DONE]"), None)
+                newest = next((event for event in reversed(data) if event != b"[DONE]"), None)
                 if newest is not None:
-                    # Events are cumulative: of several that came together the newest says it all.
+                    # Events are cumulative: the newest contains the others.
                     piece = read_reply(_event(url, newest), partial=True)
                     take(piece)
                     if piece.finish:
                         return
-            raise aiohttp.ServerDisconnectedError("the stream broke off")
+            raise aiohttp.ServerDisconnectedError("the stream ended before the finish event")
 
     async def info(self, url: str) -> dict[str, Any] | None:
-        """What `/model_info` says; None where it says nothing useful. Raises Silence."""
-        answer = await self._probe(url + "/model_info")
-        return answer if isinstance(answer, dict) else None
+        """The reply of `/model_info`; None if the request fails. Raises ProbeTimeout."""
+        info = await self._probe(url + "/model_info")
+        return info if isinstance(info, dict) else None
 
-    async def well(self, url: str) -> bool:
-        """Whether a router says that it is well. Raises Silence."""
+    async def is_healthy(self, url: str) -> bool:
+        """Whether a router answers `/health`. Raises ProbeTimeout."""
         return await self._probe(url + "/health") is not None
 
     async def _probe(self, address: str) -> Any:
         try:
-            async with attentive_timeout(self._probe_timeout_s), self._http.get(address) as response:
+            async with lag_tolerant_timeout(self._probe_timeout_s), self._http.get(address) as response:
                 data = await response.read()
         except TimeoutError:
             raise ProbeTimeout from None
-        except (aiohttp.ClientError, OSError, UnicodeError):  # the last: a host's name that is no name
+        except (aiohttp.ClientError, OSError, UnicodeError):  # UnicodeError: invalid host name
             return None
         if response.status != 200:
             return None
@@ -96,7 +95,7 @@ class EngineClient:
             return data
 
     def abort(self, urls: tuple[str, ...], rid: str) -> None:
-        """Free the engines of a request that nobody waits for, without waiting for it."""
+        """Abort a request on the engines in a background task."""
         task = asyncio.create_task(self._abort(urls, rid), name=f"abort {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -105,7 +104,7 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=self._connect_s)
         body = orjson.dumps({"rid": rid})
         for url in urls:
-            with contextlib.suppress(aiohttp.ClientError, OSError):  # one that is gone has no requests
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # an unreachable engine runs no requests
                 async with self._http.post(url + "/abort_request", data=body, timeout=timeout):
                     pass
 
@@ -114,7 +113,7 @@ def _load(url: str, data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        raise EngineError(f"{url} answered what is not JSON: {data[:200]!r}") from None
+        raise EngineError(f"{url} returned invalid JSON: {data[:200]!r}") from None
 
 
 def _event(url: str, data: bytes) -> Any:
@@ -127,14 +126,14 @@ def _event(url: str, data: bytes) -> Any:
 
 
 def _refused(url: str, status: int, data: bytes) -> EngineError:
-    said = data[:300].decode(errors="replace")
+    text = data[:300].decode(errors="replace")
     if status in REFUSALS:
-        return RequestRefusedError(url, _reason(data) or said)
-    return EngineError(f"{url} answered {status}: {said}", retryable=status in RETRYABLE)
+        return RequestRefusedError(url, _reason(data) or text)
+    return EngineError(f"{url} returned HTTP {status}: {text}", retryable=status in RETRYABLE)
 
 
 def _reason(data: bytes) -> str | None:
-    """The sentence in an error's body: SGLang has both shapes."""
+    """The message in an error body; SGLang sends it at the top level or under `error`."""
     try:
         payload = orjson.loads(data)
     except orjson.JSONDecodeError:

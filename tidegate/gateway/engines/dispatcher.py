@@ -1,9 +1,9 @@
-"""Which engine a call goes to, and who waits for whom.
+"""Assigns calls to engines and queues them when every engine is at capacity.
 
-A session keeps its seat while the engine is well: it has the session's prefix in its cache. A call that
-would wait there goes to another engine that has a slot free: a prefill is cheaper than a wait. Where none
-is free, calls wait in a fair line by session, and the line is bounded. Calls that came while no engine served
-wait for any engine, and go before those that came later and wait for one of them.
+A session stays on one engine while that engine is healthy, because its cache holds the session's prefix. If
+that engine is at capacity and another has a free slot, the call goes there: a prefill is cheaper than a wait.
+Otherwise the call waits in a bounded queue that is fair between sessions. Calls that arrived while no engine
+was in rotation wait for any engine, ahead of later calls that wait for a particular one.
 """
 
 from __future__ import annotations
@@ -18,114 +18,114 @@ from tidegate.gateway.engines.hashing import place
 
 
 class QueueFullError(EngineError):
-    """So many calls wait already that one more is not taken in; nothing of it was sampled."""
+    """The queue is full; nothing was sampled for the refused call."""
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    seat: Affinity
+    affinity: Affinity
     ticket: QueueTicket
     slot: asyncio.Future[EngineEndpoint]
 
 
 class Dispatcher:
-    """Hands out the slots of engines. While anyone waits, no slot is free."""
+    """Assigns engine slots to calls. No slot is free while a call waits."""
 
-    def __init__(self, most_waiting: int) -> None:
+    def __init__(self, max_waiting: int) -> None:
         self.engines: dict[str, EngineEndpoint] = {}
         self.waiting = 0
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._tickets = Tickets()
-        self._lines: dict[EngineEndpoint | None, FairQueue[_Waiter]] = {None: FairQueue()}
-        """By the engine whose cache they want; None: there was no engine."""
+        self._queues: dict[EngineEndpoint | None, FairQueue[_Waiter]] = {None: FairQueue()}
+        """Waiting calls by preferred engine; None: no engine was in rotation."""
 
     def add(self, engine: EngineEndpoint) -> None:
         self.engines[engine.url] = engine
-        self._lines[engine] = FairQueue()
+        self._queues[engine] = FairQueue()
 
     def remove(self, url: str) -> EngineEndpoint | None:
-        """It gets no new calls; those under way go on."""
+        """Take an engine out of rotation; its running calls continue. None if it is unknown."""
         engine = self.engines.pop(url, None)
         if engine is not None:
             engine.healthy = False
-            self.down(engine)
-            del self._lines[engine]
+            self.requeue(engine)
+            del self._queues[engine]
         return engine
 
-    def seat(self, seat: Affinity) -> EngineEndpoint | None:
-        """The engine where a session sits; None where no engine is well."""
-        if seat.engine is not None and seat.engine.serves:
-            return seat.engine
-        serving = {url: one for url, one in self.engines.items() if one.serves}
-        if not serving:
+    def assign(self, affinity: Affinity) -> EngineEndpoint | None:
+        """Return the engine of a session, assigning one if needed; None if no engine is in rotation."""
+        if affinity.engine is not None and affinity.engine.serves:
+            return affinity.engine
+        loads = {url: engine.assigned_sessions for url, engine in self.engines.items() if engine.serves}
+        if not loads:
             return None
-        engine = serving[place(seat.key, {url: one.seats for url, one in serving.items()})]
-        seat.take(engine)
+        engine = self.engines[place(affinity.key, loads)]
+        affinity.assign(engine)
         return engine
 
-    async def enter(self, seat: Affinity, *, fresh: bool = True) -> EngineEndpoint:
-        """A slot on an engine, to be given back by `leave`; waits until there is one.
+    async def acquire(self, affinity: Affinity, *, fresh: bool = True) -> EngineEndpoint:
+        """Wait for a slot on an engine; the caller gives it back with `release`.
 
-        Raises QueueFullError where the line is full and the call is `fresh`: one that was let in before
-        is never turned away.
+        Raises QueueFullError if the queue is full and the call is `fresh`; a call that was admitted before
+        is never refused.
         """
-        own = self.seat(seat)
-        engine = own if own is not None and own.free else self._freest()
+        assigned = self.assign(affinity)
+        engine = assigned if assigned is not None and assigned.has_free_slot else self._least_busy()
         if engine is not None:
             engine.busy += 1
             return engine
-        if fresh and self.waiting >= self._most_waiting:
-            raise QueueFullError(f"{self.waiting} calls wait for an engine; no more are taken in")
-        ticket = self._tickets.draw(seat.flow)
-        waiter = _Waiter(seat, ticket, asyncio.get_running_loop().create_future())
-        self._wait(own, waiter)
+        if fresh and self.waiting >= self._max_waiting:
+            raise QueueFullError(f"the engine queue is full ({self.waiting} calls wait); retry later")
+        ticket = self._tickets.draw(affinity.flow)
+        waiter = _Waiter(affinity, ticket, asyncio.get_running_loop().create_future())
+        self._enqueue(assigned, waiter)
         try:
             return await waiter.slot
         except asyncio.CancelledError:
             if waiter.slot.done() and not waiter.slot.cancelled():
-                self.leave(waiter.slot.result())  # it was given a slot as it gave up
+                self.release(waiter.slot.result())  # the slot was assigned before the cancellation
             else:
-                self._give_up(waiter)
+                self._withdraw(waiter)
             raise
 
-    def leave(self, engine: EngineEndpoint) -> None:
+    def release(self, engine: EngineEndpoint) -> None:
         engine.busy -= 1
-        self.serve(engine)
+        self.dispatch_waiting(engine)
 
-    def serve(self, engine: EngineEndpoint) -> None:
-        """Give an engine's free slots to those who wait: first its own sessions and those that have no
-        engine, then any; the one that came first among them."""
-        while engine.free and self.waiting:
-            own = [line for line in (self._lines.get(engine), self._lines[None]) if line]
-            line = min(own or filter(None, self._lines.values()), key=lambda line: line.first)
-            waiter = line.pop()
+    def dispatch_waiting(self, engine: EngineEndpoint) -> None:
+        """Assign an engine's free slots to waiting calls: first calls of its own sessions and of sessions
+        without an engine, then any; the lowest ticket first."""
+        while engine.has_free_slot and self.waiting:
+            preferred = [queue for queue in (self._queues.get(engine), self._queues[None]) if queue]
+            queue = min(preferred or filter(None, self._queues.values()), key=lambda queue: queue.first)
+            waiter = queue.pop()
             self.waiting -= 1
-            self._tickets.served(waiter.seat.flow, waiter.ticket)
+            self._tickets.served(waiter.affinity.flow, waiter.ticket)
             if waiter.slot.done():
-                continue  # it was cancelled, and has not run since
-            if waiter.seat.engine is None or not waiter.seat.engine.serves:
-                waiter.seat.take(engine)
+                continue  # cancelled, but its task has not run since
+            if waiter.affinity.engine is None or not waiter.affinity.engine.serves:
+                waiter.affinity.assign(engine)
             engine.busy += 1
             waiter.slot.set_result(engine)
 
-    def down(self, engine: EngineEndpoint) -> None:
-        """It does not serve any more: who waited for it waits for another one."""
-        for waiter in self._lines[engine].drain():
+    def requeue(self, engine: EngineEndpoint) -> None:
+        """Move the calls that wait for an engine out of rotation to other queues."""
+        for waiter in self._queues[engine].drain():
             self.waiting -= 1
-            self._wait(self.seat(waiter.seat), waiter)
+            self._enqueue(self.assign(waiter.affinity), waiter)
 
-    def _freest(self) -> EngineEndpoint | None:
-        free = [one for one in self.engines.values() if one.free]
-        return min(free, key=lambda one: one.busy / one.limit, default=None)
+    def _least_busy(self) -> EngineEndpoint | None:
+        free = [engine for engine in self.engines.values() if engine.has_free_slot]
+        return min(free, key=lambda engine: engine.busy / engine.limit, default=None)
 
-    def _wait(self, engine: EngineEndpoint | None, waiter: _Waiter) -> None:
-        waiter.seat.disturbances += engine is None
-        self._lines[engine].push(waiter.ticket, waiter)
+    def _enqueue(self, engine: EngineEndpoint | None, waiter: _Waiter) -> None:
+        waiter.affinity.disruptions += engine is None
+        self._queues[engine].push(waiter.ticket, waiter)
         self.waiting += 1
 
-    def _give_up(self, waiter: _Waiter) -> None:
-        for line in self._lines.values():
-            if line.discard(waiter.ticket):
+    def _withdraw(self, waiter: _Waiter) -> None:
+        for queue in self._queues.values():
+            if queue.discard(waiter.ticket):
                 self.waiting -= 1
-                self._tickets.given_up(waiter.seat.flow)
+                self._tickets.withdraw(waiter.affinity.flow)
                 return

@@ -1,4 +1,4 @@
-"""An engine as the gateway sees it, and the seat that a session has with one."""
+"""The gateway's record of an engine, and the affinity of a session to one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 DEFAULT_CALLS = 256
-"""Calls at once on an engine that does not tell how many it can run."""
+"""Concurrent calls on an engine that does not report `max_slots`."""
 
 
 class EngineRecord(NamedTuple):
-    """What is kept of an engine over a restart of the gateway."""
+    """The fields of an engine that survive a restart of the gateway."""
 
     url: str
     control: tuple[str, ...] = ()
@@ -21,29 +21,29 @@ class EngineRecord(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class EngineEndpoint:
-    """One address that samples: an engine, or a router with the engines behind it."""
+    """An address that generates: an engine, or a router with engines behind it."""
 
     url: str
     control: tuple[str, ...]
-    """Where control calls go: its own address, or those of the engines behind a router."""
+    """Addresses for control calls: its own, or those of the engines behind a router."""
     joined: bool = False
-    """Somebody added it; else the trainer did, or the command line."""
+    """Added by a client other than the trainer and the command line."""
     admitted: bool = True
-    """Not where it waits for the trainer, which has yet to bring it to the live version."""
+    """False until the trainer has loaded the current policy version on it."""
     healthy: bool = False
-    """Whether it is well; not before it answered a probe, and not in quarantine."""
+    """True after a successful probe, false in quarantine."""
     quarantined: bool = False
     max_context: int | None = None
     weight_version: str | None = None
     failures: int = 0
     limit: int = DEFAULT_CALLS
-    """Calls that may be under way at once; what comes beyond waits in a fair line."""
+    """Largest number of concurrent calls; further calls are queued."""
     busy: int = 0
-    """Slots taken, of `limit`."""
-    seats: int = 0
-    """Sessions that sit here."""
+    """Slots in use, of `limit`."""
+    assigned_sessions: int = 0
+    """Sessions whose affinity is this engine."""
     calls: dict[str, asyncio.Timeout] = field(default_factory=dict)
-    """Calls under way, by request id; the timeout ends one that waits on an engine that hangs."""
+    """Timeouts of running calls, by request id; rescheduled to now when the engine hangs."""
 
     @property
     def state(self) -> str:
@@ -55,15 +55,15 @@ class EngineEndpoint:
 
     @property
     def serves(self) -> bool:
-        """Whether it gets calls."""
+        """Whether it is in rotation for new calls."""
         return self.healthy and self.admitted
 
     @property
-    def free(self) -> bool:
+    def has_free_slot(self) -> bool:
         return self.serves and self.busy < self.limit
 
     @property
-    def placed(self) -> EngineRecord:
+    def record(self) -> EngineRecord:
         return EngineRecord(self.url, self.control, self.joined, self.admitted)
 
     def to_wire(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class EngineEndpoint:
             "quarantined": self.quarantined,
             "calls": len(self.calls),
             "limit": self.limit,
-            "sessions": self.seats,
+            "sessions": self.assigned_sessions,
             "weight_version": self.weight_version,
             "max_context": self.max_context,
         }
@@ -85,25 +85,25 @@ class EngineEndpoint:
 
 @dataclass(eq=False, slots=True)
 class Affinity:
-    """Where a session sits: the engine that has its prefix in cache.
+    """The engine of a session, whose cache holds the session's prefix.
 
-    `flow` is the session, between which waiting calls take turns; `key` says what belongs together: the
-    slots of a group share a prompt, so they are placed by their group.
+    `flow` is the session id, the unit of fair queueing. `key` is hashed to choose the engine: the group id
+    if there is one, because the slots of a group share a prompt.
     """
 
     flow: str
     key: str
     engine: EngineEndpoint | None = None
-    disturbances: int = 0
-    """How often a call of the session found no engine, or lost the one that it was on."""
+    disruptions: int = 0
+    """Calls of the session that found no engine in rotation, or whose engine failed."""
 
-    def take(self, engine: EngineEndpoint) -> None:
-        self.leave()
+    def assign(self, engine: EngineEndpoint) -> None:
+        self.release()
         self.engine = engine
-        engine.seats += 1
+        engine.assigned_sessions += 1
 
-    def leave(self) -> None:
-        """The session needs its place no more. Idempotent."""
+    def release(self) -> None:
+        """Drop the assignment. Idempotent."""
         if self.engine is not None:
-            self.engine.seats -= 1
+            self.engine.assigned_sessions -= 1
             self.engine = None

@@ -1,7 +1,7 @@
-"""A line in which sessions take turns: one that asks a hundred times does not delay who asks once.
+"""Round-robin fair queue keyed by flow: a flow with many queued items cannot delay the others.
 
-The place of a call is settled when it comes, and it keeps that place in whatever line it waits: the first
-calls of all sessions stand before the second ones, and within such a round whoever came earlier stands first.
+An item's ticket is fixed on arrival and stays valid in every queue it moves to: the first items of all flows
+precede the second ones, and arrival decides within a round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TICKET = itemgetter(0)
 
 
 class QueueTicket(NamedTuple):
-    """A place in line; the lower one is served first."""
+    """A position in a queue; lower tickets are served first."""
 
     round: int
     flow_entered: int
@@ -32,34 +32,34 @@ class _Flow:
 
 
 class Tickets:
-    """Gives out the places of several lines between which calls move."""
+    """Issues tickets for several queues between which items move."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._round = 0
-        """The highest of those that were served: a flow that comes now begins after it."""
+        """Highest round served so far; a new flow starts in the next one."""
         self._flows: dict[str, _Flow] = {}
 
     def draw(self, flow: str) -> QueueTicket:
         number = next(self._numbers)
-        known = self._flows.setdefault(flow, _Flow(number, self._round))
-        known.round = max(known.round, self._round) + 1
-        known.waiting += 1
-        return QueueTicket(known.round, known.entered, number)
+        state = self._flows.setdefault(flow, _Flow(number, self._round))
+        state.round = max(state.round, self._round) + 1
+        state.waiting += 1
+        return QueueTicket(state.round, state.entered, number)
 
     def served(self, flow: str, ticket: QueueTicket) -> None:
         self._round = max(self._round, ticket.round)
-        self.given_up(flow)
+        self.withdraw(flow)
 
-    def given_up(self, flow: str) -> None:
-        known = self._flows[flow]
-        known.waiting -= 1
-        if not known.waiting:
+    def withdraw(self, flow: str) -> None:
+        state = self._flows[flow]
+        state.waiting -= 1
+        if not state.waiting:
             del self._flows[flow]
 
 
 class FairQueue(Generic[T]):
-    """One line, in the order of tickets."""
+    """A queue in the order of tickets."""
 
     def __init__(self) -> None:
         self._items: list[tuple[QueueTicket, T]] = []
@@ -69,25 +69,25 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> QueueTicket:
-        """The ticket that is served next; raises IndexError where nothing waits."""
+        """Ticket of the next item; raises IndexError if the queue is empty."""
         return self._items[0][0]
 
     def push(self, ticket: QueueTicket, item: T) -> None:
         insort(self._items, (ticket, item), key=_TICKET)
 
     def pop(self) -> T:
-        """The next item; raises IndexError where there is none."""
+        """Remove and return the next item; raises IndexError if the queue is empty."""
         return self._items.pop(0)[1]
 
     def discard(self, ticket: QueueTicket) -> bool:
-        """Take an item out of the line; whether it was in it."""
+        """Remove an item; whether it was queued."""
         at = bisect_left(self._items, ticket, key=_TICKET)
-        found = at < len(self._items) and self._items[at][0] == ticket
-        if found:
+        queued = at < len(self._items) and self._items[at][0] == ticket
+        if queued:
             del self._items[at]
-        return found
+        return queued
 
     def drain(self) -> list[T]:
-        """Everything, in the order in which it would have been served; the queue is empty afterwards."""
+        """Remove and return all items, in ticket order."""
         items, self._items = self._items, []
         return [item for _, item in items]

@@ -1,9 +1,8 @@
-"""Consistent hashing with bounded loads: where a key belongs, so that membership moves only what it must.
+"""Rendezvous hashing with bounded loads.
 
-Each member's claim on a key is a hash of the two (rendezvous hashing; Thaler and Ravishankar, 1998): one
-that joins takes only the keys that it now wins, one that leaves gives up only its own. A member that
-holds more than its share is passed over (consistent hashing with bounded loads; Mirrokni, Thorup and
-Zadimoghaddam, 2018).
+A key goes to the member with the highest score, a hash of key and member (Thaler and Ravishankar, 1998), so
+adding a member moves only the keys it wins, and removing one moves only its own. Members above the load limit
+are skipped (Mirrokni, Thorup and Zadimoghaddam, 2018).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 SLACK = 0.25
-"""How far above the mean a member may be loaded before keys go to the next one."""
+"""Fraction above the mean load at which a member takes no more keys."""
 
 
 def score(key: str, member: str) -> bytes:
@@ -20,18 +19,18 @@ def score(key: str, member: str) -> bytes:
 
 
 def rank(key: str, members: Mapping[str, float]) -> list[str]:
-    """The members in the order in which they claim a key."""
+    """The members by descending score for a key."""
     return sorted(members, key=lambda member: score(key, member), reverse=True)
 
 
 def place(key: str, loads: Mapping[str, float]) -> str:
-    """The first of the members that claim a key and have room for one more; `loads`: what each holds.
+    """Return the highest-ranked member below the load limit; `loads` gives the current load of each member.
 
-    Room is the mean rounded up, or SLACK above the mean where that is more: so there always is some.
-    Raises ValueError where there is no member.
+    The limit is the mean rounded up, or SLACK above the mean if that is more, so some member is below it.
+    Raises ValueError if there is no member.
     """
     if not loads:
-        raise ValueError("there is no member to place a key on")
+        raise ValueError("cannot place a key: there are no members")
     total = sum(loads.values()) + 1
-    most = max(-(-total // len(loads)), int(total * (1 + SLACK) / len(loads)))
-    return next(one for one in rank(key, loads) if loads[one] + 1 <= most)
+    limit = max(-(-total // len(loads)), int(total * (1 + SLACK) / len(loads)))
+    return next(member for member in rank(key, loads) if loads[member] + 1 <= limit)

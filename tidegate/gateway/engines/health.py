@@ -1,4 +1,4 @@
-"""Whether an engine is well: quarantine after failures, and back as soon as it answers."""
+"""Probes the health of engines: quarantine after failures, release after a successful probe."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
 _FAILURES_TO_QUARANTINE = 3
-_SILENCES_TO_QUARANTINE = 2
+_TIMEOUTS_TO_QUARANTINE = 2
 _FIRST_WAIT_S = 0.05
 
 
 class HealthProbe:
-    """Probes one engine for ever: soon after a failure, at leisure while it is well.
+    """Probes one engine until cancelled: every `every_s` seconds, sooner after a failure.
 
-    `on_change(engine)` is called when it came up, went down, or tells another limit. Where a trainer leads
-    (`led`), one that comes back from quarantine with other weights waits for it.
+    `on_change(engine)` is called after a successful probe and when the engine goes down. If
+    `trainer_managed`, an engine that leaves quarantine with other weights waits until the trainer admits it.
     """
 
     def __init__(
         self,
         engine: EngineEndpoint,
-        wire: EngineClient,
+        client: EngineClient,
         every_s: float,
         most_calls: Callable[[int | None], int],
         on_change: Callable[[EngineEndpoint], None],
-        led: Callable[[], bool],
+        trainer_managed: Callable[[], bool],
     ) -> None:
         self._engine = engine
-        self._wire = wire
+        self._client = client
         self._every_s = every_s
         self._most_calls = most_calls
         self._on_change = on_change
-        self._led = led
+        self._trainer_managed = trainer_managed
         self._wake = asyncio.Event()
         self.probed = asyncio.Event()
-        """The first probe ended."""
+        """Set after the first probe."""
 
     def failed(self, *, at_once: bool, counts: bool = True) -> None:
-        """A call failed; `at_once`: no other one can do better."""
+        """Record a failed call; `at_once` quarantines without waiting for further failures."""
         self._engine.failures += counts
         if at_once or self._engine.failures >= _FAILURES_TO_QUARANTINE:
             self._quarantine()
 
     async def run(self) -> None:
         wait = _FIRST_WAIT_S
-        silent = 0
+        timeouts = 0
         while True:
-            before = self._engine.weight_version
+            version_before = self._engine.weight_version
             try:
-                answered = await self._probe()
-                silent = 0
+                ok = await self._probe()
+                timeouts = 0
             except ProbeTimeout:
-                answered, silent = False, silent + 1
-            if answered:
+                ok, timeouts = False, timeouts + 1
+            if ok:
                 wait = _FIRST_WAIT_S
-                self._well(before)
+                self._recover(version_before)
                 pause = self._every_s
-            elif 0 < silent < _SILENCES_TO_QUARANTINE:
+            elif 0 < timeouts < _TIMEOUTS_TO_QUARANTINE:
                 pause = _FIRST_WAIT_S
             else:
                 self._quarantine()
@@ -79,49 +79,51 @@ class HealthProbe:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
-            await asyncio.sleep(0.01)  # what was woken by a burst of failures probes once
+            await asyncio.sleep(0.01)  # a burst of failures causes one probe
 
-    def _well(self, version_before: str | None) -> None:
+    def _recover(self, version_before: str | None) -> None:
         engine = self._engine
         if not engine.healthy:
             if engine.quarantined:
-                log.warning("%s is back", engine.url)
-                other = version_before is not None and engine.weight_version != version_before
-                engine.admitted = engine.admitted and not (other and self._led())
+                log.warning("engine %s answers again; quarantine ended", engine.url)
+                changed = version_before is not None and engine.weight_version != version_before
+                engine.admitted = engine.admitted and not (changed and self._trainer_managed())
             engine.healthy, engine.quarantined, engine.failures = True, False, 0
         self._on_change(engine)
 
     def _quarantine(self) -> None:
         engine = self._engine
-        was, engine.healthy = engine.healthy, False
+        was_healthy, engine.healthy = engine.healthy, False
         if not engine.quarantined:
             engine.quarantined = True
-            log.warning("%s is in quarantine until it answers /model_info", engine.url)
-        if was:
+            log.warning("engine %s is in quarantine until it answers /model_info", engine.url)
+        if was_healthy:
             self._on_change(engine)
         self._wake.set()
 
     async def _probe(self) -> bool:
-        """Whether it answers; what it says of itself is noted."""
+        """Whether the engine answers; updates its context length, limit and weight version."""
         engine = self._engine
         routed = engine.control != (engine.url,)
-        if routed and not await self._wire.well(engine.url):
+        if routed and not await self._client.is_healthy(engine.url):
             return False
-        told = await asyncio.gather(*(self._info(url, routed) for url in engine.control))
-        infos = [info for info in told if info is not None]
+        replies = await asyncio.gather(*(self._info(url, routed) for url in engine.control))
+        infos = [info for info in replies if info is not None]
         if not infos:
             return False
-        engine.max_context = min(filter(None, (_positive(one, "max_context") for one in infos)), default=None)
-        slots = [_positive(one, "max_slots") for one in infos]
+        engine.max_context = min(
+            filter(None, (_positive(info, "max_context") for info in infos)), default=None
+        )
+        slots = [_positive(info, "max_slots") for info in infos]
         engine.limit = self._most_calls(None if None in slots else sum(filter(None, slots)))
-        versions = sorted({str(one.get("weight_version")) for one in infos})
-        engine.weight_version = ", ".join(versions)  # several: the engines behind a router differ
+        versions = sorted({str(info.get("weight_version")) for info in infos})
+        engine.weight_version = ", ".join(versions)  # engines behind a router may differ
         return True
 
     async def _info(self, url: str, routed: bool) -> dict[str, Any] | None:
-        """One of several that is silent is the router's affair."""
+        """`/model_info` of one engine; a timeout behind a router is left to the router."""
         try:
-            return await self._wire.info(url)
+            return await self._client.info(url)
         except ProbeTimeout:
             if routed:
                 return None
@@ -129,13 +131,13 @@ class HealthProbe:
 
 
 def most_calls(slots: int | None, fixed: int | None, shards: int) -> int:
-    """How many calls at once one gateway (of so many shards) sends to an engine with so many slots.
+    """The limit of concurrent calls from one gateway shard to an engine.
 
-    Twice the slots: what the engine has in hand covers the time until the next call reaches it, and the
-    rest of the line is ordered here, where turns are taken.
+    Twice the slots: the engine's own queue bridges the time until the next call arrives, and further calls
+    wait in the gateway's fair queue.
     """
-    whole = fixed or (2 * slots if slots is not None else DEFAULT_CALLS)
-    return max(1, -(-whole // shards))
+    total = fixed or (2 * slots if slots is not None else DEFAULT_CALLS)
+    return max(1, -(-total // shards))
 
 
 def _positive(info: dict[str, Any], name: str) -> int | None:

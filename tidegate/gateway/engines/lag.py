@@ -1,8 +1,7 @@
-"""Timeouts of connections that do not count the gateway's own lag.
+"""Connection timeouts that exclude the gateway's own event-loop lag.
 
-Where thousands of sessions call at once, the event loop is seconds late. A timeout in wall-clock time then
-ends connections that were made long ago, and that the loop has not come to look at: a healthy engine would be
-taken for a broken one.
+With thousands of concurrent sessions the event loop lags by seconds. A wall-clock timeout would then fail
+connections that were established but not yet processed, and quarantine a healthy engine.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ _TICKS = 20
 
 
 @contextlib.asynccontextmanager
-async def attentive_timeout(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError after so many seconds, in which the loop has come round _TICKS times at least."""
+async def lag_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
 
-        def tick(left: int) -> None:
-            if left == 0:
+        def tick(remaining: int) -> None:
+            if remaining == 0:
                 timeout.reschedule(loop.time())
             else:
-                next_tick[:] = [loop.call_later(seconds / _TICKS, tick, left - 1)]
+                next_tick[:] = [loop.call_later(seconds / _TICKS, tick, remaining - 1)]
 
         next_tick: list[asyncio.TimerHandle] = []
         tick(_TICKS)
@@ -37,13 +36,13 @@ async def attentive_timeout(seconds: float) -> AsyncIterator[None]:
             next_tick[0].cancel()
 
 
-class PatientConnector(aiohttp.TCPConnector):
-    """Connections without a limit of number; one that is not made within `connect_s` fails."""
+class LagTolerantConnector(aiohttp.TCPConnector):
+    """TCP connector without a connection limit; connecting times out after `connect_s`."""
 
     def __init__(self, connect_s: float, keepalive_s: float) -> None:
         super().__init__(limit=0, keepalive_timeout=keepalive_s)
         self._connect_s = connect_s
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
-        async with attentive_timeout(self._connect_s):
+        async with lag_tolerant_timeout(self._connect_s):
             return await super().connect(*arguments, **options)

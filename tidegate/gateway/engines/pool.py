@@ -1,9 +1,8 @@
-"""The pool of engines: sampling that no engine's end interrupts, and that an agent never notices.
+"""The pool of engines: generation that survives engine failures, invisibly to agents.
 
-A connection that fails, a 5xx or an aborted request is tried again while the session's deadline allows:
-nothing of it was delivered, so sending it again is safe, and what a stream has delivered is continued.
-An engine that fails is in quarantine until it answers again; one that hangs is found by the same probe,
-and the calls that wait on it move on.
+A failed connection, a 5xx or an aborted request is retried until the session's deadline: tokens not delivered
+are sampled again, and a stream continues from the tokens already delivered. A failed engine is quarantined
+until it answers a probe; the same probe detects a hanging engine, whose calls then move to others.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tidegate.gateway.engines.dispatcher import Dispatcher
 from tidegate.gateway.engines.engine import Affinity, EngineEndpoint, EngineRecord
 from tidegate.gateway.engines.health import HealthProbe, most_calls
 from tidegate.gateway.engines.protocol import (
-    WHOLE_CALL_PARAMS,
+    NON_RESUMABLE_PARAMS,
     GenerateRequest,
     GenerateResult,
     RequestRefusedError,
@@ -42,84 +41,87 @@ LAST_EVENT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """Durations in seconds."""
+    """Options of the pool; durations in seconds."""
 
     connect_s: float = 5.0
     probe_every_s: float = 2.0
     probe_timeout_s: float = 10.0
-    """An engine whose `/model_info` is silent for so long hangs."""
+    """An engine that does not answer `/model_info` within this time counts as hanging."""
     engine_calls: int | None = None
-    """Calls at once on one engine; None: twice the slots that it tells, or 256 where it tells none."""
+    """Concurrent calls on one engine; None: twice its reported `max_slots`, or 256 without them."""
     waiting_calls: int = 8192
-    """How many calls may wait for a slot; what comes beyond is refused."""
+    """Largest number of calls that wait for a slot; further calls are refused."""
     shards: int = 1
-    """How many gateways share the engines."""
+    """Number of gateways that share the engines."""
 
 
 class EnginePool:
-    """Sends orders to engines; owns their connections and one probe task an engine."""
+    """Sends requests to engines; owns their connections and one probe task per engine."""
 
     def __init__(
-        self, options: PoolOptions | None = None, on_death: Callable[[str], None] = log.error
+        self, options: PoolOptions | None = None, on_failure: Callable[[str], None] = log.error
     ) -> None:
         self._options = options or PoolOptions()
-        self._on_death = on_death
+        self._on_failure = on_failure
         self._dispatch = Dispatcher(self._options.waiting_calls)
-        self.led = False
-        """A trainer says which engines serve: what others add waits until it is admitted."""
-        self._watches: dict[EngineEndpoint, HealthProbe] = {}
-        self._probes: dict[EngineEndpoint, asyncio.Task[None]] = {}
+        self.trainer_managed = False
+        """A trainer manages the engines: one added by another client waits until the trainer admits it."""
+        self._probes: dict[EngineEndpoint, HealthProbe] = {}
+        self._probe_tasks: dict[EngineEndpoint, asyncio.Task[None]] = {}
         self.errors = 0
         self.continued = 0
-        """Replies that went on in a further engine call, with the tokens so far."""
+        """Engine calls that continued a reply from its tokens so far."""
 
     async def start(self) -> None:
-        self._wire = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
+        self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
 
     async def close(self) -> None:
-        for probe in self._probes.values():
+        for probe in self._probe_tasks.values():
             probe.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
-        await self._wire.close()
+        await asyncio.gather(*self._probe_tasks.values(), return_exceptions=True)
+        await self._client.close()
 
     # -- membership ------------------------------------------------------------------------------
 
-    async def add(self, placed: EngineRecord, wait_s: float = 0.0) -> EngineEndpoint:
-        """Take an engine in, or change what was known of it; waits up to `wait_s` for its first probe to
-        end. Idempotent.
-
-        `control` are the engines behind a router: control calls go to them.
-        """
-        url = placed.url.rstrip("/")
+    async def add(self, record: EngineRecord, wait_s: float = 0.0) -> EngineEndpoint:
+        """Add an engine or update its record; waits up to `wait_s` for the first probe. Idempotent."""
+        url = record.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
         if engine is None:
             engine = EngineEndpoint(url, (url,))
             self._dispatch.add(engine)
             self._observe(engine)
-        engine.control = tuple(one.rstrip("/") for one in placed.control) or (url,)
-        engine.joined, engine.admitted = placed.joined, placed.admitted
+        engine.control = tuple(address.rstrip("/") for address in record.control) or (url,)
+        engine.joined, engine.admitted = record.joined, record.admitted
         self._changed(engine)
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._watches[engine].probed.wait()
+                    await self._probes[engine].probed.wait()
         return engine
 
     def _observe(self, engine: EngineEndpoint) -> None:
         options = self._options
         calls = functools.partial(most_calls, fixed=options.engine_calls, shards=options.shards)
-        watch = HealthProbe(engine, self._wire, options.probe_every_s, calls, self._changed, lambda: self.led)
-        probe = asyncio.create_task(watch.run(), name=f"probe {engine.url}")
-        probe.add_done_callback(self._probe_ended)
-        self._watches[engine], self._probes[engine] = watch, probe
+        probe = HealthProbe(
+            engine,
+            self._client,
+            options.probe_every_s,
+            calls,
+            self._changed,
+            trainer_managed=lambda: self.trainer_managed,
+        )
+        task = asyncio.create_task(probe.run(), name=f"probe {engine.url}")
+        task.add_done_callback(self._probe_ended)
+        self._probes[engine], self._probe_tasks[engine] = probe, task
 
     async def remove(self, url: str) -> bool:
-        """Give it no new calls; those under way go on. Whether it was there."""
+        """Take an engine out; its running calls continue. Whether it was in the pool."""
         engine = self._dispatch.remove(url.rstrip("/"))
         if engine is None:
             return False
-        self._watches.pop(engine)
-        self._probes.pop(engine).cancel()
+        self._probes.pop(engine)
+        self._probe_tasks.pop(engine).cancel()
         return True
 
     def get(self, url: str) -> EngineEndpoint | None:
@@ -130,92 +132,95 @@ class EnginePool:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a slot."""
+        """Number of calls that wait for a slot."""
         return self._dispatch.waiting
 
     @property
     def max_context(self) -> int | None:
-        """The smallest context among the engines that told theirs."""
-        known = [engine.max_context for engine in self.engines() if engine.max_context]
-        return min(known, default=None)
+        """Smallest context length that an engine reports; None if none does."""
+        return min((engine.max_context for engine in self.engines() if engine.max_context), default=None)
 
     def _changed(self, engine: EngineEndpoint) -> None:
         if engine.url not in self._dispatch.engines:
             return
         if engine.serves:
-            self._dispatch.serve(engine)
+            self._dispatch.dispatch_waiting(engine)
         else:
-            self._dispatch.down(engine)
+            self._dispatch.requeue(engine)
 
     def _failed(self, engine: EngineEndpoint, *, at_once: bool = False, counts: bool = True) -> None:
         self.errors += 1
-        if engine in self._watches:  # else it was removed meanwhile
-            self._watches[engine].failed(at_once=at_once, counts=counts)
+        if engine in self._probes:  # not removed meanwhile
+            self._probes[engine].failed(at_once=at_once, counts=counts)
 
     def _probe_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._on_death(f"{task.get_name()} ended: {task.exception()!r}")
+            self._on_failure(f"{task.get_name()} ended: {task.exception()!r}")
 
     # -- sampling --------------------------------------------------------------------------------
 
     async def sample(
         self,
-        order: GenerateRequest,
-        seat: Affinity,
+        request: GenerateRequest,
+        affinity: Affinity,
         deadline: float,
         on_ids: Callable[[list[int]], None] | None = None,
     ) -> GenerateResult:
-        """Sample one reply, whatever happens to engines meanwhile; `deadline` is in the loop's time.
+        """Sample one reply, retrying on other engines after failures.
 
-        `on_ids` is called with all ids so far as a stream brings them. Cancelling aborts upstream.
-        Raises QueueFullError where too many wait already, RequestRefusedError where an engine refuses the
-        request, and EngineError, never retryable: the deadline passed, an engine answered nonsense, or a
-        reply broke off that was delivered in part and cannot go on. An order that is closed gives what
-        was sampled until then.
+        `deadline` is in the loop's time. `on_ids` is called with all ids so far on each streamed event.
+        Cancelling aborts the engine call. A request closed by its client returns the tokens so far.
+        Raises QueueFullError if the queue is full, RequestRefusedError if an engine refuses the request, and
+        a non-retryable EngineError if the deadline passes, a reply is invalid, or a partly delivered reply
+        cannot be resumed.
         """
-        sampled = GenerateResult()
-        wait, last, fresh = _FIRST_WAIT_S, "there is no engine", True
+        result = GenerateResult()
+        wait, last, fresh = _FIRST_WAIT_S, "no engine in rotation", True
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                order.on_close = lambda: self._close(order, timeout)
+                request.on_close = lambda: self._close(request, timeout)
                 while True:
-                    engine = await self._dispatch.enter(seat, fresh=fresh)
+                    engine = await self._dispatch.acquire(affinity, fresh=fresh)
                     fresh = False
-                    before = len(sampled.ids)
+                    length_before = len(result.ids)
                     try:
-                        await self._call(engine, order, sampled, on_ids)
+                        await self._call(engine, request, result, on_ids)
                     except EngineError as error:
                         if not error.retryable:
                             raise
                         last = str(error)
-                        seat.disturbances += 1
-                        log.info("%s; trying again", error)
+                        affinity.disruptions += 1
+                        log.info("%s; retrying", error)
                     finally:
-                        self._dispatch.leave(engine)
-                    if order.closed or order.settle(sampled):
-                        return sampled
-                    if sampled.ids and not order.resumable:
-                        if order.stream:
+                        self._dispatch.release(engine)
+                    if request.closed or request.complete(result):
+                        return result
+                    if result.ids and not request.resumable:
+                        if request.stream:
+                            names = ", ".join(sorted(request.params.keys() & NON_RESUMABLE_PARAMS))
                             raise EngineError(
-                                f"a reply broke off after {len(sampled.ids)} tokens, and one with "
-                                f"{', '.join(sorted(order.params.keys() & WHOLE_CALL_PARAMS))} cannot go on"
+                                f"the reply was interrupted after {len(result.ids)} tokens, and a reply with "
+                                f"{names} cannot be resumed"
                             )
-                        sampled, before = GenerateResult(), 0
-                    self.continued += bool(sampled.ids)
-                    wait = _FIRST_WAIT_S if len(sampled.ids) > before else min(wait * 2, _LONGEST_WAIT_S)
+                        result, length_before = GenerateResult(), 0
+                    self.continued += bool(result.ids)
+                    grew = len(result.ids) > length_before
+                    wait = _FIRST_WAIT_S if grew else min(wait * 2, _LONGEST_WAIT_S)
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
         except TimeoutError:
-            if order.closed and len(sampled.logprobs) == len(sampled.ids):
-                return sampled
-            raise EngineError(f"no engine answered before the session's deadline; last: {last}") from None
+            if request.closed and len(result.logprobs) == len(result.ids):
+                return result
+            raise EngineError(
+                f"no engine answered before the session's deadline; last error: {last}"
+            ) from None
         finally:
-            order.on_close = lambda: None  # a timeout that has ended cannot be rescheduled
+            request.on_close = lambda: None  # an ended timeout cannot be rescheduled
 
-    def _close(self, order: GenerateRequest, timeout: asyncio.Timeout) -> None:
-        """Abort the call that samples the order, and give it time for its last event."""
+    def _close(self, request: GenerateRequest, timeout: asyncio.Timeout) -> None:
+        """Abort the running engine call and wait up to LAST_EVENT_S for its last event."""
         wait_s = 0.0
-        if order.abort is not None:
-            order.abort()
+        if request.abort is not None:
+            request.abort()
             wait_s = LAST_EVENT_S
         if timeout.expired():
             return
@@ -224,40 +229,41 @@ class EnginePool:
     async def _call(
         self,
         engine: EngineEndpoint,
-        order: GenerateRequest,
-        sampled: GenerateResult,
+        request: GenerateRequest,
+        result: GenerateResult,
         on_ids: Callable[[list[int]], None] | None,
     ) -> None:
-        """One `/generate`; adds to `sampled` what it gave, also where a stream broke off."""
-        # Engines match ids by prefix when they abort, so no id may begin another one: fixed length.
+        """Call `/generate` once and add its tokens to `result`, also those of an interrupted stream."""
+        # Engines abort by id prefix, so no id may be a prefix of another: fixed length.
         rid = unique_name()
-        begun = list(sampled.ids)
+        previous_ids = list(result.ids)
         piece, stopped = GenerateResult(), False
 
         def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
             piece = newer
             if on_ids is not None:
-                on_ids(begun + newer.ids)
-            if begun and not stopped and order.stop_after(begun + newer.ids) is not None:
+                on_ids(previous_ids + newer.ids)
+            ids = previous_ids + newer.ids
+            if previous_ids and not stopped and request.stop_after(ids) is not None:
                 # The engine saw only the end of the stop string. Its last event attests the versions.
                 stopped = True
-                self._wire.abort(engine.control, rid)
+                self._client.abort(engine.control, rid)
 
         try:
             async with asyncio.timeout(None) as timeout:
                 engine.calls[rid] = timeout
-                order.abort = lambda: self._wire.abort(engine.control, rid)
-                stream = order.streams(sampled)
-                await self._wire.generate(engine.url, request_body(order, sampled, rid), stream, take)
+                request.abort = lambda: self._client.abort(engine.control, rid)
+                stream = request.should_stream(result)
+                await self._client.generate(engine.url, request_body(request, result, rid), stream, take)
             engine.failures = 0
         except (aiohttp.ClientError, OSError) as error:
             self._failed(engine, at_once=True)
-            if isinstance(error, TimeoutError):  # the probe gave the engine up
-                self._wire.abort(engine.control, rid)
+            if isinstance(error, TimeoutError):  # HealthProbe rescheduled it: the engine hangs
+                self._client.abort(engine.control, rid)
             if len(piece.logprobs) != len(piece.ids):
                 raise EngineError(
-                    f"{engine.url}: its stream broke off after tokens without logprobs"
+                    f"{engine.url}: the stream was interrupted after tokens without logprobs"
                 ) from error
             raise EngineError(
                 f"{engine.url}: {str(error) or type(error).__name__}", retryable=True
@@ -269,10 +275,9 @@ class EnginePool:
             self._failed(engine, counts=error.retryable)
             raise
         except asyncio.CancelledError:
-            self._wire.abort(engine.control, rid)
+            self._client.abort(engine.control, rid)
             raise
         finally:
             engine.calls.pop(rid, None)
-            order.abort = None
-            # A stream that broke off: what it delivered stays, and is continued.
-            sampled.extend(piece)
+            request.abort = None
+            result.extend(piece)  # also the tokens of an interrupted stream, to continue from

@@ -1,7 +1,7 @@
-"""The engine's wire protocol (SGLang's `/generate`), read strictly.
+"""The engine's wire protocol (SGLang's `/generate`), validated strictly.
 
-What an engine does not attest is not made up: a token without a logprob is an error, a version that is
-not a number is no version.
+Missing values are never invented: a token without a logprob is an error, and a version that is not a number
+is unknown.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tidegate.errors import EngineError
 from tidegate.gateway.seeds import continued_seed
 from tidegate.types import Ids, VersionSpan, spans_within
 
-WHOLE_CALL_PARAMS = frozenset({"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"})
-"""Sampling parameters that look at all of a reply, of which an engine sees only what one call samples."""
-
-
-FREE_WITHIN = 1e-4
-"""So much probability a grammar may take away from a token's distribution that still counts as the policy's
-own: recorded logprobs then differ by as much."""
+NON_RESUMABLE_PARAMS = frozenset(
+    {"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"}
+)
+"""Sampling parameters that depend on the whole reply; an engine sees only the tokens of one call."""
+MASS_TOLERANCE = 1e-4
+"""Probability mass that a grammar may mask while the token still counts as drawn from the policy; recorded
+logprobs are off by at most this much."""
 
 
 class RequestRefusedError(EngineError):
-    """The engine will not do what was asked, and is well; `reason` is in its words."""
+    """A healthy engine refused a request; `reason` is its message."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(f"{engine} refused the request: {reason}")
@@ -38,25 +38,25 @@ class RequestRefusedError(EngineError):
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """What is to be sampled: a prompt (shape [prompt]), how, and at most how much.
+    """A generation request: prompt ids (shape [prompt]), sampling parameters and token limit.
 
-    `stop_after(ids)` says how many of a reply's ids there are up to the end of its first stop string,
-    None where there is none. Engines look for stop strings themselves, but only in what one call samples.
+    `stop_after(ids)` returns the number of reply ids up to the end of the first stop string, None without
+    one. Engines search for stop strings too, but only within the tokens of one call.
     """
 
     prompt: Ids
     params: dict[str, Any]
     max_new_tokens: int
     stream: bool = False
-    asked: Mapping[str, str] = field(default_factory=dict)
-    """Which of `params` the agent asked for, and what it calls them."""
+    requested_as: Mapping[str, str] = field(default_factory=dict)
+    """For each of `params` that the agent set, its name in the agent's request."""
     stop_after: Callable[[Sequence[int]], int | None] = lambda ids: None
     closed: bool = False
-    """The client closed the stream: what was sampled until then is the reply."""
+    """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
-    """Ends the sampling; set by the pool."""
+    """Ends the generation; set by the pool."""
     abort: Callable[[], None] | None = None
-    """Aborts the engine call under way; None while there is none."""
+    """Aborts the running engine call; None while there is none."""
 
     def close(self) -> None:
         if not self.closed:
@@ -65,29 +65,29 @@ class GenerateRequest:
 
     @property
     def resumable(self) -> bool:
-        """Whether a reply can go on from its tokens so far in a further call: engines begin a grammar, and
-        the counts that penalties go by, anew with each call."""
-        return not (self.params.keys() & WHOLE_CALL_PARAMS)
+        """Whether a further call can continue the reply: engines restart grammars and penalty counts with
+        each call."""
+        return not (self.params.keys() & NON_RESUMABLE_PARAMS)
 
-    def streams(self, sampled: GenerateResult) -> bool:
-        """Whether the next call is streamed: also where a stop string may straddle two calls, for only
-        what is seen as it comes can be ended in time."""
-        return self.stream or bool(sampled.ids and self.params.get("stop"))
+    def should_stream(self, result: GenerateResult) -> bool:
+        """Whether to stream the next call. A stop string may straddle two calls, and only a stream can be
+        stopped there in time."""
+        return self.stream or bool(result.ids and self.params.get("stop"))
 
-    def settle(self, sampled: GenerateResult) -> bool:
-        """Whether the reply is over after one more call; its end is found where engines cannot see it."""
-        end = self.stop_after(sampled.ids) if sampled.calls > 1 else None
+    def complete(self, result: GenerateResult) -> bool:
+        """Whether the reply is complete; cuts it at a stop string that straddles two calls."""
+        end = self.stop_after(result.ids) if result.calls > 1 else None
         if end is not None:
-            sampled.cut(end)
-            sampled.finish = "stop"
-        elif sampled.finish not in ("stop", "length") and len(sampled.ids) >= self.max_new_tokens:
-            sampled.finish = "length"
-        return sampled.finish in ("stop", "length")
+            result.cut(end)
+            result.finish = "stop"
+        elif result.finish not in ("stop", "length") and len(result.ids) >= self.max_new_tokens:
+            result.finish = "length"
+        return result.finish in ("stop", "length")
 
 
 @dataclass(slots=True)
 class GenerateResult:
-    """What was sampled so far; several engine calls may have gone into it."""
+    """The tokens sampled so far, from one or several engine calls."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -95,12 +95,12 @@ class GenerateResult:
     finish: str = ""
     cached_tokens: int = 0
     kv_version: int | None = None
-    """The oldest version among keys and values that were kept across a publish; None: there are none."""
+    """Oldest policy version of the KV cache entries kept across a publish; None without any."""
     masses: list[float] = field(default_factory=list)
-    """For each token of a reply under a grammar: the policy's own probability of the ids that the grammar
-    allowed. Empty where the engine does not report it."""
+    """For each token of a reply under a grammar, the policy's probability mass on the ids that the grammar
+    allowed. Empty if the engine does not report it."""
     calls: int = field(default=0, compare=False)
-    """Engine calls that gave tokens."""
+    """Engine calls that returned tokens."""
 
     def cut(self, end: int) -> None:
         """Keep the first `end` tokens."""
@@ -108,7 +108,7 @@ class GenerateResult:
         self.spans = spans_within(self.spans, 0, end)
 
     def extend(self, piece: GenerateResult) -> None:
-        """Add what one more engine call gave; neighbouring spans of one version become one."""
+        """Append the result of a further engine call; merges adjacent spans of the same version."""
         offset = len(self.ids)
         self.calls += bool(piece.ids)
         if not self.ids:
@@ -118,8 +118,8 @@ class GenerateResult:
         self.masses += piece.masses
         self.finish = piece.finish
         if piece.kv_version is not None:
-            known = self.kv_version
-            self.kv_version = piece.kv_version if known is None else min(known, piece.kv_version)
+            own = self.kv_version
+            self.kv_version = piece.kv_version if own is None else min(own, piece.kv_version)
         for version, start, end in piece.spans:
             last = self.spans[-1] if self.spans else None
             if last is not None and last.version == version and last.end == start + offset:
@@ -128,46 +128,45 @@ class GenerateResult:
                 self.spans.append(VersionSpan(version, start + offset, end + offset))
 
 
-def trainable_tokens(sampled: GenerateResult) -> npt.NDArray[np.uint8]:
-    """Which tokens of a reply under a grammar may be trained on, [output]: those where the grammar took no
-    probability from any id that the policy would have drawn.
+def trainable_tokens(result: GenerateResult) -> npt.NDArray[np.uint8]:
+    """Mask of the tokens of a reply under a grammar that may be trained on; shape [output].
 
-    There the recorded logprob is that of the policy's own distribution, which the trainer forms. Elsewhere
-    tokens were drawn from another one.
+    True where the grammar masked no probability mass: there the recorded logprob is that of the policy's own
+    distribution, which the trainer computes.
     """
-    if len(sampled.masses) != len(sampled.ids):
-        return np.zeros(len(sampled.ids), np.uint8)
-    return (np.asarray(sampled.masses) >= 1 - FREE_WITHIN).astype(np.uint8)
+    if len(result.masses) != len(result.ids):
+        return np.zeros(len(result.ids), np.uint8)
+    return (np.asarray(result.masses) >= 1 - MASS_TOLERANCE).astype(np.uint8)
 
 
-def request_body(order: GenerateRequest, sampled: GenerateResult, rid: str) -> bytes:
-    """The JSON of one `/generate` call; it continues after the tokens that were sampled already.
+def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> bytes:
+    """Return the JSON body of a `/generate` call that continues after the tokens in `result`.
 
-    Engines draw by seed and position in what they sample, so a continuation has a seed of its own: with
-    the same one it would draw the first numbers again.
+    Engines seed each draw by seed and output position, so a continuation needs a seed of its own: with the
+    same seed it would repeat the first draws.
     """
-    prompt = order.prompt
-    params = {**order.params, "max_new_tokens": order.max_new_tokens - len(sampled.ids)}
-    if sampled.ids:
-        prompt = np.concatenate((prompt, np.asarray(sampled.ids, dtype=np.int32)))
+    prompt = request.prompt
+    params = {**request.params, "max_new_tokens": request.max_new_tokens - len(result.ids)}
+    if result.ids:
+        prompt = np.concatenate((prompt, np.asarray(result.ids, dtype=np.int32)))
         if "sampling_seed" in params:
-            params["sampling_seed"] = continued_seed(params["sampling_seed"], len(sampled.ids))
+            params["sampling_seed"] = continued_seed(params["sampling_seed"], len(result.ids))
     body = {
         "input_ids": np.ascontiguousarray(prompt),
         "sampling_params": params,
         "return_logprob": True,
-        "stream": order.streams(sampled),
+        "stream": request.should_stream(result),
         "rid": rid,
     }
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
-    """One `/generate` reply, or (`partial`) one cumulative event of its stream.
+    """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream.
 
-    `finish` is "" until the last event; until then a stream may leave logprobs out.
-    Raises EngineError where ids or logprobs are missing or don't fit each other, or where the engine
-    aborted the request because of the request itself.
+    `finish` is "" until the last event; earlier events may omit logprobs.
+    Raises EngineError if ids or logprobs are missing or inconsistent, RequestRefusedError if the engine
+    aborted the request with a 4xx status.
     """
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
@@ -176,7 +175,7 @@ def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
     pairs = meta.get("output_token_logprobs")
     finish = _finish(meta.get("finish_reason"))
     if finish == "abort" and not ids:
-        return GenerateResult(finish=finish)  # ended before its first token: there may be neither list
+        return GenerateResult(finish=finish)  # aborted before the first token: both lists may be absent
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise EngineError("the engine returned no output_ids")
     if not finish and not partial:
@@ -185,31 +184,29 @@ def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
         return GenerateResult(ids)
     if not isinstance(pairs, list) or (ids and not pairs):
         raise EngineError("the engine returned no logprobs; it must honour return_logprob")
-    sampled = GenerateResult(
-        ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish
-    )
+    result = GenerateResult(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
     masses = meta.get("output_token_masses")
-    if isinstance(masses, list) and all(isinstance(one, float | int) for one in masses):
-        sampled.masses = masses[: len(ids)]
+    if isinstance(masses, list) and all(isinstance(mass, float | int) for mass in masses):
+        result.masses = masses[: len(ids)]
     cached = meta.get("cached_tokens")
-    sampled.cached_tokens = cached if type(cached) is int else 0
+    result.cached_tokens = cached if type(cached) is int else 0
     if meta.get("kv_version") is not None:
-        sampled.kv_version = read_version(meta["kv_version"])
-        if sampled.kv_version is None:
-            sampled.spans = []  # tokens that come from keys and values of unknown age are of unknown age
-    return sampled
+        result.kv_version = read_version(meta["kv_version"])
+        if result.kv_version is None:
+            result.spans = []  # the version of tokens from KV entries of unknown age is unknown
+    return result
 
 
 def _logprobs(pairs: list[Any], ids: list[int]) -> list[float]:
     try:
         values = [float(pair[0]) for pair in pairs]
-        told = [pair[1] for pair in pairs]
+        logprob_ids = [pair[1] for pair in pairs]
     except (TypeError, ValueError, IndexError, KeyError):
         raise EngineError("the engine returned no logprobs for some tokens") from None
-    if told != ids:
-        raise EngineError(f"the engine returned logprobs of {len(told)} tokens that are not its output_ids")
+    if logprob_ids != ids:
+        raise EngineError(f"the engine returned logprobs of {len(pairs)} tokens that are not its output_ids")
     if not all(map(math.isfinite, values)):
-        raise EngineError("the engine returned no logprobs for some tokens: not a finite number")
+        raise EngineError("the engine returned no logprobs for some tokens: a value is not finite")
     return values
 
 
@@ -226,19 +223,19 @@ def _finish(reason: Any) -> str:
 
 
 def _spans(wire: Any, length: int) -> list[VersionSpan]:
-    """The spans that are well formed; what is left uncovered has no known version."""
+    """The well-formed spans; tokens outside them have no known version."""
     spans = []
-    for one in wire if isinstance(wire, list) else ():
-        version = read_version(one.get("version")) if isinstance(one, dict) else None
-        if version is None or type(one.get("start")) is not int or type(one.get("end")) is not int:
+    for span in wire if isinstance(wire, list) else ():
+        version = read_version(span.get("version")) if isinstance(span, dict) else None
+        if version is None or type(span.get("start")) is not int or type(span.get("end")) is not int:
             continue
-        if 0 <= one["start"] < one["end"] <= length:
-            spans.append(VersionSpan(version, one["start"], one["end"]))
+        if 0 <= span["start"] < span["end"] <= length:
+            spans.append(VersionSpan(version, span["start"], span["end"]))
     return spans
 
 
 def read_version(value: Any) -> int | None:
-    """A policy version: a decimal integer, on the wire as text. Anything else is unknown."""
+    """Parse a policy version: a decimal integer, as text on the wire; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdecimal():
         return int(value)
     return value if type(value) is int and value >= 0 else None

@@ -1,4 +1,4 @@
-"""How sessions end: finished and rewarded, cancelled with their trainer, expired, deleted."""
+"""Ends sessions: finishes and rewards, cancels, expires and deletes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("tidegate.gateway")
 
 
 class SessionFinisher:
-    """Ends the sessions of one gateway; a session that is being rewarded has a task of its own."""
+    """Ends the sessions of one gateway; each session is rewarded in its own task."""
 
     def __init__(
         self,
@@ -48,29 +48,29 @@ class SessionFinisher:
     # -- finished --------------------------------------------------------------------------------
 
     async def finish(
-        self, session: GatewaySession, told: FinishReport, now: float, wait_s: float | None
+        self, session: GatewaySession, report: FinishReport, now: float, wait_s: float | None
     ) -> Trajectory | None:
-        """Refuse further calls, reward it, keep its trajectory. Repeating it changes nothing.
+        """Close a session to further calls, reward it and store its trajectory. Idempotent.
 
-        None: it is still being rewarded after `wait_s`. Raises GatewayError where it is deleted meanwhile,
-        or cannot be written.
+        Returns None if the reward takes longer than `wait_s` seconds. Raises GatewayError if the session is
+        deleted meanwhile or cannot be written.
         """
         if session.trajectory is not None:
             return session.trajectory
         if session.ending is None:
             session.tree.resolve_deliveries()
-            ending = decide(session, told, now)
+            ending = decide(session, report, now)
             session.close("it was finished")
             session.ending = ending
-        finishing = session.finishing or self.go_on(session)
+        finishing = session.finishing or self.start_finishing(session)
         await asyncio.wait((finishing,), timeout=wait_s)
         if finishing.cancelled():
-            raise GatewayError(f"session {session.id} was deleted meanwhile", status=404)
+            raise GatewayError(f"session {session.id} was deleted while it was being finished", status=404)
         return finishing.result() if finishing.done() else None
 
-    def go_on(self, session: GatewaySession) -> asyncio.Task[Trajectory]:
-        """Reward and keep a session whose ending is decided."""
-        assert session.ending is not None, "how it ends is decided before"
+    def start_finishing(self, session: GatewaySession) -> asyncio.Task[Trajectory]:
+        """Start the task that rewards and stores a session whose `ending` is set."""
+        assert session.ending is not None, "the ending is decided before"
         task = asyncio.create_task(self._finish(session, session.ending), name=f"finish {session.id}")
         task.add_done_callback(lambda done: self._ended(session, done))
         session.finishing = task
@@ -87,7 +87,7 @@ class SessionFinisher:
         return trajectory
 
     def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
-        """One that could not be written may be tried again: whoever waits for it is told."""
+        """Let a failed finish be retried; waiting callers receive its exception."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("session %s could not be finished: %s", session.id, error)
             session.finishing = None
@@ -95,7 +95,7 @@ class SessionFinisher:
     # -- cancelled -------------------------------------------------------------------------------
 
     def cancel_older(self) -> None:
-        """End what an older trainer opened and will not finish any more: its agents died with it."""
+        """Cancel the sessions of older trainers, whose agents ended with them."""
         for session in filter(self.orphaned, self._sessions.all()):
             self.cancel(session)
 
@@ -103,16 +103,16 @@ class SessionFinisher:
         return session.epoch is not None and session.epoch < self._groups.epoch and session.ending is None
 
     def cancel(self, session: GatewaySession) -> None:
-        why = f"the trainer of epoch {session.epoch}, which ran it, is over"
+        why = f"the trainer of epoch {session.epoch}, which ran it, was replaced by a newer one"
         session.close(why)
-        # Whether a reply in doubt arrived nobody will ever know: it stays undelivered.
+        # A reply in doubt stays undelivered.
         session.ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
-        self.go_on(session)
+        self.start_finishing(session)
 
     # -- forgotten -------------------------------------------------------------------------------
 
     async def forget(self, sessions: list[GatewaySession]) -> None:
-        """Delete sessions and what they recorded, for good. Raises GatewayError."""
+        """Delete sessions and their records permanently. Raises GatewayError."""
         for session in sessions:
             session.stop("it was deleted")
         await self._journal.forgotten(sessions)
@@ -120,21 +120,21 @@ class SessionFinisher:
             self._sessions.forget(session)
 
     async def expire(self, now: float) -> None:
-        """Forget what nobody finishes, and what was kept for long enough; a sealed group never expires."""
+        """Delete sessions past deadline and grace, or past retention; a sealed group never expires."""
         expired = []
         for session in self._sessions.all():
             if session.trajectory is None and now >= session.deadline:
                 session.close("its deadline passed")
             rewarding = session.finishing is not None and not session.finishing.done()
-            if now >= self._kept_until(session) and not rewarding and not self._sealed(session):
+            if now >= self._expires_at(session) and not rewarding and not self._sealed(session):
                 log.info("session %s expired (%s)", session.id, session.state)
                 expired.append(session)
         try:
             await self.forget(expired)
         except GatewayError as error:
-            log.error("%d expired sessions are kept: %s", len(expired), error)
+            log.error("%d expired sessions could not be deleted: %s", len(expired), error)
 
-    def _kept_until(self, session: GatewaySession) -> float:
+    def _expires_at(self, session: GatewaySession) -> float:
         if session.forget_at is not None:
             return session.forget_at
         return session.deadline + self._grace_s

@@ -1,11 +1,10 @@
-"""Rewards of finished sessions, where an agent cannot reach them.
+"""Computes the rewards of finished sessions, inside the gateway so that agents cannot reach them.
 
-A rewarder is the environment's own, synchronous, possibly slow code. It runs in a thread of its own, a few
-at a time, under a deadline that starts when it starts: the others wait, each no longer than those before it
-take. A thread that hangs cannot be ended in Python: it is abandoned and counted, its place is given to
-others, and past `MAX_STUCK` of them nothing more is scored until some end (sessions then end as
-`reward_error`, with this reason). A rewarder that holds the interpreter's lock stops everything; such code
-belongs in a process of its own.
+A rewarder is synchronous, possibly slow code of the environment. Each call runs in its own thread, up to
+`_AT_ONCE` at a time, with a timeout that starts with the thread. Python cannot end a hanging thread: it is
+abandoned, counted in `stuck`, and its slot is freed. Above `MAX_STUCK` no reward starts until some threads
+end; until then sessions end as `reward_error`. A rewarder that holds the interpreter lock blocks the whole
+gateway; such code belongs in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _AT_ONCE = 16
 
 
 class Rewarder(Protocol):
-    """What an environment scores an episode with; pure, and called in a thread."""
+    """Scores an episode for an environment; must be pure, and is called in a thread."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Its reward functions; empty: the environment has none, and the agent's reward counts."""
+        """Names of the reward functions; empty: the agent's own reward is used."""
 
     def score(
         self, task: Task, trajectory: Trajectory, output: str | None, messages: list[Message]
@@ -38,7 +37,7 @@ class Rewarder(Protocol):
 
 
 class Scorer:
-    """Runs rewarders off the event loop; made within a running loop."""
+    """Runs rewarders off the event loop; create it within a running loop."""
 
     def __init__(self, rewarders: Mapping[str, Rewarder], timeout_s: float) -> None:
         self._rewarders = rewarders
@@ -47,7 +46,7 @@ class Scorer:
         self.stuck = 0
 
     def of(self, env: str | None) -> Rewarder | None:
-        """The environment's rewarder, None where it has no reward of its own."""
+        """The environment's rewarder; None if it has no reward functions."""
         rewarder = self._rewarders.get(env or "")
         return rewarder if rewarder is not None and rewarder.names else None
 
@@ -56,16 +55,16 @@ class Scorer:
         trajectory: Trajectory,
         task: Task | None,
         posted: Mapping[str, float],
-        claimed: Any,
+        agent_reward: Any,
     ) -> None:
         """Set a trajectory's reward; a reward that fails makes its outcome `reward_error`.
 
-        `posted` are the parts reported while it ran, `claimed` what the agent returned. An outcome that is
-        not trainable stays, and has no reward.
+        `posted` are the rewards posted while the session ran, `agent_reward` is the agent's result. An
+        outcome that is not trainable stays, without a reward.
         """
         try:
-            if claimed is not None:
-                trajectory.agent_reward = number("the agent's reward", claimed)
+            if agent_reward is not None:
+                trajectory.agent_reward = number("the agent's reward", agent_reward)
             elif posted:
                 trajectory.agent_reward = sum(posted.values())
             if trajectory.outcome.trainable:
@@ -85,18 +84,20 @@ class Scorer:
             if scored.turn_rewards:
                 reward_turns(trajectory, scored.turn_rewards)
         elif rewarder is not None:
-            raise RewardError(f"environment {trajectory.env!r} cannot score a session that has no task")
+            raise RewardError(f"environment {trajectory.env!r} cannot score a session without a task")
         elif trajectory.agent_reward is not None:
             trajectory.reward = trajectory.agent_reward
         elif any(turn.reward for turn in trajectory.turns):
             trajectory.reward = 0.0
         else:
-            raise RewardError("there is no reward: the environment has none, and the agent gave none")
+            raise RewardError(
+                "there is no reward: the environment has no reward functions and the agent gave none"
+            )
 
     async def score(self, rewarder: Rewarder, task: Task, trajectory: Trajectory) -> Scored:
-        """The checked reward of one episode.
+        """Score one episode and validate the result.
 
-        Raises RewardError: it raised, was late, or gave no finite number.
+        Raises RewardError if the rewarder raises, times out or returns a number that is not finite.
         """
 
         def run() -> Scored:
@@ -104,11 +105,11 @@ class Scorer:
 
         async with self._slots:
             if self.stuck >= MAX_STUCK:
-                raise RewardError(f"{self.stuck} rewards hang; none is started until some of them end")
+                raise RewardError(f"{self.stuck} rewards hang; no reward starts until some of them end")
             return check(await self._in_thread(run))
 
     async def _in_thread(self, run: Callable[[], object]) -> object:
-        """What `run` returns. Its thread counts as stuck from the moment nobody waits for it any more."""
+        """Run a function in a thread and return its result; after the timeout the thread counts as stuck."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
@@ -122,9 +123,9 @@ class Scorer:
             result, raised = None, None
             try:
                 result = run()
-            except BaseException as error:  # noqa: BLE001 - whatever an environment raises is an outcome
+            except BaseException as error:  # noqa: BLE001 - any exception of an environment is an outcome
                 raised = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, result, raised)
 
         threading.Thread(target=work, daemon=True, name="reward").start()
@@ -140,32 +141,32 @@ class Scorer:
             )
         result, error = done.result()
         if error is not None:
-            if isinstance(error, RewardError):  # it says where
+            if isinstance(error, RewardError):  # it already names the place
                 raise error
             raise RewardError(f"the reward raised {type(error).__name__}: {error}{where(error)}")
         return result
 
 
 def reward_turns(trajectory: Trajectory, rewards: Mapping[int, float]) -> None:
-    """Set the rewards of single turns, in place of all that were there. Raises RewardError."""
-    known = {turn.index: turn for turn in trajectory.turns}
-    if unknown := [index for index in rewards if index not in known]:
-        raise RewardError(f"turn {unknown[0]!r} was rewarded, but there is none; turns: {sorted(known)}")
-    for turn in known.values():
+    """Replace the rewards of all turns; unlisted turns get 0. Raises RewardError."""
+    turns = {turn.index: turn for turn in trajectory.turns}
+    if unknown := [index for index in rewards if index not in turns]:
+        raise RewardError(f"turn {unknown[0]!r} was rewarded but does not exist; turns: {sorted(turns)}")
+    for turn in turns.values():
         turn.reward = number(f"the reward of turn {turn.index}", rewards.get(turn.index, 0.0))
 
 
 def check(scored: object) -> Scored:
-    """A score whose numbers are finite; raises RewardError that names the one that isn't."""
+    """Validate a score; raises RewardError that names the number that is not finite."""
     if not isinstance(scored, Scored):
-        raise RewardError(f"the reward gave a {type(scored).__name__}, not a Scored")
+        raise RewardError(f"the reward returned a {type(scored).__name__}, not a Scored")
     for name, value in [("reward", scored.reward), *scored.parts.items(), *scored.metrics.items()]:
         number(name, value)
     return scored
 
 
 def number(name: str, value: object) -> float:
-    """A finite number; raises RewardError otherwise."""
+    """Return `value` as a float; raises RewardError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RewardError(f"{name} is {value!r}, not a finite number")
     return float(value)

@@ -1,8 +1,8 @@
-"""Sealed groups, in the order of sealing, handed to the trainer under fenced leases.
+"""Stores sealed groups and leases them to the trainer, with epoch fencing.
 
-A lease ends when it is acknowledged, or when a trainer with a higher epoch comes: never by a clock. So
-a trainer that is slow keeps what it holds, and one that was replaced can neither lease nor acknowledge.
-Every change is in the journal before it is seen: changes come one at a time.
+A lease ends when it is acknowledged, or when a trainer with a higher epoch starts; it never times out. So a
+slow trainer keeps its leases, and a replaced one can neither lease nor acknowledge. Changes are serialised,
+and each is in the journal before it is visible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Recent(OrderedDict[str, str]):
-    """A bounded memory of ids that are done with."""
+    """The REMEMBERED newest ids that have ended, with the reason."""
 
     def note(self, key: str, value: str) -> None:
         self[key] = value
@@ -33,26 +33,26 @@ class _Recent(OrderedDict[str, str]):
 
 
 class GroupStore:
-    """The only buffer between rollouts and the trainer. Refusals are GatewayErrors with a status."""
+    """The only buffer between rollouts and the trainer. Raises GatewayErrors with a status."""
 
     def __init__(
         self,
         journal: Journal,
         members: Callable[[str], list[GatewaySession]],
         recovered: Recovered,
-        mark: str = "",
-        superseded: Callable[[], None] = lambda: None,
+        id_prefix: str = "",
+        on_new_epoch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`superseded` is called whenever a newer trainer has come."""
-        self._mark = mark
-        self._superseded = superseded
+        """`on_new_epoch` is called when a trainer with a higher epoch starts."""
+        self._id_prefix = id_prefix
+        self._on_new_epoch = on_new_epoch
         self._journal = journal
         self._members = members
         self._entries = {entry.group.id: entry for entry in recovered.entries}
         self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
         self._ended_leases = _Recent(recovered.ended_leases)
-        self._done = _Recent(recovered.ended_groups)
-        self._orders = recovered.orders
+        self._ended_groups = _Recent(recovered.ended_groups)
+        self._last_order = recovered.last_order
         self._changing = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.epoch = recovered.epoch
@@ -65,27 +65,27 @@ class GroupStore:
     def entries(self) -> list[StoredGroup]:
         return list(self._entries.values())
 
-    def done(self, group_id: str) -> str | None:
-        """What became of a group that was here."""
-        return self._done.get(group_id)
+    def end_reason(self, group_id: str) -> str | None:
+        """Why a group ended; None if it has not."""
+        return self._ended_groups.get(group_id)
 
     async def seal(self, group: Group, epoch: int | None = None) -> None:
-        """Make a group ready, for the trainer of that epoch. A group that is here already stays as it is."""
+        """Make a group ready, for the trainer of that epoch. A stored group stays unchanged."""
         async with self._changing:
             self._check(epoch)
             if group.id in self._entries:
                 return
-            if group.id in self._done:
-                raise GatewayError(f"group {group.id} has ended: {self._done[group.id]}", status=410)
-            entry = StoredGroup(group, self._orders + 1)
+            if group.id in self._ended_groups:
+                raise GatewayError(f"group {group.id} has ended: {self._ended_groups[group.id]}", status=410)
+            entry = StoredGroup(group, self._last_order + 1)
             await self._journal.sealed(entry)
-            self._orders += 1
+            self._last_order += 1
             self.sealed += 1
             self._entries[group.id] = entry
         await self._notify()
 
-    async def enter(self, epoch: int | None) -> None:
-        """A higher epoch ends all leases; an older one is fenced off. None is no trainer's."""
+    async def begin_epoch(self, epoch: int | None) -> None:
+        """End all leases if the epoch is higher; refuse an older one. None: the caller is no trainer."""
         if epoch is None:
             return
         async with self._changing:
@@ -93,22 +93,21 @@ class GroupStore:
                 await self._journal.entered(epoch, list(self._leases))
                 self.epoch = epoch
                 for lease_id, entry in list(self._leases.items()):
-                    self._release(entry)
+                    self._end_lease(entry)
                     self._ended_leases.note(lease_id, "fenced")
-                self._superseded()
+                self._on_new_epoch()
                 await self._notify()
             self._check(epoch)
 
-    async def lease(self, epoch: int, most: int, wait_s: float, key: str = "") -> list[Group]:
-        """Up to `most` ready groups, the earliest sealed first; waits up to `wait_s` for the first one.
+    async def lease(self, epoch: int, max_groups: int, wait_s: float, key: str = "") -> list[Group]:
+        """Lease up to `max_groups` ready groups in the order of sealing; waits up to `wait_s` for the first.
 
-        A request that is sent again, with the same `key`, gets the groups that it was given before. A
-        cancellation in the very moment of leasing is not obeyed: the groups are returned. With `most` 0
-        these are all that it gets, at once.
+        A repeated request with the same `key` gets the groups that it already leased; with `max_groups` 0 it
+        gets only those, at once. A cancellation while groups are being leased is ignored: they are returned.
         """
-        await self.enter(epoch)
+        await self.begin_epoch(epoch)
         deadline = asyncio.get_running_loop().time() + wait_s
-        while not (granted := await _whole(self._grant(epoch, most, key))) and most > 0:
+        while not (granted := await _uncancelled(self._grant(epoch, max_groups, key))) and max_groups > 0:
             try:
                 async with asyncio.timeout_at(deadline), self._changed:
                     await self._changed.wait_for(lambda: self.epoch > epoch or self._has(key))
@@ -117,55 +116,57 @@ class GroupStore:
         return granted
 
     async def wait(self, epoch: int, wait_s: float) -> int:
-        """Wait up to `wait_s` for a ready group, without leasing it; how many are ready."""
-        await self.enter(epoch)
+        """Wait up to `wait_s` for a ready group without leasing it; returns the number of ready groups."""
+        await self.begin_epoch(epoch)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.epoch > epoch or bool(self._ready()))
         self._check(epoch)
         return len(self._ready())
 
-    async def _grant(self, epoch: int, most: int, key: str) -> list[Group]:
+    async def _grant(self, epoch: int, max_groups: int, key: str) -> list[Group]:
         async with self._changing:
             self._check(epoch)
             held = self._held(key)
             if held:
                 for entry in held:
-                    entry.answers += 1
+                    entry.deliveries += 1
                 return [entry.group for entry in held]
-            leased = [(entry, self._mark + secrets.token_hex(12)) for entry in self._ready()[:most]]
+            leased = [
+                (entry, self._id_prefix + secrets.token_hex(12)) for entry in self._ready()[:max_groups]
+            ]
             if leased:
                 await self._journal.leased([(entry.group.id, lease_id, key) for entry, lease_id in leased])
             for entry, lease_id in leased:
                 entry.lease_id = entry.group.lease_id = lease_id
-                entry.key, entry.answers = key, 1
+                entry.key, entry.deliveries = key, 1
                 self._leases[lease_id] = entry
             return [entry.group for entry, _ in leased]
 
-    async def give_back(self, lease_ids: Sequence[str]) -> None:
-        """Undo leases whose answer reached nobody, but for those that were asked for again meanwhile."""
+    async def release(self, lease_ids: Sequence[str]) -> None:
+        """Undo leases whose response was not delivered, except those requested again meanwhile."""
         async with self._changing:
             entries = []
             for entry in filter(None, map(self._leases.get, lease_ids)):
-                entry.answers -= 1
-                if entry.answers <= 0:
+                entry.deliveries -= 1
+                if entry.deliveries <= 0:
                     entries.append(entry)
             await self._journal.returned([entry.group.id for entry in entries])
             for entry in entries:
-                self._release(entry)
+                self._end_lease(entry)
         await self._notify()
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[GatewaySession]:
-        """End a lease and its group; the group's sessions, none where this was done before."""
-        await self.enter(epoch)
+        """End a lease and its group; returns the group's sessions, empty if already acknowledged."""
+        await self.begin_epoch(epoch)
         async with self._changing:
             self._check(epoch)
             entry = self._leases.get(lease_id)
             if entry is None:
-                what = self._ended_leases.get(lease_id)
-                if what == "fenced":
-                    raise GatewayError(f"lease {lease_id} ended when a newer trainer came", status=410)
-                if what is None:
+                reason = self._ended_leases.get(lease_id)
+                if reason == "fenced":
+                    raise GatewayError(f"lease {lease_id} ended when a newer trainer started", status=410)
+                if reason is None:
                     raise GatewayError(f"there is no lease {lease_id}", status=404)
                 return []
             members = await self._end(entry.group.id, outcome)
@@ -173,7 +174,7 @@ class GroupStore:
             return members
 
     async def drop(self, group_id: str, epoch: int | None = None) -> list[GatewaySession]:
-        """End a group, whoever holds it, for the trainer of that epoch; its sessions."""
+        """End a group for the trainer of that epoch, leased or not; returns its sessions."""
         async with self._changing:
             self._check(epoch)
             return await self._end(group_id, "dropped")
@@ -187,13 +188,13 @@ class GroupStore:
             self._leases.pop(lease_id, None)
             self._ended_leases.note(lease_id, why)
         self._entries.pop(group_id, None)
-        self._done.note(group_id, why)
+        self._ended_groups.note(group_id, why)
         return members
 
-    def _release(self, entry: StoredGroup) -> None:
+    def _end_lease(self, entry: StoredGroup) -> None:
         if entry.lease_id is not None:
             self._leases.pop(entry.lease_id, None)
-        entry.lease_id, entry.group.lease_id, entry.key, entry.answers = None, "", "", 0
+        entry.lease_id, entry.group.lease_id, entry.key, entry.deliveries = None, "", "", 0
 
     def _has(self, key: str) -> bool:
         return bool(self._held(key)) or any(entry.lease_id is None for entry in self._entries.values())
@@ -208,7 +209,7 @@ class GroupStore:
     def _check(self, epoch: int | None) -> None:
         if epoch is not None and epoch < self.epoch:
             raise GatewayError(
-                f"trainer epoch {epoch} is over: epoch {self.epoch} holds the groups now", status=410
+                f"trainer epoch {epoch} is over: a trainer with epoch {self.epoch} replaced it", status=410
             )
 
     async def _notify(self) -> None:
@@ -216,8 +217,8 @@ class GroupStore:
             self._changed.notify_all()
 
 
-async def _whole(work: Coroutine[Any, Any, T]) -> T:
-    """Await what must not stop half-way, however its caller is cancelled."""
+async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine to its end even if the caller is cancelled."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -217,7 +217,7 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/groups/return")
     async def give_back(body: schemas.GiveBack) -> dict[str, str]:
-        await gateway.groups.give_back(body.lease_ids)
+        await gateway.groups.release(body.lease_ids)
         return {}
 
     @app.post("/groups/{group_id:path}/seal")
@@ -302,7 +302,7 @@ class LeaseEndpoint:
                 lease.cancel()
                 result = (await asyncio.gather(lease, return_exceptions=True))[0]
                 if isinstance(result, list):
-                    await groups.give_back([group.lease_id for group in result])
+                    await groups.release([group.lease_id for group in result])
 
 
 def summary_row(trajectory: Trajectory) -> dict[str, Any]:

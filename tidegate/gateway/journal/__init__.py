@@ -1,1 +1,1 @@
-"""The journal: what a gateway must not lose, in SQLite."""
+"""The journal: a gateway's sessions, turns and groups on disk, in SQLite."""

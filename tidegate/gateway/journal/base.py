@@ -1,20 +1,18 @@
-"""The journal: what a gateway writes down so that it can be killed and started again.
+"""Interface of the journal, the gateway's database from which it recovers after a crash.
 
-`Journal` itself keeps nothing: it is the journal of a gateway that was given no directory. `DiskJournal`
-keeps everything. Each method returns when what it tells is written, or raises GatewayError with status
-503, and then nothing of it was.
+`Journal` stores nothing; a gateway without a journal directory uses it. `DiskJournal` stores everything. Each
+method returns when its change is written, or raises GatewayError (503), and then none of it was written.
 
-**What became of a reply.** A turn is written before its reply goes out, in state *sending*; that it went
-out is written a little later. So after a crash a turn in state *sending* is *in doubt*: nobody knows
-whether the client has the reply. It is decided by what is seen next:
+**Delivery of replies.** A turn is written before its reply is sent, in state *sending*; the delivery is
+written shortly after. After a crash, a turn in state *sending* is *in doubt*: the client may or may not have
+the reply. Later events decide:
 
-- a later request that quotes the reply shows that it was delivered;
-- a retry (its Idempotency-Key, or `x-stainless-retry-count ≥ 1` with the same body) is given this turn,
-  and with that it is delivered;
-- a session that is finished while its newest turn is in doubt was ended by a client that waits for
-  nothing: the turn was delivered;
-- a turn in doubt that is not the newest at the finish was not: another one was sampled instead of it. It
-  stays in the record as undelivered, and is never trained.
+- a later request that quotes the reply: delivered;
+- a retry (same Idempotency-Key, or `x-stainless-retry-count ≥ 1` with the same body) gets this turn:
+  delivered;
+- the session is finished while its newest turn is in doubt: delivered, because the client waits for nothing;
+- the turn is not the newest one at the finish: undelivered, because another one was sampled instead. It stays
+  in the record and is never trained on.
 """
 
 from __future__ import annotations
@@ -35,82 +33,82 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Recovered:
-    """What a journal held when its gateway started."""
+    """The contents of a journal when its gateway starts."""
 
     sessions: list[GatewaySession] = field(default_factory=list)
     entries: list[StoredGroup] = field(default_factory=list)
     """Groups that are ready or leased, in the order of sealing."""
     ended_groups: dict[str, str] = field(default_factory=dict)
-    """What became of them, the oldest first."""
+    """Reason by group id, the oldest first."""
     ended_leases: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
-    orders: int = 0
-    """The highest order that a group was ever sealed with."""
+    last_order: int = 0
+    """Highest `StoredGroup.order` so far."""
     engines: list[EngineRecord] = field(default_factory=list)
-    led: bool = False
-    """A trainer says which of them serve."""
+    trainer_managed: bool = False
+    """A trainer decides which engines are in rotation."""
 
 
 class Journal:
-    """Keeps nothing."""
+    """Stores nothing; the base class of journals."""
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be written at the moment, if so."""
+        """Why writing fails at the moment; None if it does not."""
         return None
 
     def start(self) -> Recovered:
-        """Read what it holds, and be ready to write, on a running event loop. Raises StartError."""
+        """Read the contents and start the writer, on a running event loop. Raises StartError."""
         return Recovered()
 
     async def close(self) -> None:
-        """Write what is under way, and let go."""
+        """Write pending changes and close the database."""
 
     async def opened(self, session: GatewaySession) -> None: ...
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
-        """Turns, before their replies go out: done when they are kept."""
-        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        kept.set_result(None)
-        return kept
+        """Write turns before their replies are sent; the future resolves once they are written."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        written.set_result(None)
+        return written
 
     def sent(self, session: GatewaySession, index: int) -> None:
-        """The reply of a turn went out; written soon, waited for by nobody."""
+        """Record that the reply of a turn was sent; written in the background."""
 
     async def rewarded(self, session: GatewaySession, name: str, value: float, turn: int | None) -> None:
-        """A reward was posted, for one turn or for the whole session."""
+        """Write a posted reward of a turn, or of the session if `turn` is None."""
 
     async def closing(self, session: GatewaySession) -> None:
-        """A session's `ending` is decided, and with it which of its turns were delivered."""
+        """Write a session's `ending`, and which of its turns were delivered."""
 
     async def finished(self, session: GatewaySession, trajectory: Trajectory, forget_at: float) -> None:
-        """A session has its trajectory; it may be forgotten at `forget_at`, in the loop's time."""
+        """Write a session's trajectory, which may be deleted at `forget_at` (loop time)."""
 
     async def forgotten(self, sessions: Sequence[GatewaySession]) -> None:
-        """Everything of these sessions is gone for good."""
+        """Delete all records of these sessions."""
 
     async def sealed(self, entry: StoredGroup) -> None: ...
 
     async def entered(self, epoch: int, fenced: Sequence[str]) -> None:
-        """A newer trainer came; the leases `fenced` have ended."""
+        """Write the epoch of a newer trainer, and the end of the leases `fenced`."""
 
     async def leased(self, leases: Sequence[tuple[str, str, str]]) -> None:
-        """Group id, lease id and the key of the request that they were leased for."""
+        """Write leases: group id, lease id and the key of the lease request."""
 
     async def returned(self, groups: Sequence[str]) -> None:
-        """Groups whose leases reached nobody are ready again."""
+        """Make groups ready again whose leases were not delivered."""
 
     async def ended(
         self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[GatewaySession]
     ) -> None:
-        """A group is over, with all of its sessions."""
+        """Delete a group that has ended, with all of its sessions."""
 
-    async def engines(self, engines: Sequence[EngineRecord], led: bool) -> None:
-        """All engines there are, and whether a trainer says which of them serve."""
+    async def engines(self, engines: Sequence[EngineRecord], trainer_managed: bool) -> None:
+        """Replace the stored engines, and whether a trainer manages them."""
 
 
 REMEMBERED = 65_536
-"""Groups and leases that are over and still known by name."""
+"""Number of ended groups and leases whose ids are remembered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,9 +117,9 @@ class StoredGroup:
     order: int
     lease_id: str | None = None
     key: str = ""
-    """Of the request that it was leased for."""
-    answers: int = 0
-    """How often this lease was handed out, less the answers that reached nobody."""
+    """Key of the lease request."""
+    deliveries: int = 0
+    """Responses that carried this lease, less those that were not delivered."""
 
     @property
     def state(self) -> str:

@@ -1,4 +1,4 @@
-"""Reading a journal: what its rows say, as the sessions and groups of a gateway that goes on with them."""
+"""Reads the journal's rows into the sessions and groups of a restarted gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.gateway.engines.engine import EngineRecord
-from tidegate.gateway.journal import schema as layout
+from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.base import Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
@@ -21,7 +21,7 @@ INTERRUPTED = "the gateway was restarted while this session ran"
 
 
 def load(connection: sqlite3.Connection) -> Recovered:
-    """Everything that a journal holds; called on a running event loop, whose clock the times become."""
+    """Read a journal; times are converted to the clock of the running event loop."""
     failpoints.reach("orphans.before")
     _drop_orphans(connection)
     failpoints.reach("orphans.after")
@@ -34,7 +34,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
     for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
         session = _session(row, turns.pop(row[0], []), offset)
         session.turn_rewards = dict(rewards[session.number])
-        session.rewards = session.turn_rewards.pop(layout.WHOLE, {})
+        session.rewards = session.turn_rewards.pop(schema.WHOLE_SESSION, {})
         sessions.append(session)
     by_id = {session.id: session for session in sessions}
     meta = dict(connection.execute("SELECT name, value FROM meta"))
@@ -45,31 +45,31 @@ def load(connection: sqlite3.Connection) -> Recovered:
         ended_groups=_ended(connection, "group"),
         ended_leases=_ended(connection, "lease"),
         epoch=meta.get("epoch", 0),
-        orders=next((top or 0 for (top,) in connection.execute("SELECT max(place) FROM groups")), 0),
+        last_order=next((order or 0 for (order,) in connection.execute("SELECT max(place) FROM groups")), 0),
         engines=[
             EngineRecord(url, tuple(json.loads(control)), bool(joined), bool(admitted))
             for url, control, joined, admitted in engines
         ],
-        led=bool(meta.get("led", False)),
+        trainer_managed=bool(meta.get("led", False)),
     )
 
 
 def _drop_orphans(connection: sqlite3.Connection) -> None:
-    """What was on its way when its session was deleted belongs to nobody."""
-    of_turn = f"id >> {layout.TURN_BITS}"
+    """Delete rows that were written after their session was deleted."""
+    of_turn = f"id >> {schema.TURN_BITS}"
     for table, number in (("turns", of_turn), ("sent", of_turn), ("rewards", "session")):
         connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
 
 
 def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
-    """Every session's turns in their order. One that is missing never went out."""
+    """The turns of each session in order; a missing turn was never sent and becomes a `lost_turn`."""
     sent = {row_id for (row_id,) in connection.execute("SELECT id FROM sent")}
     turns: dict[int, list[TurnNode]] = defaultdict(list)
     for row in connection.execute("SELECT * FROM turns ORDER BY id"):
-        node = layout.read_turn(row)
-        number, index = layout.session_and_index(row[0])
+        node = schema.read_turn(row)
+        number, index = schema.session_and_index(row[0])
         nodes = turns[number]
-        nodes += [layout.lost_turn(missing) for missing in range(len(nodes), index)]
+        nodes += [schema.lost_turn(missing) for missing in range(len(nodes), index)]
         node.turn.delivered = row[0] in sent
         nodes.append(node)
     return turns
@@ -77,28 +77,28 @@ def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
 
 def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> GatewaySession:
     number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
-    session = layout.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
+    session = schema.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
     if ending is None:
-        _doubt(nodes)
+        _mark_in_doubt(nodes)
         session.restart_reason = INTERRUPTED
     else:
-        nodes += [layout.lost_turn(missing) for missing in range(len(nodes), len(delivered))]
+        nodes += [schema.lost_turn(missing) for missing in range(len(nodes), len(delivered))]
         for node, went_out in zip(nodes, delivered, strict=True):
             node.turn.delivered = bool(went_out)
-        session.ending = layout.read_ending(ending, offset)
+        session.ending = schema.read_ending(ending, offset)
         session.closed = "it was finished"
     session.tree = TurnTree.restored(nodes)
     for node in nodes:
         session.calls.add_recorded(node)
     if session.ending is not None and result is not None:
         session.trajectory = trajectory_of(session, session.ending)
-        layout.restore_result(result, session.trajectory)
+        schema.restore_result(result, session.trajectory)
         session.forget_at = forget_at + offset
     return session
 
 
-def _doubt(nodes: list[TurnNode]) -> None:
-    """What is known of the replies of a session that goes on: who quoted one had it."""
+def _mark_in_doubt(nodes: list[TurnNode]) -> None:
+    """Mark quoted replies of a running session as delivered, and the other unsent ones as in doubt."""
     for node in nodes:
         if node.turn.parent is not None:
             nodes[node.turn.parent].turn.delivered = True
@@ -113,8 +113,8 @@ def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]
     for group_id, place, task_id, members, lease_id, key in connection.execute(
         f"SELECT {columns} FROM groups ORDER BY place"
     ):
-        found = [sessions[one].trajectory for one in json.loads(members)]
-        group = Group(group_id, task_id, [one for one in found if one is not None], lease_id or "")
+        trajectories = [sessions[session_id].trajectory for session_id in json.loads(members)]
+        group = Group(group_id, task_id, list(filter(None, trajectories)), lease_id or "")
         entries.append(StoredGroup(group, place, lease_id, key))
     return entries
 

@@ -1,7 +1,7 @@
-"""The journal's tables, and how what is kept becomes rows and comes back.
+"""The journal's tables, and the conversion between rows and objects.
 
-Arrays are their bytes: ids int32, logprobs float32, little-endian. What came as JSON stays JSON. Times are
-wall-clock seconds, as a loop's clock means nothing to the next process.
+Arrays are stored as little-endian bytes: ids int32, logprobs float32. JSON input stays JSON. Times are
+wall-clock seconds, because a loop's clock is meaningless in the next process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
 
 VERSION = 4
-"""Of this layout; the database's `user_version`."""
+"""Version of this schema; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,
@@ -47,17 +47,17 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
 INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 26)})"
 TURN_BITS = 24
-WHOLE = -1
-"""Stands for no turn in `rewards`: the session as a whole was rewarded."""
+WHOLE_SESSION = -1
+"""Value of `rewards.turn` for a reward of the whole session."""
 
 
 def turn_id(number: int, index: int) -> int:
-    """The row of a turn: a session's turns lie side by side, and need no index to be found."""
+    """Row id of a turn; a session's turns are adjacent, so no index is needed."""
     return number << TURN_BITS | index
 
 
 def turn_range(number: int) -> tuple[int, int]:
-    """The first and the last row that a session's turns can have."""
+    """First and last possible row id of a session's turns."""
     return turn_id(number, 0), turn_id(number + 1, 0) - 1
 
 
@@ -80,7 +80,7 @@ def turn_row(number: int, node: TurnNode) -> tuple[Any, ...]:
 
 
 def read_turn(row: tuple[Any, ...]) -> TurnNode:
-    """The turn of a row, undelivered as yet; its `length` is for the tree to set."""
+    """The turn of a row, marked undelivered; the tree sets its `length`."""
     (
         row_id, parent, request, digest, idempotency_key, ordinal, root, asked, key, said, reply, delta,
         output, logprobs, spans, finish_reason, temperature, kv_version, cached_tokens, mask, branch,
@@ -106,12 +106,12 @@ def read_turn(row: tuple[Any, ...]) -> TurnNode:
         exempt=exempt,
         structured=structured,
     )
-    asking = TurnRequestInfo(request, digest, idempotency_key, ordinal)
-    return TurnNode(turn, asking, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
+    info = TurnRequestInfo(request, digest, idempotency_key, ordinal)
+    return TurnNode(turn, info, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
 
 
 def lost_turn(index: int) -> TurnNode:
-    """Stands for a turn that was never written and never went out, so that others keep their places."""
+    """Placeholder of a turn that was never written or sent; keeps the indices of the others."""
     ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     turn = Turn(index, None, ids, ids, logprobs, (), "lost", 1.0, delivered=False, branch="lost: not written")
     reply = {"role": "assistant", "content": ""}
@@ -122,8 +122,8 @@ def _bytes(array: Any, kind: str) -> bytes:
     return np.ascontiguousarray(array, dtype=kind).tobytes()
 
 
-def about(session: GatewaySession) -> str:
-    """What a session was opened with. Python's json: it writes whatever JSON a body may have brought."""
+def session_row(session: GatewaySession) -> str:
+    """The arguments a session was opened with, by Python's json: it writes all JSON that bodies contain."""
     return json.dumps(
         {
             "task": None if session.task is None else session.task.to_wire(),
@@ -142,9 +142,9 @@ def about(session: GatewaySession) -> str:
 
 
 def read_session(
-    number: int, session_id: str, key_hash: bytes, told: str, opened: float, end: float
+    number: int, session_id: str, key_hash: bytes, row: str, opened: float, end: float
 ) -> GatewaySession:
-    fields = json.loads(told)
+    fields = json.loads(row)
     task = fields["task"]
     fields["task"] = None if task is None else Task.from_wire(task)
     fields["untrained_models"] = tuple(fields["untrained_models"])
@@ -167,8 +167,8 @@ def ending_row(ending: SessionResult, at: float) -> str:
     )
 
 
-def read_ending(told: str, loop_offset: float) -> SessionResult:
-    fields = json.loads(told)
+def read_ending(row: str, loop_offset: float) -> SessionResult:
+    fields = json.loads(row)
     fields["outcome"] = Outcome(fields["outcome"])
     fields["at"] += loop_offset
     return SessionResult(agent_reward=fields.pop("claimed"), **fields)
@@ -178,15 +178,15 @@ _RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error
 
 
 def result_row(trajectory: Trajectory) -> str:
-    """What a finished session's trajectory has beyond its session and its turns."""
+    """The fields of a trajectory that its session and turns do not contain."""
     turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward}
     fields = {name: getattr(trajectory, name) for name in _RESULT}
     return json.dumps({"outcome": trajectory.outcome.value, "turn_rewards": turns, **fields})
 
 
-def restore_result(told: str, trajectory: Trajectory) -> None:
-    """Give a trajectory back what `result_row` wrote of it."""
-    fields: dict[str, Any] = json.loads(told)
+def restore_result(row: str, trajectory: Trajectory) -> None:
+    """Set the fields of a trajectory that `result_row` wrote."""
+    fields: dict[str, Any] = json.loads(row)
     trajectory.outcome = Outcome(fields.pop("outcome"))
     for index, reward in fields.pop("turn_rewards").items():
         trajectory.turns[int(index)].reward = reward

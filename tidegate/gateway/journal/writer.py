@@ -1,8 +1,7 @@
-"""The journal's writer: one thread that owns the database, and commits what has gathered as one transaction.
+"""Writes the journal in one thread with group commit: all queued writes form one transaction.
 
-What the event loop writes in one pass goes to the thread together; while a transaction is being written
-others wait in the queue, and the next one takes them all. So the cost of a commit is shared by those who
-come at the same time, and nobody waits for company.
+Writes from one pass of the event loop are queued together; writes that arrive during a transaction go into
+the next one. Concurrent writes thus share the cost of a commit, and no write is delayed to wait for others.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from tidegate import failpoints
 from tidegate.errors import GatewayError
 
 log = logging.getLogger("tidegate.gateway")
-MOST_AT_ONCE = 512
-TEND_S = 1.0
-"""How long deleted rows may stay readable in the write-ahead log, and space unused in the file."""
+MAX_BATCH = 512
+MAINTAIN_S = 1.0
+"""Seconds until deleted rows are removed from the write-ahead log and unused space is freed."""
 _SPARE_PAGES = 1024
-"""Free pages that are kept for what comes next."""
+"""Free pages kept for later writes."""
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
-"""SQL and the rows that it is executed with."""
+"""SQL and its parameter rows."""
 
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """Statements that are written together or not at all; `name` is that of its failpoints."""
+    """Statements of one atomic write; `name` is the prefix of its failpoints."""
 
     name: str
     statements: Sequence[Statement]
@@ -44,64 +43,64 @@ class Write:
 
 
 class Writer:
-    """Made on a running event loop, for a connection that nobody else uses any more."""
+    """Owns a connection; create it on a running event loop."""
 
-    def __init__(self, connection: sqlite3.Connection, place: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
-        self._place = place
+        self._path = path
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Sequence[Write] | None] = queue.SimpleQueue()
-        self._fresh: list[Write] = []
+        self._pending: list[Write] = []
         self._deleted = False
-        self._tended = time.monotonic()
+        self._maintained_at = time.monotonic()
         self.problem: str | None = None
-        """Why the last write failed; None where it did not."""
+        """Why the last write failed; None if it succeeded."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
     def write(self, name: str, *statements: Statement) -> asyncio.Future[None]:
-        """Done when it is committed; fails with GatewayError (503) where it is not."""
+        """Queue a write; the future resolves at the commit, or fails with GatewayError (503)."""
         done = self._loop.create_future()
-        if not self._fresh:
-            self._loop.call_soon(self._hand_over)
-        self._fresh.append(Write(name, statements, done))
+        if not self._pending:
+            self._loop.call_soon(self._submit)
+        self._pending.append(Write(name, statements, done))
         return done
 
-    def _hand_over(self) -> None:
-        if self._fresh:
-            self._queue.put(self._fresh)
-            self._fresh = []
+    def _submit(self) -> None:
+        if self._pending:
+            self._queue.put(self._pending)
+            self._pending = []
 
     async def close(self) -> None:
         """Write what is queued and close the database."""
-        self._hand_over()
+        self._submit()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # -- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        going = True
-        while going:
-            batch, going = self._gather()
+        running = True
+        while running:
+            batch, running = self._next_batch()
             if batch:
                 self._commit(batch)
-                self._tell(batch)
-            elif self.problem is not None and going:
-                self._try()
-            if self._deleted and time.monotonic() - self._tended >= TEND_S:
-                self._tend()
+                self._resolve(batch)
+            elif self.problem is not None and running:
+                self._probe()
+            if self._deleted and time.monotonic() - self._maintained_at >= MAINTAIN_S:
+                self._maintain()
         self._connection.close()
 
-    def _gather(self) -> tuple[list[Write], bool]:
-        """What is queued, and whether more may come; no writes where it is time for other work."""
+    def _next_batch(self) -> tuple[list[Write], bool]:
+        """The queued writes, empty after MAINTAIN_S with pending work; False once closed."""
         batch: list[Write] = []
-        wait_s = TEND_S if self._deleted or self.problem is not None else None
+        wait_s = MAINTAIN_S if self._deleted or self.problem is not None else None
         with contextlib.suppress(queue.Empty):
             writes = self._queue.get(timeout=wait_s)
             while writes is not None:
                 batch += writes
-                if len(batch) >= MOST_AT_ONCE:
+                if len(batch) >= MAX_BATCH:
                     break
                 writes = self._queue.get_nowait()
             return batch, writes is not None
@@ -110,8 +109,8 @@ class Writer:
     def _commit(self, batch: list[Write]) -> None:
         try:
             self._transaction(batch)
-        except Exception as error:  # noqa: BLE001 - it is told to whoever waits for the write
-            if len(batch) > 1:  # one that cannot be written must not take the others with it
+        except Exception as error:  # noqa: BLE001 - set on the future of the write
+            if len(batch) > 1:  # commit them separately, so that only the faulty write fails
                 for write in batch:
                     self._commit([write])
             else:
@@ -138,7 +137,7 @@ class Writer:
                 execute("ROLLBACK")
             raise
         if self.problem is not None:
-            log.warning("the journal %s is written again", self._place)
+            log.warning("the journal %s can be written again", self._path)
             self.problem = None
         for write in batch:
             failpoints.reach(f"{write.name}.after")
@@ -146,18 +145,18 @@ class Writer:
     def _failed(self, error: Exception) -> None:
         if isinstance(error, sqlite3.Error):
             if self.problem is None:
-                log.error("the journal %s cannot be written: %s", self._place, error)
-            self.problem = f"the journal {self._place} cannot be written: {error}"
+                log.error("the journal %s cannot be written: %s", self._path, error)
+            self.problem = f"the journal {self._path} cannot be written: {error}"
 
-    def _try(self) -> None:
-        """Whether it can be written again, as nobody else tries."""
+    def _probe(self) -> None:
+        """Test whether the journal can be written again."""
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute("REPLACE INTO meta VALUES ('tried', ?)", (time.time(),))
             self.problem = None
 
-    def _tend(self) -> None:
-        """Drop what was deleted from the write-ahead log too, and give unused space back."""
-        self._tended, self._deleted = time.monotonic(), False
+    def _maintain(self) -> None:
+        """Remove deleted rows from the write-ahead log and free unused space."""
+        self._maintained_at, self._deleted = time.monotonic(), False
         failpoints.reach("tended.before")
         try:
             [(spare,)] = self._connection.execute("PRAGMA freelist_count")
@@ -170,18 +169,16 @@ class Writer:
             self._deleted = True
             self._failed(error)
 
-    def _tell(self, batch: list[Write]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._settle, batch)
+    def _resolve(self, batch: list[Write]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._resolve_on_loop, batch)
 
-    def _settle(self, batch: list[Write]) -> None:
+    def _resolve_on_loop(self, batch: list[Write]) -> None:
         for write in batch:
             if write.done.done():
                 continue
             if write.error is None:
                 write.done.set_result(None)
             else:
-                why = (
-                    f"the journal {self._place} cannot be written ({write.error}); {write.name} was not done"
-                )
+                why = f"the journal {self._path} cannot be written ({write.error}); {write.name!r} failed"
                 write.done.set_exception(GatewayError(why, status=503))

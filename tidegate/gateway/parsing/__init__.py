@@ -1,1 +1,1 @@
-"""From sampled tokens to text, reasoning and tool calls."""
+"""Parses sampled tokens into text, reasoning and tool calls."""

@@ -1,7 +1,7 @@
-"""What a reply is made of, and what reads it.
+"""Defines the parts of a reply and the interface of reply parsers.
 
-Parsers take text piece by piece and give content and calls as soon as they are certain; a call that is
-malformed or never closed stays content, and `status` says so. The forms in which models write calls are in
+Parsers take text incrementally and return content and calls as soon as they are certain. A malformed or
+unclosed call stays content, which `status` reports. Tool-call formats are in
 `tidegate.gateway.parsing.tool_calls`.
 """
 
@@ -11,38 +11,38 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class ToolCall(NamedTuple):
-    """A call that was read; `arguments` is JSON text, as the OpenAI form has it."""
+    """A parsed call; `arguments` is JSON text, as in the OpenAI API."""
 
     name: str
     arguments: str
 
 
 class Reasoning(NamedTuple):
-    """A piece of what the model thought before it answered."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 Part = str | Reasoning | ToolCall
-"""A piece of content, a piece of reasoning, or a whole call."""
+"""A piece of content, a piece of reasoning, or a complete call."""
 
 
 class ReplyParser(Protocol):
-    """Reads one reply, piece by piece."""
+    """Parses one reply incrementally."""
 
     @property
     def status(self) -> str | None:
-        """How its calls were read, see `Turn.parse`."""
+        """The result of parsing the calls, see `Turn.parse`."""
 
     def feed(self, text: str) -> list[Part]:
-        """More text; the parts that are certain now."""
+        """Add text; returns the parts that are certain now."""
 
     def finish(self) -> list[Part]:
-        """The text is over; what is left of it."""
+        """End the text; returns the remaining parts."""
 
 
 class ToolUse(NamedTuple):
-    """How a reply may use tools; `name` is the tool that it must call."""
+    """The tool choice of a request; `name` is the tool that the reply must call."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
@@ -50,7 +50,7 @@ class ToolUse(NamedTuple):
 
 
 class PlainParser:
-    """Everything is content."""
+    """Returns all text as content."""
 
     def __init__(self) -> None:
         self.status: str | None = None
@@ -63,7 +63,7 @@ class PlainParser:
 
 
 def partial_suffix(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     first, least = marker[0], max(0, len(text) - len(marker) + 1)
     at = text.find(first, least)
     while at >= 0:

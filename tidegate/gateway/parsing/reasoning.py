@@ -1,7 +1,7 @@
-"""Reasoning as models write it: `<think>…</think>`, before the answer.
+"""Parses reasoning in `<think>…</think>` before the answer.
 
-The prompt may have opened it already, for some templates end with `<think>`. What is never closed is
-reasoning to its end. Whitespace around reasoning belongs to nothing.
+Some templates end the prompt with `<think>`, so the reply may start inside the block. Text after an unclosed
+`<think>` is reasoning to the end of the reply. Whitespace around reasoning is dropped.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Gives the reasoning, and leaves what follows it to the parser of the answer."""
+    """Splits off the reasoning and passes the text after it to the parser of the answer."""
 
-    def __init__(self, answer: ReplyParser, begun: bool = False) -> None:
+    def __init__(self, answer: ReplyParser, opened: bool = False) -> None:
         self._answer = answer
-        self._begun = begun
+        self._opened = opened
         self._at: Literal["start", "reasoning", "gap", "answer"] = "start"
-        self._held = ""  # text that may be the beginning of a marker, or whitespace that may be none's
-        self._said = False  # some reasoning was given
+        self._held = ""  # a possible prefix of a marker, or whitespace that may be dropped
+        self._any_reasoning = False
 
     @property
     def status(self) -> str | None:
@@ -37,30 +37,30 @@ class ReasoningParser:
 
     def finish(self) -> list[Part]:
         rest, self._held = self._held, ""
-        if self._at == "reasoning" or (self._at == "start" and self._begun):
-            return [*self._thought(rest.rstrip()), *self._answer.finish()]
+        if self._at == "reasoning" or (self._at == "start" and self._opened):
+            return [*self._reasoning_part(rest.rstrip()), *self._answer.finish()]
         return [*self._answer.feed(rest), *self._answer.finish()]
 
     def _start(self, text: str) -> list[Part]:
-        """It is not known yet whether the reply reasons."""
+        """Text before it is certain whether the reply begins with reasoning."""
         solid = text.lstrip()
         if len(solid) < len(OPEN) and OPEN.startswith(solid):
             self._held = text
             return []
-        if self._begun or solid.startswith(OPEN):
+        if self._opened or solid.startswith(OPEN):
             self._at = "reasoning"
             return self._reasoning(solid.removeprefix(OPEN))
         self._at = "answer"
         return self._answer.feed(text)
 
     def _reasoning(self, text: str) -> list[Part]:
-        thought, closed, after = text.partition(CLOSE)
+        reasoning, closed, after = text.partition(CLOSE)
         if closed:
             self._at = "gap"
-            return [*self._thought(thought.rstrip()), *self._gap(after)]
+            return [*self._reasoning_part(reasoning.rstrip()), *self._gap(after)]
         certain = text[: len(text) - partial_suffix(text, CLOSE)].rstrip()
         self._held = text[len(certain) :]
-        return self._thought(certain)
+        return self._reasoning_part(certain)
 
     def _gap(self, text: str) -> list[Part]:
         text = text.lstrip()
@@ -69,7 +69,7 @@ class ReasoningParser:
         self._at = "answer"
         return self._answer.feed(text)
 
-    def _thought(self, text: str) -> list[Part]:
-        text = text if self._said else text.lstrip()
-        self._said = self._said or bool(text)
+    def _reasoning_part(self, text: str) -> list[Part]:
+        text = text if self._any_reasoning else text.lstrip()
+        self._any_reasoning = self._any_reasoning or bool(text)
         return [Reasoning(text)] if text else []

@@ -1,6 +1,6 @@
-"""From sampled ids to what the client reads: text, cut at stop strings, read for tool calls.
+"""Turns sampled ids into text cut at stop strings, reasoning and tool calls.
 
-One pipeline serves streamed and whole replies, so that what was streamed is what is recorded.
+Streamed and complete replies use the same pipeline, so the recorded reply equals the streamed one.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, ToolCall
+from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, ToolCall, partial_suffix
 from tidegate.gateway.rendering.messages import meaning, template_form
 from tidegate.types import Message
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
-"""What decoding gives for bytes of a character whose rest is still to come."""
-_LONGEST_CHARACTER = 4  # ids: no character has more bytes in UTF-8
-_WINDOW = 6  # ids of context that make the next ids decode as they would within the whole
+"""The decoded form of an incomplete UTF-8 character."""
+_LONGEST_CHARACTER = 4  # ids; the most bytes of a UTF-8 character
+_WINDOW = 6  # ids of context needed to decode the next ids as within the complete text
 
 
 class Detokenizer:
-    """Decodes ids as they come, without ever splitting a character."""
+    """Decodes ids incrementally without splitting characters."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # of the context
-        self._done = 0  # ids whose text was given
+        self._start = 0  # index of the first context id
+        self._done = 0  # number of ids whose text was returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain now; what may be the beginning of a character waits."""
+        """Add ids; returns the certain text and holds back a possibly incomplete character."""
         self._ids.extend(ids)
         for held in range(_LONGEST_CHARACTER):
             end = len(self._ids) - held
@@ -40,13 +40,13 @@ class Detokenizer:
             text = self._fresh(end)
             if not text.endswith(UNFINISHED):
                 break
-        # Else these bytes are no character at all: only the last ones can still become one.
+        # Else the earlier bytes are invalid: only the last ids can still complete a character.
         self._start = max(self._start, end - _WINDOW)
         self._done = end
         return text
 
     def finish(self) -> str:
-        """The rest, unfinished characters included."""
+        """The remaining text, including an incomplete character."""
         if self._done == len(self._ids):
             return ""
         text = self._fresh(len(self._ids))
@@ -56,46 +56,39 @@ class Detokenizer:
     def _fresh(self, end: int) -> str:
         if self._done == 0:
             return self._decode(self._ids[:end])
-        known = self._decode(self._ids[self._start : self._done])
-        return self._decode(self._ids[self._start : end])[len(known) :]
+        context = self._decode(self._ids[self._start : self._done])
+        return self._decode(self._ids[self._start : end])[len(context) :]
 
 
 class StopCutter:
-    """Lets text through up to the first stop string; holds back what may be the start of one."""
+    """Passes text up to the first stop string; holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that was found."""
+        """The stop string that ended the text."""
 
     def feed(self, text: str) -> str:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            at, self.stopped = min(matches)
             self._held = ""
             return text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :] if keep else ""
-        return text[: len(text) - keep]
+        certain = len(text) - max(partial_suffix(text, stop) for stop in self._stops)
+        self._held = text[certain:]
+        return text[:certain]
 
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
-
-
 def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int | None:
-    """How many ids there are up to the end of the first stop string in their text; None: there is none."""
+    """Number of ids up to the end of the first stop string in their text; None without one."""
 
     def stopped(size: int) -> bool:
         text = decode(ids[:size])
@@ -107,25 +100,25 @@ def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int 
 
 
 class ReplyReader:
-    """The pipeline of one reply; `parts` grows as ids arrive.
+    """Parses one reply; `parts` grows as ids arrive.
 
-    `begun` is text that the prompt ends with and that belongs to the reply.
+    `prefill` is text at the end of the prompt that belongs to the reply.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], parser: ReplyParser, begun: str = "") -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str], parser: ReplyParser, prefill: str = "") -> None:
         self._text = Detokenizer(decode)
         self._cut = StopCutter(stops)
         self._parser = parser
         self.parts: list[Part] = []
         self.call_ids: list[str] = []
-        self.ends: list[int] = []
-        """For each part how many ids had come when it was given."""
+        self.part_ends: list[int] = []
+        """For each part, the number of ids when it became certain."""
         self.seen = 0
-        self.begun = begun
-        self._add(parser.feed(begun))
+        self.prefill = prefill
+        self._add(parser.feed(prefill))
 
     def push(self, ids: Sequence[int]) -> None:
-        """More of the reply's ids, those that come after the `seen` ones."""
+        """Add the ids that follow the first `seen` ones."""
         self.seen += len(ids)
         self._add(self._parser.feed(self._cut.feed(self._text.push(ids))))
 
@@ -136,21 +129,21 @@ class ReplyReader:
 
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
-        self.ends += [self.seen] * len(parts)
+        self.part_ends += [self.seen] * len(parts)
         self.call_ids += [f"call_{unique_name()[:24]}" for part in parts if isinstance(part, ToolCall)]
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the reply."""
         return self._cut.stopped
 
     @property
     def status(self) -> str | None:
         return self._parser.status
 
-    def keep(self, count: int) -> None:
-        """Forget all but the first `count` parts."""
-        del self.parts[count:], self.ends[count:]
+    def truncate(self, count: int) -> None:
+        """Keep only the first `count` parts."""
+        del self.parts[count:], self.part_ends[count:]
         del self.call_ids[sum(isinstance(part, ToolCall) for part in self.parts) :]
 
     def message(self) -> Message:
@@ -170,12 +163,12 @@ class ReplyReader:
         return message
 
 
-def read_through(
+def count_read_ids(
     reader: Callable[[], ReplyReader], ids: Sequence[int], message: Message, first: int = 0
 ) -> int | None:
-    """How many of a reply's ids a client has read that has `message` of it, `first` at least.
+    """Number of a reply's ids, at least `first`, that a client has read whose copy of the reply is `message`.
 
-    None where the reply does not begin so. `reader` makes a reader of such replies.
+    None if the reply does not begin with `message`. `reader` creates a reader for the reply.
     """
 
     def reach(count: int) -> bool:
@@ -190,16 +183,16 @@ def read_through(
 
 
 def begins_with(reply: Message, message: Message) -> bool:
-    """Whether an assistant's `message` is the beginning of its `reply`."""
-    whole, begun = template_form(reply, 0), template_form(message, 0)
+    """Whether `reply` begins with the assistant message `message`."""
+    complete, partial = template_form(reply, 0), template_form(message, 0)
     for name in ("content", "reasoning_content"):
-        if not whole.get(name, "").lstrip().startswith(begun.get(name, "").lstrip()):
+        if not complete.get(name, "").lstrip().startswith(partial.get(name, "").lstrip()):
             return False
-    calls = begun.get("tool_calls", [])
-    return _calls(whole.get("tool_calls", [])[: len(calls)]) == _calls(calls)
+    calls = partial.get("tool_calls", [])
+    return _digest(complete.get("tool_calls", [])[: len(calls)]) == _digest(calls)
 
 
-def _calls(calls: list[Any]) -> bytes:
+def _digest(calls: list[Any]) -> bytes:
     return meaning({"role": "assistant", "content": "", "tool_calls": calls})
 
 

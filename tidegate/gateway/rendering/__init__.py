@@ -1,1 +1,1 @@
-"""Chat templates, tokenizers, and token-exact suffixes."""
+"""Renders messages to token ids with the model's chat template and tokenizer."""

@@ -1,4 +1,4 @@
-"""The model's own chat template: whole histories, and what it writes after a reply."""
+"""Compiles the model's chat template; renders complete histories and the suffix after a reply."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import jinja2
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from tidegate.gateway.rendering.tokenizer import unescaped
+from tidegate.gateway.rendering.tokenizer import unescape_json
 from tidegate.types import Message
 
-STAND_IN = "zQstandQz"
+PLACEHOLDER = "zQstandQz"
 
 
 class Unrenderable(Exception):
-    """The template gives no text that would follow a reply; the history must be rendered whole."""
+    """The template has no suffix after this reply; the complete history must be rendered."""
 
 
 class ChatTemplate:
-    """One tokenizer's template, compiled once. What it raises is its own choice."""
+    """A tokenizer's chat template, compiled once. Templates may raise any exception."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -34,13 +34,13 @@ class ChatTemplate:
         """Names of the variables that the template reads."""
         source = self._tokenizer.get_chat_template
         sources = {source(None, None), source(None, [{}])}
-        parsed = [_compile_jinja_template(one).environment.parse(one) for one in sources]
+        parsed = [_compile_jinja_template(text).environment.parse(text) for text in sources]
         return frozenset().union(*map(find_undeclared_variables, parsed))
 
     def render(
         self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True
     ) -> str:
-        """The text of a history; with `prompt` it ends where the model is to speak."""
+        """Render a history; with `prompt` the text ends with the generation prompt."""
         template = self._compiled.get(bool(tools))
         if template is None:
             source = self._tokenizer.get_chat_template(None, tools or None)
@@ -52,44 +52,44 @@ class ChatTemplate:
             add_generation_prompt=prompt,
             **{**self._special, **options},
         )
-        return unescaped(text)
+        return unescape_json(text)
 
 
 class Suffixes:
-    """What a template writes after a reply, from the end of the reply's turn on.
+    """Renders the suffix after a reply, from the end of the reply's turn on.
 
-    The reply is rendered as a stand-in: what the model really sampled is recorded as ids, and is never
-    written again. `added` are the tokenizer's added tokens, `stops` the texts of those that stop it.
+    The reply is rendered as PLACEHOLDER: its sampled ids are recorded and never encoded again. `added` are
+    the tokenizer's added tokens, `stops` the texts of the stop tokens.
     """
 
     def __init__(self, template: ChatTemplate, added: Collection[str], stops: Collection[str]) -> None:
         self._template = template
-        self.closing = self._find_closing(added)
-        """The token that the template ends a past reply with; empty where the next role's marker does."""
-        last = self._last_tail()
-        self.ending = _first(added, last) if last else self.closing
-        """The token that ends a last reply, and so stops the model: for some formats another one."""
-        self._enders = tuple({*stops, self.closing} - {""})
+        self.past_turn_end = self._find_past_turn_end(added)
+        """The token that ends a past reply; empty if only the next role's marker ends it."""
+        last = self._last_reply_tail()
+        self.turn_end = _first_token(added, last) if last else self.past_turn_end
+        """The token that ends the last reply and stops the model; in some formats not `past_turn_end`."""
+        self._turn_ends = tuple({*stops, self.past_turn_end} - {""})
 
     def after(
         self, before: list[Message], reply: Message, new: list[Message], tools: Any, options: dict[str, Any]
     ) -> str:
-        """The text after `reply`. Raises Unrenderable where the template has none of its own."""
+        """The text after `reply`. Raises Unrenderable if the template has none."""
         calls = reply.get("tool_calls")
         if calls:
-            # A template that writes no calls may still go on after the reply as after any text.
+            # A template that renders no calls may still render the suffix as after any text.
             with contextlib.suppress(Unrenderable):
-                return self._cut_after_calls(self._tail(before, _called(calls), new, tools, options))
-        tail = self._tail(before, _said(STAND_IN), new, tools, options)
-        ended = tail.lstrip()
-        return ended if ended.startswith(self._enders) else tail
+                return self._cut_after_calls(self._tail(before, _with_calls(calls), new, tools, options))
+        tail = self._tail(before, _assistant(PLACEHOLDER), new, tools, options)
+        stripped = tail.lstrip()
+        return stripped if stripped.startswith(self._turn_ends) else tail
 
     def _cut_after_calls(self, tail: str) -> str:
-        """`tail` without the rest of the call in which the stand-in stood."""
-        found = [at for at in map(tail.find, self._enders) if at >= 0]
-        if not found:
-            raise Unrenderable("the template does not show where calls end")
-        return tail[min(found) :]
+        """`tail` without the end of the call that contained the placeholder."""
+        ends = [at for at in map(tail.find, self._turn_ends) if at >= 0]
+        if not ends:
+            raise Unrenderable("the template writes no end-of-turn token after calls")
+        return tail[min(ends) :]
 
     def _tail(
         self,
@@ -102,44 +102,46 @@ class Suffixes:
     ) -> str:
         try:
             text = self._template.render([*before, reply, *new], tools, options, prompt)
-        except Exception as error:  # noqa: BLE001 - the template is the model's code; it refuses as it likes
+        except Exception as error:  # noqa: BLE001 - templates raise arbitrary exceptions
             raise Unrenderable(str(error)) from None
-        if text.count(STAND_IN) != 1:
-            raise Unrenderable("the template does not write a reply's content as it is")
-        return text.rpartition(STAND_IN)[2]
+        if text.count(PLACEHOLDER) != 1:
+            raise Unrenderable("the template does not render a reply's content unchanged")
+        return text.rpartition(PLACEHOLDER)[2]
 
-    def _find_closing(self, added: Collection[str]) -> str:
-        """A token that follows a reply whatever comes next ends it; one that announces what comes doesn't."""
+    def _find_past_turn_end(self, added: Collection[str]) -> str:
+        """The token that follows a reply whatever message comes next; "" if it depends on that message."""
         firsts: set[str] = set()
-        for new in ([_asked(".")], [], [{"role": "tool", "content": ".", "tool_call_id": "c", "name": "f"}]):
+        for new in ([_user(".")], [], [{"role": "tool", "content": ".", "tool_call_id": "c", "name": "f"}]):
             with contextlib.suppress(Unrenderable):
-                firsts.add(_first(added, self._tail([_asked(".")], _said(STAND_IN), new, None, {})))
+                firsts.add(
+                    _first_token(added, self._tail([_user(".")], _assistant(PLACEHOLDER), new, None, {}))
+                )
         return firsts.pop() if len(firsts) == 1 else ""
 
-    def _last_tail(self) -> str:
+    def _last_reply_tail(self) -> str:
         with contextlib.suppress(Unrenderable):
-            return self._tail([_asked(".")], _said(STAND_IN), [], None, {}, prompt=False)
+            return self._tail([_user(".")], _assistant(PLACEHOLDER), [], None, {}, prompt=False)
         return ""
 
 
-def _first(added: Collection[str], text: str) -> str:
-    """The token that `text` begins with."""
+def _first_token(added: Collection[str], text: str) -> str:
+    """The longest added token that `text` begins with."""
     text = text.lstrip()
     return max((token for token in added if text.startswith(token)), key=len, default="")
 
 
-def _asked(text: str) -> Message:
+def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _said(text: str) -> Message:
+def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _called(calls: list[dict[str, Any]]) -> Message:
-    """A reply with the stand-in as the last thing that is said in its last call."""
+def _with_calls(calls: list[dict[str, Any]]) -> Message:
+    """A reply whose last call has the placeholder as its argument."""
     marked = [
         {**call, "function": {"name": call["function"]["name"], "arguments": {"x": text}}}
-        for call, text in zip(calls, ["."] * (len(calls) - 1) + [STAND_IN], strict=True)
+        for call, text in zip(calls, ["."] * (len(calls) - 1) + [PLACEHOLDER], strict=True)
     ]
     return {"role": "assistant", "content": "", "tool_calls": marked}

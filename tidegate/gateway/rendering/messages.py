@@ -1,8 +1,8 @@
-"""What a message means: its form for the chat template, and a digest that ignores how it is spelled.
+"""Converts messages for the chat template, and digests their meaning.
 
-Recorded ids are authoritative. A client may send a past message back with other whitespace around it,
-null for absent, tool arguments in another key order or with 1 for 1.0, another call id, or without its
-reasoning: that is the same message. Anything else that differs is another history.
+Recorded ids are authoritative. A past message counts as unchanged if a client returns it with different
+surrounding whitespace, null for absent, another key order or 1 for 1.0 in tool arguments, another call id, or
+without its reasoning. Any other difference makes another history.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ROLES = {
 }
 _THOUGHT_END = "</think>"
 _EXACT = 2**53
-"""Below it float64 holds every integer."""
+"""Below it float64 represents every integer."""
 
 
 def template_form(message: Any, index: int) -> Message:
-    """A message as chat templates want it: content a string, tool arguments a dict.
+    """Convert a message for chat templates: content as a string, tool arguments as a dict.
 
-    Raises Refusal that names the message and what in it is not supported.
+    Raises ApiError that names the message and the unsupported part.
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict):
@@ -55,7 +55,7 @@ def template_form(message: Any, index: int) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Content as one string; raises Refusal for anything that is not text."""
+    """Content as one string; raises ApiError for parts other than text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -92,7 +92,7 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Tool arguments as an object where they are one; what is not JSON stays the text it is."""
+    """Parse tool arguments; invalid JSON stays text."""
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
@@ -102,30 +102,30 @@ def read_arguments(arguments: Any) -> Any:
 
 
 def meaning(form: Message) -> bytes:
-    """A digest input that is equal for equal meanings; `form` is a `template_form`."""
+    """Bytes that are equal for messages of equal meaning; `form` is a `template_form`."""
     return orjson.dumps(
         (form["role"], _content(form), form.get("name"), _calls(form)), option=orjson.OPT_SORT_KEYS
     )
 
 
 def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Whether `sent` begins with messages that have the roles of `recorded`, and each its text or its calls:
-    other messages never render alike."""
+    """Whether `sent` begins with messages that match `recorded` in role, and in text or calls; others never
+    render alike."""
     if len(recorded) > len(sent):
         return False
     pairs = zip(recorded, sent, strict=False)
-    return all(_resembles(template_form(one, 0), template_form(other, 0)) for one, other in pairs)
+    return all(_resembles(template_form(first, 0), template_form(second, 0)) for first, second in pairs)
 
 
-def _resembles(one: Message, other: Message) -> bool:
-    if one["role"] != other["role"]:
+def _resembles(first: Message, second: Message) -> bool:
+    if first["role"] != second["role"]:
         return False
-    calls = _calls(one)
-    return _content(one) == _content(other) or (calls is not None and calls == _calls(other))
+    calls = _calls(first)
+    return _content(first) == _content(second) or (calls is not None and calls == _calls(second))
 
 
-def in_one_spelling(messages: Sequence[Message]) -> list[Message]:
-    """The template forms without what never makes a difference: reasoning, edges, the ids of calls."""
+def normalized(messages: Sequence[Message]) -> list[Message]:
+    """The template forms without reasoning, surrounding whitespace and call ids, which never matter."""
     numbers: dict[str, str] = {}
     forms = []
     for index, message in enumerate(messages):
@@ -142,7 +142,7 @@ def in_one_spelling(messages: Sequence[Message]) -> list[Message]:
 
 
 def _content(form: Message) -> str:
-    """The text without reasoning and without whitespace at its edges."""
+    """The text without reasoning and surrounding whitespace."""
     content: str = form["content"]
     if form["role"] == "assistant" and _THOUGHT_END in content:
         content = content.partition(_THOUGHT_END)[2]
@@ -153,29 +153,32 @@ def _calls(form: Message) -> list[tuple[str, Any]] | None:
     """Names and arguments of an assistant's calls."""
     if form["role"] != "assistant" or "tool_calls" not in form:
         return None
-    return [(call["function"]["name"], _plain(call["function"]["arguments"])) for call in form["tool_calls"]]
+    return [
+        (call["function"]["name"], _normalized_numbers(call["function"]["arguments"]))
+        for call in form["tool_calls"]
+    ]
 
 
-def _plain(value: Any) -> Any:
-    """A JSON value with numbers as JavaScript tells them apart: 1.0 is 1, and an integer above 2^53 is the
-    nearest float64."""
+def _normalized_numbers(value: Any) -> Any:
+    """A JSON value with its numbers as in JavaScript: 1.0 is 1, and an integer above 2^53 is the nearest
+    float64."""
     if isinstance(value, int) and abs(value) >= _EXACT:
         return float(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_normalized_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _normalized_numbers(item) for key, item in value.items()}
     return value
 
 
 def chain(key: bytes, form: Message) -> bytes:
-    """The key of a history and one message more."""
+    """The digest of a history with digest `key` and one more message."""
     return blake2b(meaning(form), digest_size=16, key=key).digest()
 
 
 def root_key(tools: Any, options: Any) -> bytes:
-    """The key of an empty history under these tools and template options."""
+    """The digest of an empty history with these tools and template options."""
     what = orjson.dumps((tools or None, options or None), option=orjson.OPT_SORT_KEYS)
     return blake2b(what, digest_size=16).digest()

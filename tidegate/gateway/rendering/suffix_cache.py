@@ -1,4 +1,4 @@
-"""The frames of one template, and where each of them holds."""
+"""Caches the suffix templates of a chat template, and where each is valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.gateway.rendering.chat_template import Suffixes, Unrenderable
 from tidegate.gateway.rendering.suffix_template import MessageShape, SuffixTemplate, describe, infer
 from tidegate.types import Message
 
-_MOST = 512  # shapes; a client that sends more kinds of requests than that learns some of them twice
+_MAX_ENTRIES = 512  # message shapes; the cache is cleared when full
 MINIMAL_PROMPT: list[Message] = [{"role": "user", "content": "."}]
 TOOL = {
     "type": "function",
@@ -37,18 +37,18 @@ _LONGER: list[list[Message]] = [
 
 
 class _Entry(NamedTuple):
-    frame: SuffixTemplate | None  # None: this shape is rendered each time
-    by_tools: bool  # the frame holds for one list of tools
+    template: SuffixTemplate | None  # None: this shape is rendered each time
+    by_tools: bool  # the template holds for one list of tools
 
 
 class SuffixCache:
-    """Fills what follows a reply into the frame of its shape; learns the frame when it first comes."""
+    """Renders the suffix after a reply from a template cached by message shape."""
 
     def __init__(self, suffixes: Suffixes) -> None:
         self._suffixes = suffixes
         self._entries: dict[Any, _Entry] = {}
-        self.dropped = 0
-        """Frames that the template was seen to contradict."""
+        self.invalidated = 0
+        """Suffix templates that a later rendering contradicted."""
 
     def after(
         self,
@@ -58,53 +58,53 @@ class SuffixCache:
         tools: Any,
         options: dict[str, Any],
     ) -> str:
-        """What the template writes after `reply`. Raises Unrenderable."""
-        known = describe(reply, new)
-        if known is None:
+        """The text after `reply`. Raises Unrenderable."""
+        shape = describe(reply, new)
+        if shape is None:
             return self._suffixes.after(context(), reply, new, tools, options)
-        key: Any = (known.shape, orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b"")
+        key: Any = (shape.kinds, orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b"")
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._learn(key, known, reply, new, tools, options)
+            entry = self._add(key, shape, reply, new, tools, options)
         if entry.by_tools:
             key = (*key, blake2b(orjson.dumps(tools), digest_size=16).digest())
-            entry = self._entries.get(key) or self._note(
-                key, _Entry(self._frame(known, reply, new, tools, options), False)
+            entry = self._entries.get(key) or self._store(
+                key, _Entry(self._infer(shape, reply, new, tools, options), False)
             )
-        if entry.frame is None:
+        if entry.template is None:
             return self._suffixes.after(context(), reply, new, tools, options)
-        text = entry.frame.fill(known.fields)
-        entry.frame.uses += 1
-        if entry.frame.uses & (entry.frame.uses - 1) == 0:  # again and again, ever more seldom
+        text = entry.template.fill(shape.fields)
+        entry.template.uses += 1
+        if entry.template.uses & (entry.template.uses - 1) == 0:  # verify at uses 1, 2, 4, 8, …
             truth = self._suffixes.after(MINIMAL_PROMPT, reply, new, tools, options)
             if truth != text:
-                self.dropped += 1
-                self._note(key, _Entry(None, False))
+                self.invalidated += 1
+                self._store(key, _Entry(None, False))
                 return self._suffixes.after(context(), reply, new, tools, options)
         return text
 
-    def _learn(
-        self, key: Any, known: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
+    def _add(
+        self, key: Any, shape: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
     ) -> _Entry:
-        """Where is what follows the same: after any history, or after any with these tools?"""
+        """Add a shape whose suffix is the same after any history, any with the same tools, or neither."""
         given = tools or [TOOL]
         plain = self._try(MINIMAL_PROMPT, reply, new, None, options)
         longer = [self._try(before, reply, new, given, options) for before in _LONGER]
-        if plain is not None and _all_are(plain, longer):
-            return self._note(key, _Entry(self._frame(known, reply, new, None, options), False))
+        if plain is not None and _all_equal(plain, longer):
+            return self._store(key, _Entry(self._infer(shape, reply, new, None, options), False))
         with_tools = self._try(MINIMAL_PROMPT, reply, new, given, options)
-        if tools and with_tools is not None and _all_are(with_tools, longer):
-            return self._note(key, _Entry(None, True))
-        return self._note(key, _Entry(None, False))
+        if tools and with_tools is not None and _all_equal(with_tools, longer):
+            return self._store(key, _Entry(None, True))
+        return self._store(key, _Entry(None, False))
 
-    def _frame(
-        self, known: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
+    def _infer(
+        self, shape: MessageShape, reply: Message, new: list[Message], tools: Any, options: Any
     ) -> SuffixTemplate | None:
         def suffix(reply: Message, new: list[Message]) -> str:
             return self._suffixes.after(MINIMAL_PROMPT, reply, new, tools, options)
 
         try:
-            return infer(suffix, reply, new, known)
+            return infer(suffix, reply, new, shape)
         except Unrenderable:
             return None
 
@@ -116,14 +116,14 @@ class SuffixCache:
         except Unrenderable:
             return None
 
-    def _note(self, key: Any, entry: _Entry) -> _Entry:
-        if len(self._entries) >= _MOST:
+    def _store(self, key: Any, entry: _Entry) -> _Entry:
+        if len(self._entries) >= _MAX_ENTRIES:
             self._entries.clear()
         self._entries[key] = entry
         return entry
 
 
-def _all_are(text: str, others: Sequence[str | None]) -> bool:
-    """Whether all histories that the template takes give this text; at least one must."""
-    taken = [other for other in others if other is not None]
-    return bool(taken) and all(other == text for other in taken)
+def _all_equal(text: str, others: Sequence[str | None]) -> bool:
+    """Whether all accepted histories give `text`; at least one must be accepted."""
+    accepted = [other for other in others if other is not None]
+    return bool(accepted) and all(other == text for other in accepted)

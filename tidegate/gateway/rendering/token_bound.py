@@ -1,8 +1,8 @@
-"""How few tokens a prompt can have: what certainly does not fit is refused before it is encoded.
+"""Computes a lower bound of a prompt's tokens, to refuse oversized prompts before they are encoded.
 
-No token stands for more characters than the longest one has. That bounds a prompt from below where the
-tokenizer keeps every character, and the chat template writes contents whole; where either is not known to be
-so, there is no bound, and the prompt is encoded.
+A token stands for at most as many characters as the longest one. This bounds a prompt if the tokenizer drops
+no character and the chat template renders contents unchanged; otherwise the bound is 0, and the prompt is
+encoded.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.rendering.suffix_cache import CALL, MINIMAL_PROMPT
-from tidegate.gateway.rendering.tokenizer import BREAK
+from tidegate.gateway.rendering.tokenizer import ESCAPE
 from tidegate.types import Message
 
 _KEEPING = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
-"""Pre-tokenizers that drop no character, unless they are told to."""
+"""Pre-tokenizers that drop no character by default."""
 _COMPOSED = 4
-"""Characters that NFC may make one of."""
+"""Most characters that NFC composes into one."""
 _PROBE = 'a\n\n b </think> "q" <x> {{ y }} é🍎\t1234567890\n' * 200 + "."
 
 
-def longest_token(tokenizer: Any) -> int | None:
-    """The most characters that a token stands for; None where a token may stand for any number of them."""
+def max_token_length(tokenizer: Any) -> int | None:
+    """The most characters that a token stands for; None if unbounded."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     spec = orjson.loads(backend.to_str())
     model, steps = spec["model"], _steps(spec["pre_tokenizer"])
     vocabulary = model.get("vocab")
-    whole = (
+    lossless = (
         model["type"] == "BPE"
         and spec["truncation"] is None
-        and any(one["type"] == "ByteLevel" for one in steps)
-        and all(one["type"] in _KEEPING and one.get("behavior") != "Removed" for one in steps)
-        and all(one["type"] == "NFC" for one in _steps(spec["normalizer"]))
+        and any(step["type"] == "ByteLevel" for step in steps)
+        and all(step["type"] in _KEEPING and step.get("behavior") != "Removed" for step in steps)
+        and all(step["type"] == "NFC" for step in _steps(spec["normalizer"]))
         and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-        and not any(one["lstrip"] or one["rstrip"] for one in spec["added_tokens"])
+        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
     )
-    if not whole:
+    if not lossless:
         return None
-    # Every character is a byte or more, and a token is written with one sign a byte.
-    return max(map(len, (*vocabulary, *(one["content"] for one in spec["added_tokens"]))))
+    # A character is at least one byte, and the vocabulary writes one character per byte.
+    return max(map(len, (*vocabulary, *(token["content"] for token in spec["added_tokens"]))))
 
 
 def _steps(spec: Any) -> list[Any]:
@@ -57,53 +57,57 @@ def _steps(spec: Any) -> list[Any]:
     if spec["type"] != "Sequence":
         return [spec]
     inner = spec.get("pretokenizers") or spec.get("normalizers") or []
-    return [step for one in inner for step in _steps(one)]
+    return [step for part in inner for step in _steps(part)]
 
 
-def weight(text: str) -> int:
-    """How many characters of a text, or a part of one, are in its tokens at least: templates strip contents,
-    normalizers compose characters, and what breaks look-alikes of control tokens is taken out again."""
+def min_characters(text: str) -> int:
+    """Lower bound of the characters that the tokens of a text stand for: templates strip contents,
+    normalizers compose characters, and escapes of special tokens are removed."""
     solid = text.strip()
     if solid.isascii():
         return max(0, len(solid) - 1)
-    return max(0, (len(solid) - len(BREAK) * solid.count(BREAK) - 1) // _COMPOSED)
+    return max(0, (len(solid) - len(ESCAPE) * solid.count(ESCAPE) - 1) // _COMPOSED)
 
 
 class TokenBound:
-    """For one model's tokenizer and template."""
+    """Lower bound of prompt tokens for a tokenizer and template."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._longest = longest_token(renderer.codec.tokenizer)
-        self._roles = frozenset(role for role in ("user", "tool") if _writes_whole(renderer, role))
+        self._max_token_length = max_token_length(renderer.codec.tokenizer)
+        self._roles = frozenset(
+            role for role in ("user", "tool") if _writes_content_unchanged(renderer, role)
+        )
 
-    def least(self, messages: list[Message], prompt: str | None, weigh: Callable[[str], int] = weight) -> int:
-        """The tokens of a prompt of messages, or of a text alone; at least so many."""
-        if self._longest is None:
+    def min_tokens(
+        self, messages: list[Message], prompt: str | None, weigh: Callable[[str], int] = min_characters
+    ) -> int:
+        """Lower bound of the tokens of messages, or of the text `prompt` if given."""
+        if self._max_token_length is None:
             return 0
         if prompt is not None:
-            return -(-weigh(prompt) // self._longest)
-        return -(-sum(weigh(self._text(one)) for one in messages) // self._longest)
+            return -(-weigh(prompt) // self._max_token_length)
+        return -(-sum(weigh(self._text(message)) for message in messages) // self._max_token_length)
 
     def _text(self, message: Any) -> str:
-        """What a message surely has in the prompt."""
+        """The text that a message certainly adds to the prompt."""
         if not isinstance(message, dict) or message.get("role") not in self._roles:
             return ""
         try:
             return text_of(message.get("content"), "messages")
         except ApiError:
-            return ""  # it is refused by its place later
+            return ""  # refused later, with its index
 
 
-def _writes_whole(renderer: Renderer, role: str) -> bool:
-    """Whether the template writes all of a long content, seen by what comes of one."""
+def _writes_content_unchanged(renderer: Renderer, role: str) -> bool:
+    """Whether the template renders a long content without dropping characters."""
     before: list[Message] = []
-    told: Message = {"role": role}
+    message: Message = {"role": role}
     if role == "tool":
         before = [*MINIMAL_PROMPT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-        told |= {"tool_call_id": CALL["id"], "name": "f"}
+        message |= {"tool_call_id": CALL["id"], "name": "f"}
     try:
         short, long = (
-            len(renderer.write([*before, {**told, "content": content}], None, {}))
+            len(renderer.render_text([*before, {**message, "content": content}], None, {}))
             for content in (".", _PROBE)
         )
     except ApiError:

@@ -17,7 +17,7 @@ import numpy as np
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, trainable_tokens
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.reply import ReplyReader, begins_with, read_through
+from tidegate.gateway.parsing.reply import ReplyReader, begins_with, count_read_ids
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, TurnRequestInfo
 from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
@@ -72,12 +72,12 @@ class PendingTurn:
     def delivered_ids(self, ids: Sequence[int]) -> int:
         """Discards the parts that were not sent; returns the number of ids of the sent ones."""
         reader = self.reader
-        reader.keep(self.delivered_parts)
-        last = max(reader.ends, default=0)
+        reader.truncate(self.delivered_parts)
+        last = max(reader.part_ends, default=0)
         if self.new_reader is None or not last:
             return last
-        first = max((end for end in reader.ends if end < last), default=0)
-        return read_through(self.new_reader, ids[:last], reader.message(), first) or last
+        first = max((end for end in reader.part_ends if end < last), default=0)
+        return count_read_ids(self.new_reader, ids[:last], reader.message(), first) or last
 
     def quoted_by(self, request: TurnRequest) -> bool:
         """Returns whether a request quotes the beginning of this reply, which is still streaming."""

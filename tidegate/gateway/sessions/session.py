@@ -106,7 +106,7 @@ class GatewaySession:
     @property
     def engine_outage(self) -> str | None:
         """Describes how often its calls had no engine, which costs time; None if never."""
-        number = self.affinity.disturbances
+        number = self.affinity.disruptions
         return f"no engine was available, or it was lost, {number} times during its calls" if number else None
 
     def note_refusal(self, refusal: ApiError) -> None:
@@ -126,7 +126,7 @@ class GatewaySession:
         if self.closed is None:
             self.closed = reason
         self.calls.cancel_all(session_closed(self.closed))
-        self.affinity.leave()
+        self.affinity.release()
 
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""

@@ -1,4 +1,4 @@
-"""All shards together: started, kept, asked one by one or all at once."""
+"""Starts and supervises all shards, and calls one or all of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import orjson
 from yarl import URL
 
 from tidegate.errors import GatewayError, TidegateError
-from tidegate.gateway.engines.lag import PatientConnector
+from tidegate.gateway.engines.lag import LagTolerantConnector
 from tidegate.gateway.sharding.shard import Shard
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
 CALL_S = 120.0
-"""How long a control call waits for a shard: a finish waits for its reward, and a shard may restart."""
-_AGAIN_S = 0.05
+"""Timeout of a control call, which may have to wait for a reward and for a restart of the shard."""
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a shard answered."""
+    """A shard's response."""
 
     status: int
     body: bytes
@@ -36,21 +36,21 @@ class Answer:
 
 
 class Fleet:
-    """Owns the shards and the connections to them; lives on one event loop."""
+    """Owns the shards and the connections to them, on one event loop."""
 
     def __init__(
-        self, shards: Sequence[Shard], admin_key: str | None, on_death: Callable[[str], None]
+        self, shards: Sequence[Shard], admin_key: str | None, on_failure: Callable[[str], None]
     ) -> None:
         self.shards = list(shards)
         self.engines: dict[str, dict[str, Any]] = {}
-        """What was added, by URL: a shard that starts again is told."""
+        """Engines added by clients, by URL; sent to a shard after a restart."""
         self._admin = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
-        self._on_death = on_death
-        self._keepers: list[asyncio.Task[None]] = []
+        self._on_failure = on_failure
+        self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Raises StartError where a shard does not come up."""
-        connector = PatientConnector(5.0, keepalive_s=30.0)
+        """Start all shards and their supervisors. Raises StartError if a shard does not start."""
+        connector = LagTolerantConnector(5.0, keepalive_s=30.0)
         timeout = aiohttp.ClientTimeout(total=None)
         self.http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         results = await asyncio.gather(*(shard.start() for shard in self.shards), return_exceptions=True)
@@ -59,24 +59,26 @@ class Fleet:
                 await self.close()
                 raise error
         for shard in self.shards:
-            keeper = asyncio.create_task(shard.keep(self._prepare), name=f"keeper of shard {shard.index}")
-            keeper.add_done_callback(self._keeper_ended)
-            self._keepers.append(keeper)
+            supervisor = asyncio.create_task(
+                shard.supervise(self._prepare), name=f"supervisor of shard {shard.index}"
+            )
+            supervisor.add_done_callback(self._supervisor_ended)
+            self._supervisors.append(supervisor)
 
     async def close(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(shard.stop() for shard in self.shards))
         await self.http.close()
 
-    async def ask(
+    async def call(
         self, index: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """One control call to one shard, repeated while the shard cannot be reached: all of them may be.
+        """Send a control call to one shard, retrying until it is reachable: control calls are idempotent.
 
-        `body`: bytes as they came, or what is to become JSON. Without `headers` it has the front's own
-        right. Raises GatewayError where the shard does not answer in time.
+        `body` is sent as is if it is bytes, else as JSON. Without `headers` the admin key is sent. Raises
+        GatewayError if the shard does not answer in time.
         """
         shard = self.shards[index]
         try:
@@ -86,24 +88,24 @@ class Fleet:
                     try:
                         return await self._once(shard, method, path, body, headers)
                     except (aiohttp.ClientError, OSError) as error:
-                        log.info("shard %d, %s %s: %s; once more", index, method, path, error)
-                        await asyncio.sleep(_AGAIN_S)
+                        log.info("shard %d, %s %s: %s; retrying", index, method, path, error)
+                        await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             raise GatewayError(f"shard {index} did not answer within {CALL_S:g} s", status=503) from None
 
-    async def ask_all(
+    async def call_all(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> list[Answer]:
-        """The same call to every shard; the answers are in the shards' order. Raises GatewayError, with
-        the first refusal among them."""
-        return checked(await self.ask_each(method, path, body, headers))
+        """Send the same call to every shard; returns the responses in shard order. Raises the first
+        GatewayError, or Refused."""
+        return raise_for_status(await self.call_each(method, path, body, headers))
 
-    async def ask_each(
+    async def call_each(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> list[Answer | BaseException]:
-        """The same, with what each shard answered, or why it did not."""
-        asked = [self.ask(shard.index, method, path, body, headers) for shard in self.shards]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        """Send the same call to every shard; returns each response or exception."""
+        calls = [self.call(shard.index, method, path, body, headers) for shard in self.shards]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _once(
         self, shard: Shard, method: str, path: str, body: Any, headers: Mapping[str, str] | None
@@ -115,43 +117,43 @@ class Fleet:
             return Answer(response.status, await response.read(), response.content_type)
 
     async def _prepare(self, shard: Shard) -> None:
-        """A shard that was started again has to know the engines."""
+        """Register the engines with a restarted shard."""
         for engine in list(self.engines.values()):
             try:
                 await self._once(shard, "POST", "/engines", engine, None)
-            except (aiohttp.ClientError, OSError) as error:  # it died again, which its keeper sees
-                log.warning("shard %d could not be told of %s: %s", shard.index, engine["url"], error)
+            except (aiohttp.ClientError, OSError) as error:  # the supervisor restarts it again
+                log.warning("cannot register engine with shard %d: %s: %s", shard.index, engine["url"], error)
 
-    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+    def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_death(
+            self._on_failure(
                 str(error) if isinstance(error, TidegateError) else f"{task.get_name()}: {error!r}"
             )
 
 
 class Refused(GatewayError):
-    """A shard refused a call; its answer is passed on as it is."""
+    """A shard refused a call; its response is forwarded unchanged."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.body.decode(errors="replace"), status=answer.status)
         self.answer = answer
 
 
-def checked(answers: Sequence[Answer | BaseException]) -> list[Answer]:
-    """All of them, or the first that is none raised: a refusal as Refused."""
-    found = []
+def raise_for_status(answers: Sequence[Answer | BaseException]) -> list[Answer]:
+    """Return all responses, or raise the first exception; an HTTP error raises Refused."""
+    responses = []
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
         if answer.status >= 400:
             raise Refused(answer)
-        found.append(answer)
-    return found
+        responses.append(answer)
+    return responses
 
 
-async def first(*work: Coroutine[Any, Any, Any]) -> None:
-    """Until the first of them is done; the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def first_completed(*work: Coroutine[Any, Any, Any]) -> None:
+    """Wait until the first coroutine is done and cancel the others."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

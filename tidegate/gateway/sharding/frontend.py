@@ -1,8 +1,8 @@
-"""The front of a sharded gateway: one address for the trainer, which looks like one gateway.
+"""Routes the calls of a sharded gateway, behind one address that looks like a single gateway.
 
-It holds no session. Control calls go to the shard that an id names, a group's to the shard of its hash;
-leases are gathered, listings joined. Agents are handed their shard's own address; for those that can be
-told only a key, `/v1/…` is passed on.
+The front stores no sessions. It routes control calls by the shard index in an id, and group calls by the hash
+of the group id; it aggregates leases and listings. Agents receive the address of their shard; for agents that
+can be given only a key, the front proxies `/v1/…`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.prometheus import PREFIX
 from tidegate.gateway.ids import new_id
-from tidegate.gateway.sharding.fleet import Answer, Fleet, Refused, checked
+from tidegate.gateway.sharding.fleet import Answer, Fleet, Refused, raise_for_status
 from tidegate.gateway.sharding.leases import LeaseAggregator
 from tidegate.gateway.sharding.proxy import ReverseProxy
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
@@ -39,31 +39,31 @@ from tidegate.service.api_key import ApiKey
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
-_OPEN = frozenset({"/health", "/ready"})
+_WITHOUT_KEY = frozenset({"/health", "/ready"})
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ShardRouter:
-    """The routes of a front. `create_app` makes the ASGI app, whose lifespan owns the shards.
+    """The routes of the front. `create_app` returns the ASGI app, whose lifespan owns the shards.
 
-    `on_death` is called once, with the reason, when a shard cannot be kept alive.
+    `on_failure` is called once, with the reason, when a shard exits too often or does not start.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], admin_key: str | None, on_death: Callable[[str], None]
+        self, shards: Sequence[Shard], admin_key: str | None, on_failure: Callable[[str], None]
     ) -> None:
         self.instance = new_id()
         self.failed: str | None = None
-        self.fleet = Fleet(shards, admin_key, self._died)
-        self._key = ApiKey(admin_key, lambda: GatewayError("this needs the gateway's admin key", status=401))
-        self._leasing = LeaseAggregator(self.fleet)
-        self._on_death = on_death
+        self.fleet = Fleet(shards, admin_key, self._fail)
+        self._key = ApiKey(admin_key, lambda: GatewayError("the gateway's admin key is required", status=401))
+        self._leases = LeaseAggregator(self.fleet)
+        self._on_failure = on_failure
         self._next = count()
 
     def create_app(self) -> ASGIApp:
-        passage, key = ReverseProxy(self.fleet), self._key
+        proxy, key = ReverseProxy(self.fleet), self._key
         routes = [
-            Route(path, _guarded(handler, None if path in _OPEN else key), methods=[method])
+            Route(path, _endpoint(handler, None if path in _WITHOUT_KEY else key), methods=[method])
             for method, path, handler in (
                 ("POST", "/sessions", self._open),
                 ("GET", "/sessions/{id}", self._session),
@@ -88,8 +88,8 @@ class ShardRouter:
         control = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={404: _no_route})
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            passed = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/s/"))
-            await (passage if passed else control)(scope, receive, send)
+            data_plane = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/s/"))
+            await (proxy if data_plane else control)(scope, receive, send)
 
         return app
 
@@ -98,23 +98,23 @@ class ShardRouter:
         try:
             await self.fleet.start()
         except TidegateError as error:
-            self._died(str(error))
+            self._fail(str(error))
             raise
         try:
             yield
         finally:
             await self.fleet.close()
 
-    def _died(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         if self.failed is None:
             self.failed = why
             log.error("%s", why)
-            self._on_death(why)
+            self._on_failure(why)
 
     # -- sessions --------------------------------------------------------------------------------
 
     async def _open(self, request: Request) -> Response:
-        """On the shard of its group; where it has none, on the next one. It hands out its own address."""
+        """Open a session on the shard of its group, or on the next shard; it returns its own address."""
         body = await _body(request)
         group_id = _field(body, "group_id")
         shards = self.fleet.shards
@@ -124,23 +124,25 @@ class ShardRouter:
         host = request.url.hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         address = f"{host}:{urlsplit(shards[index].url).port}"
-        headers = {**_right(request), "Host": address}
-        return _passed(await self.fleet.ask(index, "POST", "/sessions", body, headers))
+        headers = {**_authorization(request), "Host": address}
+        return _forward(await self.fleet.call(index, "POST", "/sessions", body, headers))
 
     async def _session(self, request: Request) -> Response:
         session_id = request.path_params["id"]
         index = shard_of_id(session_id, len(self.fleet.shards))
         if index is None:
             raise GatewayError(f"there is no session {session_id}", status=404)
-        return await self._to(index, request)
+        return await self._forward_to(index, request)
 
     # -- groups ----------------------------------------------------------------------------------
 
     async def _group(self, request: Request) -> Response:
-        return await self._to(shard_of_group(request.path_params["id"], len(self.fleet.shards)), request)
+        return await self._forward_to(
+            shard_of_group(request.path_params["id"], len(self.fleet.shards)), request
+        )
 
     async def _groups(self, request: Request) -> Response:
-        answers = await self.fleet.ask_all("GET", "/groups", None, _right(request))
+        answers = await self.fleet.call_all("GET", "/groups", None, _authorization(request))
         return _json({"groups": [row for answer in answers for row in answer.json()["groups"]]})
 
     async def _ack(self, request: Request) -> Response:
@@ -149,75 +151,73 @@ class ShardRouter:
         index = shard_of_id(lease_id, len(self.fleet.shards))
         if index is None:
             raise GatewayError(f"there is no lease {lease_id}", status=404)
-        return _passed(await self.fleet.ask(index, "POST", "/groups/ack", body, _right(request)))
+        return _forward(await self.fleet.call(index, "POST", "/groups/ack", body, _authorization(request)))
 
     async def _lease(self, request: Request) -> Response:
         try:
-            asked = schemas.Lease.model_validate_json(await _body(request))
+            body = schemas.Lease.model_validate_json(await _body(request))
         except ValidationError as error:
             raise GatewayError(schemas.explain(list(error.errors())), status=400) from None
-        lease = asyncio.create_task(self._leasing.lease(asked, _right(request)))
+        lease = asyncio.create_task(self._leases.lease(body, _authorization(request)))
         gone = asyncio.ensure_future(request.receive())
-        there = False
+        connected = False
         try:
             await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
-            there = not gone.done()
-            if there:
+            connected = not gone.done()
+            if connected:
                 return Response(msgpack.packb({"groups": lease.result()}), media_type="application/msgpack")
             return Response(status_code=499)
         finally:
             gone.cancel()
-            if not there:
-                # Whoever asked has left: what was leased meanwhile is for the next one who asks.
+            if not connected:
                 lease.cancel()
-                given = (await asyncio.gather(lease, return_exceptions=True))[0]
-                if isinstance(given, list):
-                    await self._leasing.give_back(given)
+                groups = (await asyncio.gather(lease, return_exceptions=True))[0]
+                if isinstance(groups, list):  # leased for a client that has disconnected
+                    await self._leases.release(groups)
 
     # -- engines ---------------------------------------------------------------------------------
 
     async def _engines(self, request: Request) -> Response:
         body = await _body(request)
-        answers = await self.fleet.ask_each(request.method, "/engines", body, _right(request))
-        done = [one for one in answers if isinstance(one, Answer) and one.status < 400]
+        answers = await self.fleet.call_each(request.method, "/engines", body, _authorization(request))
+        done = [answer for answer in answers if isinstance(answer, Answer) and answer.status < 400]
         engine = orjson.loads(body) if done else {}
-        # A shard that did not answer is told of it when it is started again, as the others did it.
+        # A shard that did not answer gets the change after its restart.
         if done and request.method != "DELETE":
             row = done[0].json()
-            waits = False if not row["admitted"] else None
-            told = {"url": row["url"], "control": row["control"], "admitted": engine.get("admitted", waits)}
-            self.fleet.engines[row["url"]] = told
+            admitted = engine.get("admitted", None if row["admitted"] else False)
+            self.fleet.engines[row["url"]] = {
+                "url": row["url"],
+                "control": row["control"],
+                "admitted": admitted,
+            }
         elif done:
             self.fleet.engines.pop(engine["url"].rstrip("/"), None)
-        return _passed(checked(answers)[0])
+        return _forward(raise_for_status(answers)[0])
 
     async def _list_engines(self, request: Request) -> Response:
-        """Each once: healthy and admitted where it is so on every shard, with what all shards do there."""
-        answers = await self.fleet.ask_all("GET", "/engines", None, _right(request))
+        """Each engine once: healthy and admitted if it is so on every shard; calls and limits are summed."""
+        answers = await self.fleet.call_all("GET", "/engines", None, _authorization(request))
         rows: dict[str, dict[str, Any]] = {}
         for row in (row for answer in answers for row in answer.json()["engines"]):
-            known = rows.setdefault(row["url"], row)
-            if known is not row:
-                if known["state"] == "healthy":
-                    known["state"] = row["state"]
-                known["healthy"] = known["healthy"] and row["healthy"]
-                known["admitted"] = known["admitted"] and row["admitted"]
-                known["quarantined"] = known["quarantined"] or row["quarantined"]
+            total = rows.setdefault(row["url"], row)
+            if total is not row:
+                if total["state"] == "healthy":
+                    total["state"] = row["state"]
+                total["healthy"] = total["healthy"] and row["healthy"]
+                total["admitted"] = total["admitted"] and row["admitted"]
+                total["quarantined"] = total["quarantined"] or row["quarantined"]
                 for name in ("calls", "limit", "sessions"):
-                    known[name] += row[name]
+                    total[name] += row[name]
         return _json({"engines": list(rows.values())})
 
-    # -- what it says of itself ------------------------------------------------------------------
+    # -- health and metrics ----------------------------------------------------------------------
 
     async def _health(self, _: Request) -> Response:
-        down = [
-            f"shard {shard.index} is being started again"
-            for shard in self.fleet.shards
-            if not shard.up.is_set()
-        ]
+        down = [f"shard {shard.index} is restarting" for shard in self.fleet.shards if not shard.up.is_set()]
         reason = self.failed or ", ".join(down)
         if not reason:
-            answers = await self._all_of("/health")
+            answers = await self._call_each_shard("/health")
             reason = "; ".join(
                 f"shard {index}: {answer.json().get('reason')}"
                 for index, answer in enumerate(answers)
@@ -229,14 +229,16 @@ class ShardRouter:
 
     async def _ready(self, _: Request) -> Response:
         up = all(shard.up.is_set() for shard in self.fleet.shards)
-        ready = up and all(answer.status == 200 for answer in await self._all_of("/ready"))
+        ready = up and all(answer.status == 200 for answer in await self._call_each_shard("/ready"))
         return _json({"ready": ready}, 200 if ready else 503)
 
-    async def _all_of(self, path: str) -> list[Answer]:
-        return await asyncio.gather(*(self.fleet.ask(one.index, "GET", path) for one in self.fleet.shards))
+    async def _call_each_shard(self, path: str) -> list[Answer]:
+        return await asyncio.gather(
+            *(self.fleet.call(shard.index, "GET", path) for shard in self.fleet.shards)
+        )
 
     async def _metrics(self, request: Request) -> Response:
-        answers = await self.fleet.ask_all("GET", "/metrics", None, _right(request))
+        answers = await self.fleet.call_all("GET", "/metrics", None, _authorization(request))
         own = prometheus(
             PREFIX,
             [
@@ -252,15 +254,17 @@ class ShardRouter:
         texts = {str(index): answer.body.decode() for index, answer in enumerate(answers)}
         return Response(own + merged(texts, "shard"), media_type="text/plain; version=0.0.4")
 
-    async def _to(self, index: int, request: Request) -> Response:
-        """Pass a control call on as it is."""
+    async def _forward_to(self, index: int, request: Request) -> Response:
+        """Forward a control call unchanged to one shard."""
         path = request.scope["raw_path"].decode("latin-1")
         body = await _body(request)
-        return _passed(await self.fleet.ask(index, request.method, path, body or None, _right(request)))
+        return _forward(
+            await self.fleet.call(index, request.method, path, body or None, _authorization(request))
+        )
 
 
-def _guarded(handler: Handler, key: ApiKey | None) -> Handler:
-    """The key is checked before anything else of the request is read."""
+def _endpoint(handler: Handler, key: ApiKey | None) -> Handler:
+    """Wrap a handler: check the key before the body is read, and turn errors into responses."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -268,7 +272,7 @@ def _guarded(handler: Handler, key: ApiKey | None) -> Handler:
                 await key(request)
             return await handler(request)
         except Refused as error:
-            return _passed(error.answer)
+            return _forward(error.answer)
         except GatewayError as error:
             return _error(str(error), error.status or 400)
         except ClientGone:
@@ -285,7 +289,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _field(body: bytes, name: str) -> str | None:
-    """A string in a JSON object, where there is one; what is wrong with the body the shard will say."""
+    """A string field of a JSON body, or None; the shard reports an invalid body."""
     with contextlib.suppress(orjson.JSONDecodeError):
         payload = orjson.loads(body)
         if isinstance(payload, dict) and isinstance(payload.get(name), str):
@@ -293,13 +297,13 @@ def _field(body: bytes, name: str) -> str | None:
     return None
 
 
-def _right(request: Request) -> dict[str, str]:
-    """The caller's own right: the shards judge it."""
+def _authorization(request: Request) -> dict[str, str]:
+    """The caller's Authorization header, which the shard checks."""
     authorization = request.headers.get("authorization")
     return {} if authorization is None else {"Authorization": authorization}
 
 
-def _passed(answer: Answer) -> Response:
+def _forward(answer: Answer) -> Response:
     headers = {"x-should-retry": "false"} if 400 <= answer.status < 500 else {}
     return Response(answer.body, answer.status, headers, answer.content_type)
 
@@ -313,4 +317,4 @@ def _error(message: str, status: int) -> Response:
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
-    return _error(f"{request.method} {request.url.path}: there is no such route", 404)
+    return _error(f"no route {request.method} {request.url.path}", 404)

@@ -1,4 +1,4 @@
-"""The data plane through the front: for agents that can be told only a URL and a key."""
+"""Proxies the data plane through the front, for agents that can be given only a URL and a key."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tidegate.gateway.sharding.shard import Shard, shard_of_id
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
 _UP_S = 60.0
-_OF_ONE_HOP = frozenset({b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"})
+_HOP_BY_HOP = frozenset({b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"})
 
 
 class _Upload:
-    """A request's body on its way: never held here, so that the shard can judge the key first, and bounds
-    the body in size and time."""
+    """Streams a request body without buffering it, so that the shard checks the key first and enforces its
+    limits of size and time."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         names = {name for name, _ in scope["headers"]}
         self._empty = not names & {b"content-length", b"transfer-encoding"}
         self._receive = receive
         self._over = asyncio.Event()
-        self.broken_off = False
-        """The client left before the end of the body."""
+        self.disconnected = False
+        """The client disconnected before the end of the body."""
 
     def body(self) -> AsyncIterator[bytes] | None:
         if self._empty:
@@ -43,32 +43,32 @@ class _Upload:
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.broken_off = True
-                raise ConnectionError("the client closed the connection before its request was whole")
+                self.disconnected = True
+                raise ConnectionError("the client disconnected before the end of its request")
             if message.get("body"):
                 yield message["body"]
             more = message.get("more_body", False)
         self._over.set()
 
     async def client_gone(self) -> None:
-        """Until the client leaves, after its whole request was passed on."""
+        """Wait until the client disconnects, after its whole request was forwarded."""
         await self._over.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
-def as_it_came(shard: Shard, scope: Scope) -> URL:
-    """A request's URL at a shard: its path and query as they were written, for what they mean once they are
-    decoded and written anew may be another path."""
+def shard_url(shard: Shard, scope: Scope) -> URL:
+    """The URL of a request at a shard, with the raw path and query: decoding and re-encoding could change the
+    path."""
     path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
     return URL(shard.url + path + ("?" + query if query else ""), encoded=True)
 
 
 class ReverseProxy:
-    """Passes a request to the shard that its key names, and the answer back as it comes.
+    """Streams a request to the shard of its session or key, and the response back.
 
-    What a key does not tell is told by the first shard: that the key is wrong, in the dialect's shape.
-    Once it was sent a request is not sent again here: the client's retry says of itself that it is one.
+    A request without a valid key goes to the first shard, which refuses it in the client's dialect. Requests
+    are not retried here: a client's own retry is marked as one.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -76,26 +76,26 @@ class ReverseProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         upload = _Upload(scope, receive)
-        passing = asyncio.create_task(self._pass(self._shard(scope), scope, upload, send))
+        proxying = asyncio.create_task(self._proxy(self._shard(scope), scope, upload, send))
         gone = asyncio.create_task(upload.client_gone())
         try:
-            await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((proxying, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # A client that left closes the connection to the shard, which aborts the generation.
+            # Cancelling closes the connection to the shard, which aborts the generation.
             gone.cancel()
-            if not passing.done():
-                passing.cancel()
-            await asyncio.gather(passing, gone, return_exceptions=True)
-        if not passing.cancelled() and (error := passing.exception()) is not None:
+            if not proxying.done():
+                proxying.cancel()
+            await asyncio.gather(proxying, gone, return_exceptions=True)
+        if not proxying.cancelled() and (error := proxying.exception()) is not None:
             raise error
 
     def _shard(self, scope: Scope) -> Shard:
         headers = dict(scope["headers"])
         _, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shards = self._fleet.shards
-        of_path = scope["path"].split("/")[2] if scope["path"].startswith("/s/") else ""
+        session_id = scope["path"].split("/")[2] if scope["path"].startswith("/s/") else ""
         for token in (
-            of_path,
+            session_id,
             bearer.decode("latin-1").strip(),
             headers.get(b"x-api-key", b"").decode("latin-1"),
         ):
@@ -103,19 +103,19 @@ class ReverseProxy:
                 return shards[index]
         return shards[0]
 
-    async def _pass(self, shard: Shard, scope: Scope, upload: _Upload, send: Send) -> None:
-        url = as_it_came(shard, scope)
+    async def _proxy(self, shard: Shard, scope: Scope, upload: _Upload, send: Send) -> None:
+        url = shard_url(shard, scope)
         started = False
         try:
             async with asyncio.timeout(_UP_S):
                 await shard.up.wait()
             async with self._fleet.http.request(
-                scope["method"], url, data=upload.body(), headers=_passed_on(scope["headers"])
+                scope["method"], url, data=upload.body(), headers=_end_to_end(scope["headers"])
             ) as response:
                 headers = [
                     (name.lower(), value)
                     for name, value in response.raw_headers
-                    if name.lower() not in _OF_ONE_HOP
+                    if name.lower() not in _HOP_BY_HOP
                 ]
                 started = True
                 await send({"type": "http.response.start", "status": response.status, "headers": headers})
@@ -123,19 +123,19 @@ class ReverseProxy:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except (aiohttp.ClientError, OSError) as error:
-            if upload.broken_off:
+            if upload.disconnected:
                 return
             if started:
-                raise  # the server closes the connection, and so tells the client
+                raise  # the server then closes the connection to the client
             log.warning("shard %d: %s %s: %s", shard.index, scope["method"], scope["path"], error)
-            await _answer(send, 503, f"shard {shard.index} cannot be reached just now", [])
+            await _answer(send, 503, f"shard {shard.index} cannot be reached; retry later", [])
 
 
-def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in _OF_ONE_HOP
+        if name not in _HOP_BY_HOP
     ]
 
 

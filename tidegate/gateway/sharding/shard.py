@@ -1,7 +1,7 @@
-"""The shards behind a front: processes that it owns, and which of them knows what.
+"""The shard processes behind a front, and the mapping of ids to shards.
 
-A session's id and key, and a lease's id, begin with the index of the shard that made them, as in `3.9f…`;
-a group is where its id's hash says. So nothing has to be looked up, and nothing is shared.
+Session ids, session keys and lease ids begin with the index of their shard, as in `3.9f…`; the shard of a
+group is a hash of its id. Routing therefore needs no lookup and no shared state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tidegate.service.service import Service
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
-MAX_DEATHS = 5
-"""So many in a row, with no minute of life between two, and the front gives up."""
+MAX_EXITS = 5
+"""Consecutive exits, each within HEALTHY_S of the start, after which the front gives up."""
 HEALTHY_S = 60.0
 
 
@@ -29,20 +29,20 @@ def id_prefix(index: int) -> str:
 
 
 def shard_of_id(token: str, shards: int) -> int | None:
-    """The shard that made an id or a key; None where it is not one of ours."""
+    """The shard index in an id or key; None if it is invalid."""
     index, dot, _ = token.removeprefix("tg-").partition(".")
-    known = dot and index.isascii() and index.isdecimal() and int(index) < shards
-    return int(index) if known else None
+    valid = dot and index.isascii() and index.isdecimal() and int(index) < shards
+    return int(index) if valid else None
 
 
 def shard_of_group(group_id: str, shards: int) -> int:
-    """The shard of a group."""
+    """The shard index of a group, a hash of its id."""
     digest = blake2b(group_id.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
 
 
 class Shard:
-    """One gateway process, kept alive on one address by its `keep` task."""
+    """A gateway process at a fixed address, which its `supervise` task restarts."""
 
     def __init__(
         self,
@@ -77,34 +77,38 @@ class Shard:
     async def stop(self) -> None:
         await self._service.stop()
 
-    async def keep(self, on_return: Callable[[Shard], Awaitable[None]]) -> None:
-        """Start it again whenever it dies, and let `on_return` prepare it before it is up; raises
-        StartError where that helps no more."""
+    async def supervise(self, on_restart: Callable[[Shard], Awaitable[None]]) -> None:
+        """Restart the process whenever it exits, and await `on_restart` before it is up.
+
+        Raises StartError after MAX_EXITS consecutive exits.
+        """
         loop = asyncio.get_running_loop()
-        deaths = 0
+        exits = 0
         while True:
             since = loop.time()
             how = await self._service.wait_for_exit()
             self.up.clear()
-            deaths = 1 if loop.time() - since > HEALTHY_S else deaths + 1
-            if deaths > MAX_DEATHS:
-                raise StartError(f"{how}, {deaths} times in a row")
-            log.error("%s; it is started again at %s", how, self.url)
+            exits = 1 if loop.time() - since > HEALTHY_S else exits + 1
+            if exits > MAX_EXITS:
+                raise StartError(f"{how}, {exits} times in a row")
+            log.error("%s; restarting it at %s", how, self.url)
             self.restarts += 1
             await self._service.restart()
-            await on_return(self)
+            await on_restart(self)
             self.up.set()
 
 
 def journal_of(journal: Path, index: int, shards: int) -> Path:
-    """A shard's part of a journal, all of it where there is one; raises StartError where it was kept by
-    another number of shards."""
-    others = [one.name for one in journal.glob("shard-*-of-*") if not one.name.endswith(f"-of-{shards}")]
+    """The journal directory of a shard: the directory itself if there is one shard, else a subdirectory.
+
+    Raises StartError if the journal was written by another number of shards.
+    """
+    others = [path.name for path in journal.glob("shard-*-of-*") if not path.name.endswith(f"-of-{shards}")]
     if shards > 1 and (journal / FILE).exists():
         others.append(FILE)
     if others:
         raise StartError(
-            f"{journal} holds {', '.join(sorted(others))}: start with that many shards ({FILE} is of one), "
-            "for sessions stay where they are, or give another directory"
+            f"{journal} contains {', '.join(sorted(others))}, written by another number of shards ({FILE} is "
+            "from one); sessions do not move between shards: start with that number, or use another directory"
         )
     return journal / f"shard-{index}-of-{shards}" if shards > 1 else journal

@@ -111,22 +111,22 @@ class TurnPipeline:
 
     async def _generate(self, session: GatewaySession, call: PendingTurn) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
-        before = session.affinity.disturbances
+        before = session.affinity.disruptions
         try:
             result = await self._pool.sample(call.engine_request, session.affinity, session.deadline, on_ids)
         except asyncio.CancelledError:
-            if session.affinity.disturbances > before:  # the outage, not the agent, is the cause
+            if session.affinity.disruptions > before:  # the outage, not the agent, is the cause
                 session.engine_error = session.engine_outage
             raise
         except QueueFullError as error:
             session.engine_error = str(error)
-            session.affinity.disturbances += 1
+            session.affinity.disruptions += 1
             call.refusal = queue_full(str(error))
             return
         except EngineError as error:
             refusal = None
             if isinstance(error, RequestRefusedError):
-                refusal = refused_by_engine(call.engine_request.asked, error.reason)
+                refusal = refused_by_engine(call.engine_request.requested_as, error.reason)
             if refusal is None:
                 session.engine_error = str(error)
             call.refusal = refusal or engine_failure(str(error))

@@ -21,11 +21,11 @@ from tidegate.gateway.parsing.parts import PlainParser, ReplyParser
 from tidegate.gateway.parsing.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.parsing.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.parsing.reasoning import ReasoningParser
-from tidegate.gateway.parsing.reply import ReplyReader, read_through, stop_after
+from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_after
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
-from tidegate.gateway.rendering.token_bound import TokenBound, weight
+from tidegate.gateway.rendering.token_bound import TokenBound, min_characters
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling, SamplingRules, StructuredOutput, token_budget
 from tidegate.gateway.sessions.calls import PendingTurn
@@ -90,7 +90,9 @@ class PromptBuilder:
         `folded` holds the long texts of the request's placeholders. The overflow is noted in `session`.
         """
         text = request.prompt if isinstance(request.prompt, str) else None
-        least = self._bound.least(request.messages, text, lambda part: folded.weigh(part, weight))
+        least = self._bound.min_tokens(
+            request.messages, text, lambda part: folded.weigh(part, min_characters)
+        )
         if isinstance(request.prompt, list):
             least = len(request.prompt)
         if self.context is not None and least >= self.context:
@@ -140,8 +142,8 @@ class PromptBuilder:
             )
         new_reader = partial(self._reader, request, delta)
         reader = new_reader()
-        if reader.begun:
-            delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.begun), np.int32)))
+        if reader.prefill:
+            delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.prefill), np.int32)))
         prompt = session.tree.prompt(attachment.parent, delta)
         if attachment.parent is not None and prefix_mismatch(
             prompt, session.tree.nodes[attachment.parent].turn, len(delta)
@@ -235,13 +237,13 @@ class PromptBuilder:
 
     def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
         """Removes the template options that the template does not read."""
-        return replace(request, template_options=self._renderer.options_read(request.template_options))
+        return replace(request, template_options=self._renderer.used_options(request.template_options))
 
     def _attach_messages(self, session: GatewaySession, request: TurnRequest) -> Attachment:
         tools, options = request.tools, request.template_options
 
         def render_alike(recorded: list[Message], sent: list[Message]) -> bool:
-            return self._renderer.alike(recorded, sent, tools, options)
+            return self._renderer.renders_alike(recorded, sent, tools, options)
 
         attachment = session.tree.attach(request.messages, tools, options, render_alike)
         if attachment.cut is not None:
@@ -267,7 +269,7 @@ class PromptBuilder:
             reply["tool_calls"] = node.reply["tool_calls"][: len(calls)]
         reader = partial(self._reader, replace(request, sampling=RequestedSampling()), node.turn.delta_ids)
         ids = node.turn.output_ids.tolist()
-        return self._split(session, attachment, read_through(reader, ids, reply) or len(ids), reply)
+        return self._split(session, attachment, count_read_ids(reader, ids, reply) or len(ids), reply)
 
     @staticmethod
     def _split(session: GatewaySession, attachment: Attachment, count: int, reply: Message) -> Attachment:
@@ -294,7 +296,7 @@ class PromptBuilder:
                 for i, m in enumerate(request.messages[attachment.start :])
             ]
             try:
-                delta = self._renderer.follow_up(
+                delta = self._renderer.encode_suffix(
                     lambda: [
                         template_form(m, i) for i, m in enumerate(request.messages[: attachment.start - 1])
                     ],
@@ -311,7 +313,9 @@ class PromptBuilder:
                 return Rendered(attachment, delta)
         forms = [template_form(message, index) for index, message in enumerate(request.messages)]
         root = attachment._replace(parent=None, start=0)
-        return Rendered(root, self._renderer.root(forms, request.tools, options, max_chars), branch_reason)
+        return Rendered(
+            root, self._renderer.encode_prompt(forms, request.tools, options, max_chars), branch_reason
+        )
 
     def _render_raw(
         self, session: GatewaySession, prompt: str | list[int], max_chars: int | None

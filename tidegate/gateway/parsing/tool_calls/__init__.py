@@ -1,1 +1,1 @@
-"""The forms in which models write tool calls: one file each, and `registry` knows them all."""
+"""Tool-call formats, one module each; `registry` lists them."""

@@ -1,4 +1,4 @@
-"""What a form of tool calls is made of, and the reader that most of them share."""
+"""Defines tool-call formats, and the parser that most of them share."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tidegate.gateway.errors import unsupported
 from tidegate.gateway.parsing.parts import Part, ReplyParser, ToolCall, ToolUse, partial_suffix
 
 Tools = Sequence[Any]
-"""The tools of a request, as Chat Completions has them."""
+"""The tools of a request, in Chat Completions tool_format."""
 Read = Callable[[str, Tools], list[ToolCall] | None]
-"""The calls in a block's text; None where it is malformed."""
+"""Reads the calls in a block's text; returns None if it is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """One family's form.
+    """The tool-call format of a model family.
 
-    `markers` are the tokens it is written with, which must be seen in decoded text. `forced(name)` is the
-    text that a reply begins with so that it calls the tool `name` (None: any); it ends where the model's
-    own tokens would. `call_end` ends a call, where a model can be stopped after one. Either is None where
-    the form has no such text.
+    `markers` are its special tokens, which must stay visible in decoded text. `forced(name)` returns the text
+    that starts a reply with a call of the tool `name` (None: any tool), up to a token boundary of the model.
+    `call_end` is the text after a call, at which the reply can be stopped. Either is None if the format has
+    no such text.
     """
 
     name: str
@@ -32,35 +32,35 @@ class ToolCallFormat:
     call_end: str | None = None
 
 
-def forced_start(form: ToolCallFormat, use: ToolUse) -> str:
-    """The text that a reply is made to start with so that it is a call; empty where it need not be one.
+def forced_start(tool_format: ToolCallFormat, use: ToolUse) -> str:
+    """The text that forces a reply to start with a call; empty if no call is required.
 
-    Raises Refusal where the family's calls have no such start.
+    Raises ApiError if the format cannot force a call.
     """
     if use.mode != "required":
         return ""
-    if form.forced is None:
+    if tool_format.forced is None:
         raise unsupported("tool_choice", "only 'auto' and 'none' are supported with this model's tool calls")
-    return form.forced(use.name)
+    return tool_format.forced(use.name)
 
 
-def single_call_stop(form: ToolCallFormat, use: ToolUse) -> str | None:
-    """The text at which a reply with at most one call ends; None where there may be more of them.
+def single_call_stop(tool_format: ToolCallFormat, use: ToolUse) -> str | None:
+    """The stop string that limits a reply to one call; None if parallel calls are allowed.
 
-    Raises Refusal where the family's calls have no such end.
+    Raises ApiError if the format has no such text.
     """
     if use.parallel or use.mode == "none":
         return None
-    if form.call_end is None:
+    if tool_format.call_end is None:
         raise unsupported("parallel_tool_calls", "false is not supported with this model's tool calls")
-    return form.call_end
+    return tool_format.call_end
 
 
 class BlockParser:
-    """Reads blocks from `opening` to `closing`, or where that is None to the next block or the end.
+    """Parses blocks from `opening` to `closing`, or if that is None to the next block or the end.
 
-    `section` are markers around several blocks. Whitespace, and those markers, between content and a call
-    belong to neither. A block that `read` cannot read, or that is never closed, stays content.
+    `section` are markers around several blocks. These markers and whitespace between content and a call are
+    dropped. A block that `read` rejects, or that is never closed, stays content.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class BlockParser:
         self._section = section
         self._markers = (opening, *(section or ()))
         self._buffer = ""
-        self._searched = 0  # so much of the block was looked through for its end
-        self._blank = ""  # what is content only if content follows
+        self._searched = 0  # characters of the block already searched for its end
+        self._blank = ""  # whitespace and markers, content only if content follows
         self._inside = False
         self._called = False
 
@@ -108,14 +108,16 @@ class BlockParser:
         return parts
 
     def _between(self, parts: list[Part]) -> bool:
-        """Consume up to the next marker; whether there may be more to do."""
-        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
-        if not found:
-            certain = len(self._buffer) - max(partial_suffix(self._buffer, one) for one in self._markers)
+        """Consume the buffer up to the next marker; whether there may be more to consume."""
+        matches = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
+        if not matches:
+            certain = len(self._buffer) - max(
+                partial_suffix(self._buffer, marker) for marker in self._markers
+            )
             self._content(parts, self._buffer[:certain])
             self._buffer = self._buffer[certain:]
             return False
-        at, marker = min(found)
+        at, marker = min(matches)
         self._content(parts, self._buffer[:at])
         self._buffer = self._buffer[at + len(marker) :]
         if marker == self._opening:
@@ -125,7 +127,7 @@ class BlockParser:
         return True
 
     def _within(self, parts: list[Part]) -> bool:
-        """Consume a block, if it is whole."""
+        """Consume a block if it is complete; whether there may be more to consume."""
         end = self._closing or self._opening
         at = self._buffer.find(end, self._searched)
         if at < 0:
@@ -134,7 +136,7 @@ class BlockParser:
         block, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
         self._searched = 0
         self._block(parts, block)
-        self._inside = self._closing is None  # what ended this block began the next one
+        self._inside = self._closing is None  # without a closing marker, the next block has begun
         return True
 
     def _block(self, parts: list[Part], text: str) -> None:

@@ -6,8 +6,8 @@ import re
 
 from tidegate.gateway.parsing.parts import ToolCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, called
-from tidegate.gateway.parsing.tool_calls.typed_arguments import properties, typed
+from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, make_call
+from tidegate.gateway.parsing.tool_calls.typed_arguments import parameter_schemas, parse_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -20,9 +20,11 @@ def _read(text: str, tools: Tools) -> list[ToolCall] | None:
     name = name.strip()
     if not re.fullmatch(r"[^\s<>{}]+", name) or _PAIR.sub("", pairs).strip():
         return None
-    schemas = properties(tools, name)
-    arguments = {key.strip(): typed(value, schemas.get(key.strip())) for key, value in _PAIR.findall(pairs)}
-    return all_or_none([called(name, arguments)])
+    schemas = parameter_schemas(tools, name)
+    arguments = {
+        key.strip(): parse_value(value, schemas.get(key.strip())) for key, value in _PAIR.findall(pairs)
+    }
+    return all_or_none([make_call(name, arguments)])
 
 
 def _parser(tools: Tools) -> BlockParser:
@@ -33,4 +35,4 @@ def _forced(name: str | None) -> str:
     return OPEN + (name or "")
 
 
-FORM = ToolCallFormat("glm45", (OPEN, CLOSE, *_ARGUMENTS), _parser, _forced, CLOSE)
+FORMAT = ToolCallFormat("glm45", (OPEN, CLOSE, *_ARGUMENTS), _parser, _forced, CLOSE)

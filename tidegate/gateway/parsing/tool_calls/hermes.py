@@ -6,13 +6,13 @@ import orjson
 
 from tidegate.gateway.parsing.parts import ToolCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, call_of, load
+from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, load_json, read_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _read(text: str, _: Tools) -> list[ToolCall] | None:
-    return all_or_none([call_of(load(text))])
+    return all_or_none([read_call(load_json(text))])
 
 
 def _parser(tools: Tools) -> BlockParser:
@@ -24,4 +24,4 @@ def _forced(name: str | None) -> str:
     return start if name is None else f'{start} {orjson.dumps(name).decode()}, "arguments":'
 
 
-FORM = ToolCallFormat("hermes", (OPEN, CLOSE), _parser, _forced, CLOSE)
+FORMAT = ToolCallFormat("hermes", (OPEN, CLOSE), _parser, _forced, CLOSE)

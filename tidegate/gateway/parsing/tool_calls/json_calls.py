@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects."""
+"""Reads calls written as JSON objects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tidegate.gateway.nesting import too_deep
 from tidegate.gateway.parsing.parts import ToolCall
 
 
-def call_of(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None:
-    """The call that a JSON value is; its arguments stand under one of `keys`, or are left out."""
+def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None:
+    """Read a JSON value as a call, its arguments under one of `keys` or omitted; None if it is none."""
     if not isinstance(value, dict):
         return None
     arguments: Any = next((value[key] for key in keys if key in value), {})
@@ -22,11 +22,11 @@ def call_of(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None
             arguments = orjson.loads(arguments)
         except orjson.JSONDecodeError:
             return None
-    return called(value.get("name"), arguments)
+    return make_call(value.get("name"), arguments)
 
 
-def called(name: Any, arguments: Any) -> ToolCall | None:
-    """None where the name is no name, or the arguments are no object that JSON can hold, or too deep."""
+def make_call(name: Any, arguments: Any) -> ToolCall | None:
+    """Create a call; None if the name is invalid, or the arguments are no JSON object or nested too deep."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
         return None
     try:
@@ -35,17 +35,16 @@ def called(name: Any, arguments: Any) -> ToolCall | None:
         return None
 
 
-def load(text: str) -> Any:
-    """JSON, None where it is none."""
+def load_json(text: str) -> Any:
+    """Parse JSON; None if it is invalid."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
 
 
-def load_many(text: str, separator: str) -> list[Any]:
-    """JSON values one after another, with `separator` or whitespace between them; [] where there is
-    anything else."""
+def load_json_values(text: str, separator: str) -> list[Any]:
+    """Parse JSON values separated by `separator` or whitespace; [] if anything else occurs."""
     decoder = json.JSONDecoder()
     values: list[Any] = []
     rest = text.strip()
@@ -60,6 +59,6 @@ def load_many(text: str, separator: str) -> list[Any]:
 
 
 def all_or_none(calls: Sequence[ToolCall | None]) -> list[ToolCall] | None:
-    """The calls, where each of them could be read."""
-    whole = [call for call in calls if call is not None]
-    return whole if whole and len(whole) == len(calls) else None
+    """Return the calls if all of them were read; else None."""
+    valid = [call for call in calls if call is not None]
+    return valid if valid and len(valid) == len(calls) else None

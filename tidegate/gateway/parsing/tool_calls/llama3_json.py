@@ -1,7 +1,7 @@
-"""Llama 3: a reply that is `{"name": …, "parameters": {…}}`, or several with `;` between them.
+"""Llama 3: the reply is `{"name": …, "parameters": {…}}`, or several of these separated by `;`.
 
-`<|python_tag|>` may stand before them, also after some text. Without it a reply that begins with a brace
-may be a call or an answer in JSON, so it is held back until it is over.
+`<|python_tag|>` may precede them, also after text. Without it, a reply that begins with a brace may be a call
+or a JSON answer, so it is held back until its end.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ import orjson
 
 from tidegate.gateway.parsing.parts import Part, ToolCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, call_of, load_many
+from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, load_json_values, read_call
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 
 
 def _read(text: str, _: Tools) -> list[ToolCall] | None:
-    return all_or_none([_call(value) for value in load_many(text, ";")])
+    return all_or_none([_call(value) for value in load_json_values(text, ";")])
 
 
 def _call(value: Any) -> ToolCall | None:
-    """Any object may be an answer, so a call shows its arguments."""
-    shown = isinstance(value, dict) and any(key in value for key in _KEYS)
-    return call_of(value, _KEYS) if shown else None
+    """Read a call; an object without arguments is taken for a JSON answer."""
+    is_call = isinstance(value, dict) and any(key in value for key in _KEYS)
+    return read_call(value, _KEYS) if is_call else None
 
 
 class LlamaParser:
-    """Gives a reply that begins with a brace when it is over, and any other as it comes."""
+    """Parses a reply that begins with a brace at its end, and any other incrementally."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._rest = BlockParser(_read, tools, _TAG)
+        self._blocks = BlockParser(_read, tools, _TAG)
         self._status: str | None = None
         self._held = ""
         self._begun = False
 
     @property
     def status(self) -> str | None:
-        return self._status or self._rest.status
+        return self._status or self._blocks.status
 
     def feed(self, text: str) -> list[Part]:
         if self._begun:
-            return self._rest.feed(text)
+            return self._blocks.feed(text)
         self._held += text
         solid = self._held.lstrip()
         if not solid or solid[0] == "{":
             return []
         self._begun, text = True, self._held
-        return self._rest.feed(text)
+        return self._blocks.feed(text)
 
     def finish(self) -> list[Part]:
         if self._begun:
-            return self._rest.finish()
+            return self._blocks.finish()
         calls = _read(self._held, self._tools)
         if calls is None:
             self._status = "malformed" if _looks_like_a_call(self._held) else None
@@ -64,7 +64,7 @@ class LlamaParser:
 
 
 def _looks_like_a_call(text: str) -> bool:
-    """Rather a call that went wrong than an answer in JSON."""
+    """Whether invalid JSON was probably meant as a call."""
     return '"name"' in text and any(f'"{key}"' in text for key in _KEYS)
 
 
@@ -73,4 +73,4 @@ def _forced(name: str | None) -> str:
     return start if name is None else f'{start} {orjson.dumps(name).decode()}, "parameters":'
 
 
-FORM = ToolCallFormat("llama3_json", (_TAG,), LlamaParser, _forced)
+FORMAT = ToolCallFormat("llama3_json", (_TAG,), LlamaParser, _forced)

@@ -1,4 +1,4 @@
-"""All forms by name, and which of them a model writes."""
+"""Lists the tool-call formats and detects the format of a model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, Tools
 from tidegate.types import Message
 
 NONE = ToolCallFormat("none", (), lambda _: PlainParser())
-FORMS = {
-    module.FORM.name: module.FORM
+FORMATS = {
+    module.FORMAT.name: module.FORMAT
     for module in (hermes, qwen3_coder, glm45, deepseek_v3, kimi_k2, llama3_json, mistral, granite)
 }
-MARKERS = tuple(dict.fromkeys(marker for form in FORMS.values() for marker in form.markers))
-_DEFAULT = hermes.FORM
+MARKERS = tuple(dict.fromkeys(marker for tool_format in FORMATS.values() for marker in tool_format.markers))
+_DEFAULT = hermes.FORMAT
 _ARGUMENTS = {"place": "Oslo", "days": 3}
 _TOOL = {
     "type": "function",
@@ -52,57 +52,57 @@ _CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class FormatChoice(NamedTuple):
-    """A form, and why it is that one."""
+    """A format and the reason for its choice."""
 
-    form: ToolCallFormat
-    why: str
+    format: ToolCallFormat
+    reason: str
 
 
 Write = Callable[[list[Message], Any, dict[str, Any], bool], str]
-"""`Renderer.write`."""
+"""`Renderer.render_text`."""
 
 
 def choose(name: str, write: Write) -> FormatChoice:
-    """The form called `name`; of `auto`, the one that reads back the call that the template writes.
+    """Return the format `name`; for `auto`, the one that parses the call that the chat template renders.
 
-    Raises ConfigError for a name that is none.
+    Raises ConfigError if the name is unknown.
     """
     if name == "none":
         return FormatChoice(NONE, "as set")
-    if name in FORMS:
-        return FormatChoice(FORMS[name], "as set")
+    if name in FORMATS:
+        return FormatChoice(FORMATS[name], "as set")
     if name != "auto":
-        raise ConfigError(f"tool_parser = {name!r}: it is one of auto, {', '.join(FORMS)}, none")
+        raise ConfigError(f"tool_parser = {name!r} is unknown; use one of auto, {', '.join(FORMATS)}, none")
     try:
         written = _written(write)
     except ApiError:
-        return FormatChoice(_DEFAULT, "by default: the chat template takes no calls")
-    for form in FORMS.values():
-        if _reads(form, written):
-            return FormatChoice(form, "it reads back the call that the chat template writes")
-    return FormatChoice(_DEFAULT, "by default: the chat template writes no call that any known form reads")
+        return FormatChoice(_DEFAULT, "by default: the chat template rejects tool calls")
+    for tool_format in FORMATS.values():
+        if _reads(tool_format, written):
+            return FormatChoice(tool_format, "it parses the calls that the chat template renders")
+    return FormatChoice(_DEFAULT, "by default: no format parses the calls that the chat template renders")
 
 
 def _written(write: Write) -> str:
-    """A past call as the template writes it, with what it ends replies with."""
+    """A past call as the template renders it, including the end of the reply."""
     prompt = write(_ASKED, [_TOOL], {}, True)
     full = write([*_ASKED, _CALLED], [_TOOL], {}, False)
     pairs = enumerate(zip(prompt, full, strict=False))
     shared = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(full)))
-    if shared < len(prompt):  # the prompt goes on otherwise, perhaps with a token that begins alike
+    if shared < len(prompt):  # the prompt ends differently, perhaps with a token of the same beginning
         shared = max(0, full.rfind("<", 0, shared))
     return full[shared:]
 
 
-def _reads(form: ToolCallFormat, text: str) -> bool:
-    """Whether the form finds the call; what ends the reply may be taken for text, or may have to go."""
+def _reads(tool_format: ToolCallFormat, text: str) -> bool:
+    """Whether the format parses the call, trying to cut the text after each closing bracket."""
     for end in (len(text), *(at for at in range(len(text), 0, -1) if text[at - 1] in "}]")):
-        calls = [part for part in _parse(form, text[:end], [_TOOL]) if isinstance(part, ToolCall)]
-        if [(one.name, orjson.loads(one.arguments)) for one in calls] == [("forecast", _ARGUMENTS)]:
+        calls = [part for part in _parse(tool_format, text[:end], [_TOOL]) if isinstance(part, ToolCall)]
+        if [(call.name, orjson.loads(call.arguments)) for call in calls] == [("forecast", _ARGUMENTS)]:
             return True
     return False
 
 
-def _parse(form: ToolCallFormat, text: str, tools: Tools) -> list[Part]:
-    parser = form.parser(tools)
+def _parse(tool_format: ToolCallFormat, text: str, tools: Tools) -> list[Part]:
+    parser = tool_format.parser(tools)
     return [*parser.feed(text), *parser.finish()]

@@ -1,4 +1,4 @@
-"""Arguments that are written as bare text: their types are in the tool's schema."""
+"""Converts arguments written as bare text by the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tidegate.gateway.parsing.tool_calls.base import Tools
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def properties(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The schemas of a tool's parameters, by their names; empty where the tool is not known."""
+def parameter_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The schemas of a tool's parameters, by name; empty if the tool is unknown."""
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return found if isinstance(found, Mapping) else {}
+            schemas = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return schemas if isinstance(schemas, Mapping) else {}
     return {}
 
 
-def typed(text: str, schema: Any) -> Any:
-    """The value that a text stands for. A parameter that may be a string is the text itself; any other is
-    JSON, or Python's word for true, false or null; what is neither stays text for the tool to judge."""
+def parse_value(text: str, schema: Any) -> Any:
+    """Convert an argument. Text stays text if the parameter may be a string; else it is parsed as JSON or
+    Python's True, False or None. Invalid text stays text, for the tool to reject."""
     kinds = _kinds(schema)
     bare = text.strip()
     if "string" in kinds:
@@ -39,12 +39,12 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema permits; empty where it does not say."""
+    """The JSON types that a schema permits; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {one for one in kind or () if isinstance(one, str)}
-    if isinstance(schema.get("enum"), list) and all(isinstance(one, str) for one in schema["enum"]):
+    kinds = {kind} if isinstance(kind, str) else {name for name in kind or () if isinstance(name, str)}
+    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
         kinds.add("string")
     for key in ("anyOf", "oneOf"):
         for option in schema.get(key) or ():
