@@ -1,1 +1,1 @@
-"""A vLLM server behind SGLang's protocol: `tidegate vllm`."""
+"""Serves vLLM behind SGLang's protocol: `tidegate vllm`."""

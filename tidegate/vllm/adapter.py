@@ -1,8 +1,8 @@
-"""vLLM as an engine of SGLang's protocol: what is under way, what is live, and how the weights change.
+"""Adapts a vLLM server to SGLang's protocol: requests, weight versions and weight updates.
 
-A request never straddles an update: a pause aborts what runs, with the tokens so far, and the gateway goes on
-from them in a further request. The label of the weights is vLLM's own, which it attests to every reply; while
-weights are being loaded, and after a load that failed half-way, the label is no version.
+A request never straddles an update: a pause aborts running requests, returning their tokens so far, and the
+gateway continues them in further requests. vLLM attests its weight version with every reply; during a load,
+and after a failed one, the version is LOADING, which the gateway treats as unknown.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
 
 LOADING = "loading"
-"""The label of weights that are none or half."""
+"""Version of weights that are missing or partly loaded."""
 
 
 class EngineAdapter:
-    """`start` it first; `process` is vLLM's."""
+    """A vLLM server as an engine; call `start` first."""
 
     upstream: VLLMClient
     limits: TokenLimits
@@ -43,16 +43,16 @@ class EngineAdapter:
         self.process = VLLMProcess(options)
         self.paused = False
         self.version = LOADING
-        """What vLLM attested last."""
+        """The weight version that vLLM attested last."""
         self._served = weights.manifest(options.model)
-        self._live: dict[str, str] = {}
-        """Requests under way: their ids at vLLM, and their own."""
+        self._running: dict[str, str] = {}
+        """Running requests: the client's id by the id at vLLM."""
         self._names = itertools.count()
         self._loading = asyncio.Lock()
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        """Start vLLM and wait until it serves; `stack` ends it. Raises StartError."""
-        # What is wrong with the directory is said before minutes are spent.
+        """Start vLLM and wait until it serves; closing `stack` stops it. Raises StartError."""
+        # Validate the model directory before the start, which takes minutes.
         vocab_size, eos_ids = self.model.vocab_size, self.model.eos_ids
         text = await asyncio.to_thread(TokenDecoder.load, self.options.model)
         stack.push_async_callback(self.process.stop)
@@ -69,21 +69,21 @@ class EngineAdapter:
     # -- sampling
 
     def read(self, body: Mapping[str, Any]) -> Generation:
-        """Raises RequestError that names what is wrong, or what vLLM does not do."""
+        """Parse a request. Raises RequestError that names the invalid or unsupported parameter."""
         generation = parse_generate(body, self.limits)
         refuse_unsupported(generation.params)
         return generation
 
     async def sample(self, generation: Generation) -> dict[str, Any]:
-        """A whole reply. Cancelling it aborts the request."""
+        """Return the complete reply. Cancelling aborts the request."""
         with self._named(generation) as name:
-            whole = await self.upstream.generate(request_body(generation, name))
-        take(generation, whole["choices"][0])
-        take_usage(generation, whole.get("usage"))
+            reply = await self.upstream.generate(request_body(generation, name))
+        take(generation, reply["choices"][0])
+        take_usage(generation, reply.get("usage"))
         return answer(generation, self.version)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
-        """The reply so far, again and again. Closing it aborts the request."""
+        """Yield cumulative replies. Closing the generator aborts the request."""
         with self._named(generation) as name:
             async with contextlib.aclosing(self.upstream.stream(request_body(generation, name))) as pieces:
                 async for piece in pieces:
@@ -93,33 +93,33 @@ class EngineAdapter:
                         if not generation.ended:
                             yield answer(generation, self.version)
         if not generation.ended:
-            raise EngineError("vLLM's stream ended before the reply did", retryable=True)
+            raise EngineError("vLLM's stream ended before the reply was complete", retryable=True)
         yield answer(generation, self.version)
 
     @contextlib.contextmanager
     def _named(self, generation: Generation) -> Iterator[str]:
-        """The request's id at vLLM, where two of one id would be mixed up."""
+        """Register a request under an id that is unique at vLLM; clients may reuse ids."""
         name = f"{next(self._names)}-{generation.rid}"
-        self._live[name] = generation.rid
+        self._running[name] = generation.rid
         try:
             yield name
         finally:
-            del self._live[name]
+            del self._running[name]
 
     async def abort(self, prefix: str) -> int:
-        """End the requests whose ids begin so; returns how many."""
-        names = [name for name, rid in self._live.items() if rid.startswith(prefix)]
+        """Abort the requests whose ids begin with `prefix`; returns their number."""
+        names = [name for name, rid in self._running.items() if rid.startswith(prefix)]
         await self.upstream.abort(names)
         return len(names)
 
     @property
     def num_running(self) -> int:
-        return len(self._live)
+        return len(self._running)
 
     # -- weights
 
     async def pause(self) -> None:
-        """End what runs, with the tokens so far; what comes waits until `resume`."""
+        """Abort running requests, returning their tokens so far; new ones wait until `resume`."""
         await self.upstream.pause("abort")
         self.paused = True
 
@@ -128,10 +128,10 @@ class EngineAdapter:
         self.paused = False
 
     async def load(self, directory: Path, version: str | None, *, abort: bool) -> str:
-        """Make these weights live; unless paused, what runs ends first (`abort`: at once). Returns the label.
+        """Load weights; returns their version. Unless paused, running requests end first (`abort`: at once).
 
-        Raises WeightsError where they are not this model's, and nothing was changed; EngineError where vLLM
-        failed, which may have left the weights half loaded: nothing that it samples has a version then.
+        Raises WeightsError if the weights do not fit the model, and nothing is changed; EngineError if vLLM
+        fails: the weights may be partly loaded, and the version stays LOADING.
         """
         await asyncio.to_thread(weights.check, directory, self._served, tied=self.model.tied)
         async with self._loading:
@@ -143,7 +143,9 @@ class EngineAdapter:
                 await self._label(LOADING)
                 await self.upstream.reload(directory)
                 if not await self.upstream.reset_cache():
-                    raise EngineError("vLLM's prefix cache could not be emptied", retryable=True)
+                    raise EngineError(
+                        "vLLM did not reset its prefix cache after loading weights", retryable=True
+                    )
                 await self._label(label)
             finally:
                 if not paused:
@@ -158,14 +160,16 @@ class EngineAdapter:
         await self.upstream.label(version)
         self.version = await self.upstream.version()
         if self.version != version:
-            raise EngineError(f"vLLM attests {self.version!r}, and was told {version!r}", retryable=True)
+            raise EngineError(
+                f"vLLM attests weight version {self.version!r}, not {version!r} as set", retryable=True
+            )
 
     async def attested(self) -> str:
-        """The label that vLLM attests now; the last one while it loads, for then it answers nobody."""
+        """The version that vLLM attests now; during a load, when it does not answer, the last one."""
         if not self._loading.locked():
             self.version = await self.upstream.version()
         return self.version
 
     async def flush(self) -> bool:
-        """Whether the prefix cache is empty now."""
+        """Reset the prefix cache; whether it is empty now."""
         return await self.upstream.reset_cache()

@@ -1,4 +1,4 @@
-"""The routes of SGLang's protocol that vLLM can serve."""
+"""Serves the routes of SGLang's protocol that vLLM supports."""
 
 from __future__ import annotations
 
@@ -35,52 +35,51 @@ PAUSE_MODES = ("abort", "retract")
 
 
 def serve(options: VLLMOptions, listen: Listen) -> None:
-    """Start vLLM and serve until told to end. Raises StartError where it can't start, EngineError where it
-    died."""
+    """Start vLLM and serve until a signal. Raises StartError, or EngineError if vLLM exits later."""
     sock = bind(listen)
     failures: list[TidegateError] = []
     try:
         run_app(create_app(EngineAdapter(options), failures.append), sock, listen)
     finally:
         if failures:
-            raise failures[0]  # also in place of uvicorn's exit
+            raise failures[0]  # instead of uvicorn's SystemExit
 
 
-def create_app(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -> Starlette:
-    """The ASGI app; it starts vLLM with itself. `failed` is told why, where it can't or where vLLM dies."""
+def create_app(engine: EngineAdapter, failed: Callable[[TidegateError], None]) -> Starlette:
+    """The ASGI app, whose lifespan starts vLLM; `failed` receives the error if vLLM fails or exits."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                await bridge.start(stack)
+                await engine.start(stack)
             except TidegateError as error:
                 failed(error)
                 raise
-            watch = asyncio.create_task(_watch(bridge, failed), name="vLLM")
+            watch = asyncio.create_task(_watch(engine, failed), name="vLLM")
             yield
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    return protocol_app(bridge, "vLLM behind SGLang's protocol", ROUTES, lifespan)
+    return protocol_app(engine, "vLLM behind SGLang's protocol", ROUTES, lifespan)
 
 
-async def _watch(bridge: EngineAdapter, failed: Callable[[TidegateError], None]) -> None:
-    failed(EngineError(await bridge.process.wait_for_exit()))
-    os.kill(os.getpid(), signal.SIGINT)  # uvicorn delivers the replies that are due, then ends
+async def _watch(engine: EngineAdapter, failed: Callable[[TidegateError], None]) -> None:
+    failed(EngineError(await engine.process.wait_for_exit()))
+    os.kill(os.getpid(), signal.SIGINT)  # uvicorn finishes pending replies, then exits
 
 
 # -- requests
 
 
-async def _generate(bridge: EngineAdapter, request: Request) -> Response:
+async def _generate(engine: EngineAdapter, request: Request) -> Response:
     try:
-        generation = bridge.read(await read_body(request))
+        generation = engine.read(await read_body(request))
     except ClientDisconnect:
         return Response(status_code=499)
     if generation.stream:
-        return StreamingResponse(_events(bridge, generation), media_type="text/event-stream")
-    work = asyncio.create_task(bridge.sample(generation))
+        return StreamingResponse(_events(engine, generation), media_type="text/event-stream")
+    work = asyncio.create_task(engine.sample(generation))
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -96,10 +95,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(bridge: EngineAdapter, generation: Generation) -> AsyncIterator[bytes]:
-    """Cumulative events; an error is one too, for the status went out before it."""
+async def _events(engine: EngineAdapter, generation: Generation) -> AsyncIterator[bytes]:
+    """Cumulative events; an error is an event too, because the status is already sent."""
     try:
-        async with contextlib.aclosing(bridge.stream(generation)) as replies:
+        async with contextlib.aclosing(engine.stream(generation)) as replies:
             async for reply in replies:
                 yield event(reply)
     except RequestError as error:
@@ -109,82 +108,84 @@ async def _events(bridge: EngineAdapter, generation: Generation) -> AsyncIterato
     yield b"data: [DONE]\n\n"
 
 
-async def _abort(bridge: EngineAdapter, request: Request) -> Response:
-    aborted = await bridge.abort(read_abort(await read_body(request)))
+async def _abort(engine: EngineAdapter, request: Request) -> Response:
+    aborted = await engine.abort(read_abort(await read_body(request)))
     return done(f"{aborted} requests aborted", aborted=aborted)
 
 
-async def _pause(bridge: EngineAdapter, request: Request) -> Response:
-    """Either mode ends what runs, with its tokens."""
+async def _pause(engine: EngineAdapter, request: Request) -> Response:
+    """Pause; both modes abort running requests, returning their tokens."""
     read_mode(await read_body(request), PAUSE_MODES)
-    await bridge.pause()
+    await engine.pause()
     return done("paused")
 
 
-async def _continue(bridge: EngineAdapter, _: Request) -> Response:
-    await bridge.resume()
+async def _continue(engine: EngineAdapter, _: Request) -> Response:
+    await engine.resume()
     return done("continued")
 
 
 # -- weights
 
 
-async def _update_weights(bridge: EngineAdapter, request: Request) -> Response:
+async def _update_weights(engine: EngineAdapter, request: Request) -> Response:
     update = read_update(await read_body(request))
     if update.keep_cache:
-        raise RequestError("flush_cache = false: vLLM's cache does not tell under which weights it was made")
+        raise RequestError(
+            "flush_cache = false: vLLM's cache does not record the weight versions of its entries; use true"
+        )
     try:
-        label = await bridge.load(update.directory, update.version, abort=update.abort_all)
+        label = await engine.load(update.directory, update.version, abort=update.abort_all)
     except WeightsError as error:
-        return refused(f"{error}; the old weights stay")
+        return refused(f"{error}; the previous weights stay loaded")
     return done(f"loaded {update.directory}", weight_version=label)
 
 
-async def _update_version(bridge: EngineAdapter, request: Request) -> Response:
+async def _update_version(engine: EngineAdapter, request: Request) -> Response:
     version, abort_all = read_relabel(await read_body(request))
     if abort_all:
-        await bridge.abort("")
-    await bridge.relabel(version)
-    return done(f"the weights are version {version}", new_version=version)
+        await engine.abort("")
+    await engine.relabel(version)
+    return done(f"the weight version is {version}", new_version=version)
 
 
-async def _flush(bridge: EngineAdapter, _: Request) -> Response:
-    if await bridge.flush():
+async def _flush(engine: EngineAdapter, _: Request) -> Response:
+    if await engine.flush():
         return done("the cache is empty")
-    return refused("requests are running; pause, or abort them, before a flush")
+    return refused("requests are running; pause or abort them before a flush")
 
 
-# -- what state it is in
+# -- state
 
 
-async def _model_info(bridge: EngineAdapter, _: Request) -> Response:
-    path = str(bridge.options.model)
+async def _model_info(engine: EngineAdapter, _: Request) -> Response:
+    path = str(engine.options.model)
     return json_reply(
         {
             "model_path": path,
-            "tokenizer_path": path if bridge.limits.has_tokenizer else None,
+            "tokenizer_path": path if engine.limits.has_tokenizer else None,
             "is_generation": True,
-            "weight_version": await bridge.attested(),
-            "max_context": bridge.limits.max_context,
-            "paused": bridge.paused,
-            "num_running": bridge.num_running,
+            "weight_version": await engine.attested(),
+            "max_context": engine.limits.max_context,
+            "paused": engine.paused,
+            "num_running": engine.num_running,
         }
     )
 
 
-async def _health(bridge: EngineAdapter, _: Request) -> Response:
-    await bridge.upstream.healthy()
+async def _health(engine: EngineAdapter, _: Request) -> Response:
+    await engine.upstream.healthy()
     return json_reply({"status": "ok"})
 
 
-async def _health_generate(bridge: EngineAdapter, _: Request) -> Response:
+async def _health_generate(engine: EngineAdapter, _: Request) -> Response:
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     try:
         async with asyncio.timeout(HEALTH_DEADLINE_S):
-            await bridge.sample(bridge.read(body))
+            await engine.sample(engine.read(body))
     except TimeoutError:
-        why = "it is paused" if bridge.paused else "it is busy"
-        return error_reply(f"no token within {HEALTH_DEADLINE_S:g} s: {why}", 503)
+        state = "paused" if engine.paused else "busy"
+        return error_reply(f"no token within {HEALTH_DEADLINE_S:g} s: the engine is {state}", 503)
     return json_reply({"status": "ok"})
 
 

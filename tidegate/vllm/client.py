@@ -1,4 +1,4 @@
-"""HTTP to vLLM's server: what it is asked for."""
+"""HTTP client of vLLM's server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
 
 CONTROL_S = 600.0
-"""Loading large weights."""
+"""Timeout of control calls, which may load large weights."""
 CONNECT_S = 10.0
 PREFIX = "generate-tokens-"
-"""What vLLM puts before the ids of requests."""
+"""Prefix that vLLM adds to request ids."""
 
 
 class VLLMClient:
-    """Raises EngineError where vLLM fails or is gone, RequestError where it refuses a request."""
+    """Methods raise EngineError if vLLM fails or is unreachable, RequestError if it refuses a request."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self._url = url
@@ -30,11 +30,11 @@ class VLLMClient:
     # -- sampling
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole reply."""
+        """Return the complete reply."""
         return orjson.loads(await self._call("POST", "/inference/v1/generate", body, None))  # type: ignore[no-any-return]
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The pieces of a reply, and last its usage."""
+        """Yield the pieces of a reply; the last one has the usage."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
             async with self._http.post(
@@ -52,10 +52,10 @@ class VLLMClient:
                         yield _piece(data)
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"vLLM: {str(error) or type(error).__name__}", retryable=True) from None
-        raise EngineError("vLLM's stream broke off", retryable=True)
+        raise EngineError("vLLM's stream ended early", retryable=True)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """End these requests; with none vLLM would end all."""
+        """Abort these requests; an empty list is not sent, because vLLM would abort all."""
         if names:
             await self.control("/abort_requests", {"request_ids": [PREFIX + name for name in names]})
 
@@ -72,7 +72,7 @@ class VLLMClient:
         await self.control("/collective_rpc", body)
 
     async def reset_cache(self) -> bool:
-        """Whether the prefix cache is empty now; not while requests run."""
+        """Reset the prefix cache; False while requests run."""
         answer = await self.control("/reset_prefix_cache")
         return bool(orjson.loads(answer)["success"])
 
@@ -80,7 +80,7 @@ class VLLMClient:
         await self.control("/update_weight_version", {"new_version": version})
 
     async def version(self) -> str:
-        """The label that vLLM attests to each reply."""
+        """The weight version that vLLM attests with each reply."""
         return str(orjson.loads(await self._call("GET", "/weight_info", None, CONTROL_S))["weight_version"])
 
     async def healthy(self) -> None:
@@ -120,9 +120,9 @@ def _failed(status: int, data: bytes) -> EngineError | RequestError:
     try:
         payload = json.loads(data)
         holder = payload.get("error", payload)
-        said = str(holder.get("message", holder))
+        message = str(holder.get("message", holder))
     except (ValueError, AttributeError):
-        said = data.decode(errors="replace")
+        message = data.decode(errors="replace")
     if status in (400, 422):
-        return RequestError(f"vLLM refuses the request: {said[:1000]}")
-    return EngineError(f"vLLM answered {status}: {said[:300]}", retryable=status >= 500)
+        return RequestError(f"vLLM refused the request: {message[:1000]}")
+    return EngineError(f"vLLM returned HTTP {status}: {message[:300]}", retryable=status >= 500)

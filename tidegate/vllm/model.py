@@ -1,4 +1,4 @@
-"""What the model's directory says of it."""
+"""Reads the configuration files of a model directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.errors import StartError
 
 
 class ModelFiles:
-    """`config.json` and `generation_config.json`. Raises StartError where the first is missing or broken."""
+    """`config.json` and `generation_config.json`. Raises StartError if the first is missing or invalid."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -20,7 +20,7 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """Raises StartError where it is not told: an id beyond it can end vLLM."""
+        """Raises StartError if it is missing: an id beyond the vocabulary can crash vLLM."""
         size = self._text.get("vocab_size")
         if type(size) is not int:
             raise StartError(f"{self.directory}/config.json has no vocab_size")
@@ -29,15 +29,17 @@ class ModelFiles:
     @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
-        said = self._text.get("tie_word_embeddings", self._config.get("tie_word_embeddings"))
-        return said is True
+        return self._text.get("tie_word_embeddings", self._config.get("tie_word_embeddings")) is True
 
     @property
     def eos_ids(self) -> frozenset[int]:
         path = self.directory / "generation_config.json"
-        told = [self._text.get("eos_token_id"), _read(path).get("eos_token_id") if path.is_file() else None]
+        values = [self._text.get("eos_token_id"), _read(path).get("eos_token_id") if path.is_file() else None]
         return frozenset(
-            id_ for one in told for id_ in (one if isinstance(one, list) else [one]) if id_ is not None
+            id_
+            for value in values
+            for id_ in (value if isinstance(value, list) else [value])
+            if id_ is not None
         )
 
 

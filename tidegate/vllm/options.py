@@ -1,4 +1,4 @@
-"""What `tidegate vllm` is told."""
+"""Options of `tidegate vllm`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ OURS = (
     "--enable-scale-out",
     "--worker-extension-cls",
 )
-"""Arguments of vLLM's that are set here, as the protocol needs them."""
+"""vLLM arguments that Tidegate sets itself."""
 ELSEWHERE = ("--api-server-count", "-asc", "--data-parallel-size", "-dp", "--api-key", "--root-path")
-"""With these vLLM would have requests where an abort or a publish does not reach them."""
+"""Unsupported vLLM arguments: aborts and weight updates would not reach all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMOptions:
-    """One vLLM server: the interpreter of its environment, its weights and their label, and what is passed to
-    it as it is. Raises ConfigError that names an argument which can't be passed."""
+    """One vLLM server: the Python of its environment, the model, its weight version and further arguments.
+
+    Raises ConfigError that names an argument that cannot be passed.
+    """
 
     python: Path
     model: Path
@@ -35,7 +37,7 @@ class VLLMOptions:
         for argument in self.arguments:
             name = argument.partition("=")[0].replace("_", "-")
             if name in OURS:
-                raise ConfigError(f"engine.arguments: {name} is set by tidegate itself; leave it out")
+                raise ConfigError(f"engine.arguments: {name} is set by Tidegate; remove it")
             if name in ELSEWHERE:
                 raise ConfigError(
                     f"engine.arguments: {name} is not supported; start several servers (engine.count)"

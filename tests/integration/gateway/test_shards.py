@@ -127,7 +127,7 @@ class Inside(Shard):
 
     async def stop(self) -> None: ...
 
-    async def keep(self, _: Any) -> None:
+    async def supervise(self, _: Any) -> None:
         await asyncio.Event().wait()
 
 

@@ -274,7 +274,7 @@ EXPECTED = {
 def test_the_form_is_the_one_that_reads_what_the_template_writes(name: str) -> None:
     form, why = choose("auto", family_renderer(name, "tiny").render_text)
     assert form.name == EXPECTED.get(name, "hermes")
-    assert why.startswith("it reads back" if name in EXPECTED else "by default")
+    assert why.startswith("it parses the calls" if name in EXPECTED else "by default")
 
 
 @pytest.mark.parametrize(("name", "form"), EXPECTED.items())
@@ -292,8 +292,8 @@ def test_a_sampled_call_is_read_through_the_models_own_tokens(name: str, form: s
 def test_a_form_may_be_set_and_must_be_known() -> None:
     renderer = family_renderer("qwen3", "tiny")
     assert choose("mistral", renderer.render_text).format is FORMATS["mistral"]
-    assert choose("none", renderer.render_text).form is NONE
-    with pytest.raises(ConfigError, match=r"'hermess': it is one of auto, hermes, .*, none"):
+    assert choose("none", renderer.render_text).format is NONE
+    with pytest.raises(ConfigError, match=r"'hermess' is unknown; use one of auto, hermes, .*, none"):
         choose("hermess", renderer.render_text)
     assert set(get_args(ToolParser)) == {"auto", "none", *FORMATS}
 

@@ -1,1 +1,1 @@
-"""What runs inside vLLM's worker, in the environment of its own: this directory alone is on its path."""
+"""Code that runs in vLLM's worker; only this directory is on the worker's path."""

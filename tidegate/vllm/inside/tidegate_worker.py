@@ -1,4 +1,4 @@
-"""What vLLM's worker can do besides. Its environment has no tidegate: nothing of it is imported here."""
+"""Extends vLLM's worker. Its environment has no tidegate, so this module imports nothing of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 
 class ReloadsTied:
-    """Mixed into vLLM's worker."""
+    """Mixin of vLLM's worker."""
 
     model_runner: Any
     reload_weights: Any
 
     def reload_published(self, weights_path: str) -> None:
-        """vLLM's own reload, and what it leaves behind on a CPU: matrix products go through packed copies
-        there, and the copy of an output layer that is tied to the embedding is not made anew."""
+        """Reload weights, then refresh packed weights on a CPU: vLLM's reload does not repack an output layer
+        that is tied to the embedding."""
         self.reload_weights(weights_path=weights_path)
         for layer in self.model_runner.get_model().modules():
-            # Where the weight is gone, the copy is all there is: the reload made it.
+            # A layer without its weight has only the packed copy, which the reload made.
             if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:
                 layer.quant_method.process_weights_after_loading(layer)
