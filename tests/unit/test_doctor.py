@@ -167,7 +167,7 @@ def test_what_is_exact_and_what_is_not_is_told_by_name_and_reason(tmp_path: Path
         one.code: one.text for one in model_findings(a_model(tmp_path, "qwen3")) if one.check == "template"
     }
     assert "a tool's result, results of parallel calls" in told["ok"]
-    assert "after reasoning (the template writes the past reply otherwise" in told["template_rewrites"]
+    assert "after reasoning (the template renders the past reply differently" in told["template_rewrites"]
 
 
 # -- environments

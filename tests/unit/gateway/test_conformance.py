@@ -26,8 +26,8 @@ def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(n
 @pytest.mark.parametrize(
     ("name", "kind", "verdict", "why"),
     [
-        ("qwen3", "after reasoning", "prefix_kept", "writes the past reply otherwise"),
-        ("llama3", "whitespace at a reply's edges", "prefix_kept", "writes the past reply otherwise"),
+        ("qwen3", "after reasoning", "prefix_kept", "renders the past reply differently"),
+        ("llama3", "whitespace at a reply's edges", "prefix_kept", "renders the past reply differently"),
         ("llama3", "results of parallel calls", "refused", "one call a turn"),
         (
             "mistral_v3",
@@ -39,7 +39,7 @@ def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(n
         ("gemma", "two questions at once", "refused", "take turns"),
         ("deepseek_v3", "a system message in the middle", "prefix_kept", "rewrites the first prompt"),
         ("deepseek_r1", "a question", "prefix_kept", "rewrites the first prompt"),
-        ("gpt_oss", "a question", "prefix_kept", "writes the past reply otherwise"),
+        ("gpt_oss", "a question", "prefix_kept", "renders the past reply differently"),
         ("gpt_oss", "a tool's result", "exact", ""),
         ("glm4", "a tool's result", "exact", ""),
     ],

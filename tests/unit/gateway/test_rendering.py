@@ -147,7 +147,7 @@ def test_tool_results_share_one_user_turn() -> None:
 
 def test_a_template_without_a_verbatim_reply_is_said_so() -> None:
     renderer = Renderer(make_tokenizer("shouting"))
-    with pytest.raises(Unrenderable, match="as it is"):
+    with pytest.raises(Unrenderable, match="unchanged"):
         renderer.encode_suffix(list, {"role": "assistant", "content": "a"}, [], None, {}, 2)
 
 
