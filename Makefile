@@ -38,7 +38,7 @@ test: install    ## the quick suite (under six minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: install  ## the slow suite (under thirty minutes)
-	$(BIN)/python -m pytest -m slow --timeout 1500
+	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal
 
 # Environments of the clients' own: what their users have, which need not go together with what is ours.
 CLIENTS := openai2 openai3 frameworks frameworks-openai2 frameworks-openai3 agents-litellm agents-openai2 agents-openai3 \

@@ -54,7 +54,7 @@ ARMS = {
 }
 SMALLER = ["--trainer.groups_per_batch=8", "--trainer.learning_rate=3e-4", "--trainer.schedule=constant"]
 """Half of the demo's batch: with a full batch, two cores would be the bottleneck, and not the tool."""
-LOSS = ["--trainer.loss=dapo"]
+LOSS = ["--trainer.loss.name=dapo"]
 """The loss of both arms: staleness reduces its reward least (docs/losses.md)."""
 
 

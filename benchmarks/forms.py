@@ -35,8 +35,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {"compute_dtype": "bfloat16"},
     "layers computed again": {"activation_checkpointing": True},
-    "LoRA, rank 16": {"lora_rank": 16},
-    "all three": {"compute_dtype": "bfloat16", "activation_checkpointing": True, "lora_rank": 16},
+    "LoRA, rank 16": {"lora": {"rank": 16}},
+    "all three": {"compute_dtype": "bfloat16", "activation_checkpointing": True, "lora": {"rank": 16}},
 }
 LONG = {"rows": 4, "tokens": 1024}
 MB = 1e6

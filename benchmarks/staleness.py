@@ -31,8 +31,9 @@ from common import Check, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tidegate.agents.solver import TOOLS
-from tidegate.config import DECOUPLED, LOSSES, TrainerSettings
+from tidegate.config import TrainerSettings
 from tidegate.envs.arithmetic import Arithmetic
+from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
 from tidegate.trainer.batch.credit import GroupCredit
 from tidegate.trainer.policy.policy import Policy
@@ -40,6 +41,7 @@ from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
 TINY_BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 BASE = TINY_BASE / "model"
+LOSSES = [name for name in BY_NAME if name != "custom"]
 BOUNDS = ("0", "1", "2", "4", "8", "none")
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
 """Groups per batch, half of the demo's."""
@@ -170,7 +172,9 @@ def measure(cell: Cell, tokens: int, seed: int) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(seed)
     settings = TrainerSettings(
-        loss=cell.loss, minibatches=2 if cell.loss in DECOUPLED else 1, learning_rate=LEARNING_RATE
+        loss={"name": cell.loss},
+        minibatches=2 if cell.loss in SEVERAL_STEPS else 1,
+        learning_rate=LEARNING_RATE,
     )
     sampler, credit, policy = Sampler(), GroupCredit(settings), Policy.load(BASE, settings, seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0

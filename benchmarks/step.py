@@ -26,8 +26,8 @@ from common import Check, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
-from tidegate.trainer.policy.microbatch import prefix_batches
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 

@@ -6,15 +6,15 @@ settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
+from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
 from tidegate.settings.sections import DirectoryName, HttpUrl, SettingsSection, load
 
 
@@ -42,7 +42,12 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
+EMBEDDED_ONLY = ("device", "dtype", "threads", "max_slots", "max_context", "prefix_cache_mb")
+
+
 class EngineSettings(SettingsSection):
+    of_kind: ClassVar[Mapping[str, str]] = dict.fromkeys(EMBEDDED_ONLY, "embedded")
+
     urls: list[HttpUrl] = []
     """Addresses of running engines, as `http://host:30000`. Empty: the run starts `count` engines."""
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -82,6 +87,11 @@ class EngineSettings(SettingsSection):
             )
         if self.kind == "embedded" and (self.python or self.arguments):
             raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')
+        if self.kind != "embedded" and (idle := self.other_than_default(*EMBEDDED_ONLY)):
+            raise ValueError(
+                f'engine.{idle[0]} is for engine.kind = "embedded"; give engine.kind = "{self.kind}" its own '
+                "arguments in engine.arguments"
+            )
         if self.kind != "embedded" and not self.urls and self.python is None:
             raise ValueError(
                 f'engine.kind = "{self.kind}" needs engine.python, the interpreter of a separate environment '
@@ -151,20 +161,20 @@ def _staleness(value: int | str) -> int | str:
     return value
 
 
-LOSSES = (
-    "truncated", "truncated_sequence", "masked", "masked_sequence", "cispo", "grpo", "dr_grpo", "dapo",
-    "gspo", "decoupled_ppo",
-)  # fmt: skip
-"""Values of `trainer.loss`; `trainer.policy.loss.LOSSES` implements them."""
-DECOUPLED = ("decoupled_ppo",)
-"""Losses relative to a recomputed π_old, which allow several optimiser steps per batch."""
+class LoRASettings(SettingsSection):
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the LoRA matrices, which are trained instead of the model and published merged. 0: no LoRA, the
+    whole model is trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """LoRA scale: the matrices' output is multiplied by this ÷ `rank`."""
+    targets: list[str] = []
+    """Linear layers with LoRA matrices, by the end of their names, as q_proj. Empty: all but the head."""
 
-
-def _loss(name: str) -> str:
-    if name not in LOSSES:
-        close = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)
-        raise ValueError(f"there is no such loss; did you mean {close[0]!r}? Known: {', '.join(LOSSES)}")
-    return name
+    @model_validator(mode="after")
+    def _consistent(self) -> LoRASettings:
+        if not self.rank and (idle := self.other_than_default("alpha", "targets")):
+            raise ValueError(f"{idle[0]} has no effect without LoRA: set trainer.lora.rank, or remove it")
+        return self
 
 
 class TrainerSettings(SettingsSection):
@@ -202,17 +212,8 @@ class TrainerSettings(SettingsSection):
     """Steps of a linear warm-up of the learning rate from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
-    loss: Annotated[str, AfterValidator(_loss)] = "truncated"
-    """Loss (docs/losses.md): truncated, truncated_sequence, masked, masked_sequence, cispo, grpo, dr_grpo,
-    dapo, gspo, decoupled_ppo."""
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Cap C on π/μ in the losses that have one, by default −Σ sg[min(π/μ, C)]·A·log π ÷ N."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Clipping range of the ratio below 1. None: the loss's default."""
-    clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Clipping range of the ratio above 1. None: the loss's default."""
-    sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """Constant divisor of dr_grpo, in tokens per trajectory."""
+    loss: AnyLoss = TruncatedISLoss()
+    """Loss, by its name, with the settings that it has (docs/losses.md)."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Parts of a batch with an equal number of groups. Each is one optimiser step, which requires
     decoupled_ppo, unless `streaming` is on."""
@@ -247,13 +248,7 @@ class TrainerSettings(SettingsSection):
     activation_checkpointing: bool = False
     """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
     memory for a third more arithmetic, with identical gradients."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the LoRA matrices, which are trained instead of the model and published merged. 0: no LoRA, the
-    whole model is trained."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    """LoRA scale: the matrices' output is multiplied by this ÷ `lora_rank`."""
-    lora_targets: list[str] = []
-    """Linear layers with LoRA matrices, by the end of their names, as q_proj. Empty: all but the head."""
+    lora: LoRASettings = LoRASettings()
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
@@ -275,7 +270,7 @@ class TrainerSettings(SettingsSection):
     @property
     def scale(self) -> str:
         """`advantage_scale`, or the loss's default."""
-        return self.advantage_scale or ("none" if self.loss == "dr_grpo" else "group")
+        return self.advantage_scale or self.loss.advantage_scale
 
     @property
     def may_filter(self) -> bool:
@@ -317,8 +312,8 @@ class TrainerSettings(SettingsSection):
                 f"device = {self.device!r} is a single device, but ranks = {self.ranks} need one each: "
                 "set it to 'cuda'"
             )
-        if self.lora_targets and not self.lora_rank:
-            raise ValueError("lora_targets has no effect without LoRA: set lora_rank, or remove it")
+        if not self.kl_coefficient and self.other_than_default("kl_estimator"):
+            raise ValueError("kl_estimator has no effect without a penalty: set kl_coefficient, or remove it")
         self._check_loss()
         return self
 
@@ -335,11 +330,11 @@ class TrainerSettings(SettingsSection):
     def _check_loss(self) -> None:
         """Raises ValueError if settings of the loss contradict each other."""
         self._check_streaming()
-        if self.minibatches > 1 and self.loss not in DECOUPLED and not self.streaming:
+        if self.minibatches > 1 and not self.loss.several_steps and not self.streaming:
             raise ValueError(
-                f"minibatches = {self.minibatches} with loss = {self.loss!r}: with more than one step per "
-                "batch, π/μ mixes staleness with the updates already taken; use loss = "
-                f"{DECOUPLED[0]!r}, which recomputes π_old when the batch is assembled"
+                f"minibatches = {self.minibatches} with loss = {self.loss.name!r}: with more than one step "
+                "per batch, π/μ mixes staleness with the updates already taken; use loss = "
+                f"{SEVERAL_STEPS[0]!r}, which recomputes π_old when the batch is assembled"
             )
         if self.minibatches > 1 and self.on_policy and not self.streaming:
             raise ValueError("on_policy allows one optimiser step per batch; set minibatches to 1")
@@ -357,9 +352,9 @@ class TrainerSettings(SettingsSection):
             return
         if self.minibatches == 1:
             raise ValueError("streaming processes minibatches: set trainer.minibatches to 2 or more")
-        if self.loss in DECOUPLED:
+        if self.loss.several_steps:
             raise ValueError(
-                f"streaming sums the gradients of minibatches into one step, but {self.loss} is for "
+                f"streaming sums the gradients of minibatches into one step, but {self.loss.name} is for "
                 f"several steps. For one step per minibatch use smaller batches: groups_per_batch = "
                 f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
             )

@@ -14,7 +14,7 @@ from tidegate.errors import TrainingError
 pytestmark = pytest.mark.slow
 TWO = "--trainer.ranks=2"
 SENT = "--trainer.publish_transport=broadcast"
-ADAPTED = ("--trainer.lora_rank=4", "--trainer.activation_checkpointing=true", "--trainer.learning_rate=3e-3")
+ADAPTED = ("--trainer.lora.rank=4", "--trainer.activation_checkpointing=true", "--trainer.learning_rate=3e-3")
 
 
 def other_rank(run: TrainProcess) -> int:

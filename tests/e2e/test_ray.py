@@ -61,7 +61,7 @@ def test_a_killed_command_takes_its_run_along(cluster: RayCluster) -> None:
     """The run has two ranks and LoRA, and broadcasts merged weights over a process group."""
     run_dir = cluster.runs / "killed"
     arguments = [
-        "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--trainer.lora_rank=4",
+        "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--trainer.lora.rank=4",
         "--trainer.publish_transport=broadcast", *SEATS,
     ]  # fmt: skip
     with training(run_dir, *arguments, environment=cluster.environment) as run:
@@ -89,7 +89,7 @@ def test_a_lost_node_is_replaced_and_twice_interrupted_ends_all(cluster: RayClus
         run.until_step(lost_at + 3)
         run.interrupt()
         run.until_said("finishing the current step and writing a checkpoint")
-        os.kill(cluster.pid("ray::Head"), signal.SIGSTOP)  # it cannot finish its step
+        os.kill(cluster.pid("ray::RunActor"), signal.SIGSTOP)  # it cannot finish its step
         run.interrupt()
         assert run.wait(20) == 130, run.output()
     assert nothing_left(cluster, "node")

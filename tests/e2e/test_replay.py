@@ -45,7 +45,7 @@ def test_replay_is_the_run_again_and_sees_what_was_changed(
 
 
 LORA = (
-    "--trainer.lora_rank=8", "--trainer.learning_rate=3e-3", "--trainer.compute_dtype=bfloat16",
+    "--trainer.lora.rank=8", "--trainer.learning_rate=3e-3", "--trainer.compute_dtype=bfloat16",
     "--trainer.activation_checkpointing=true",
 )  # fmt: skip
 

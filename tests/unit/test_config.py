@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.config import Settings, load_settings
+from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
-from tidegate.settings.sections import differences, dump, known_keys, split_words
+from tidegate.settings.losses import GSPOLoss
+from tidegate.settings.sections import differences, dump, known_keys, overlay, split_words
 
 MODEL = ["--model.path", "somewhere"]
 
@@ -61,7 +62,7 @@ def test_the_context_of_embedded_engines_bounds_no_others() -> None:
         assert load_settings(None, [*long, *others]).engine.context is None
 
 
-DECOUPLED = ["--trainer.loss", "decoupled_ppo", "--trainer.minibatches", "2"]
+DECOUPLED = ["--trainer.loss.name", "decoupled_ppo", "--trainer.minibatches", "2"]
 STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
 
 
@@ -88,8 +89,21 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--run.name", ""], "run.name = ''"),
         ([*MODEL, "--run.name", ".."], "run.name = '..'"),
         (
-            [*MODEL, "--trainer.loss", "gsop"],
-            "trainer.loss = 'gsop': there is no such loss; did you mean 'gspo'?",
+            [*MODEL, "--trainer.loss.name", "gsop"],
+            "trainer.loss: there is no loss 'gsop'; did you mean 'gspo'?",
+        ),
+        ([*MODEL, "--trainer.loss", "truncated"], 'write [trainer.loss] with name = "truncated_is"'),
+        (
+            [*MODEL, "--trainer.loss.name", "grpo", "--trainer.loss.importance_cap", "3"],
+            "trainer.loss: importance_cap does not apply to name = 'grpo', only to truncated_is, masked_is, ",
+        ),
+        ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
+        ([*MODEL, "--trainer.loss.importance_cap", "-1"], "trainer.loss.importance_cap = -1: "),
+        ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
+        ([*MODEL, "--trainer.kl_estimator", "k1"], "kl_estimator has no effect without a penalty"),
+        (
+            [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],
+            'engine.max_slots is for engine.kind = "embedded"',
         ),
         ([*MODEL, "--trainer.minibatches", "2"], "use loss = 'decoupled_ppo'"),
         ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "set minibatches to 1"),
@@ -175,3 +189,21 @@ def test_settings_that_differ_are_named_and_no_secret_is_told(tmp_path: Path) ->
         "trainer.max_staleness 2 → 1", "trainer.min_group_size",
     ]  # fmt: skip
     assert differences(one, one) == []
+
+
+def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        '[model]\npath = "m"\n[engine]\nmax_slots = 8\n[trainer.loss]\nname = "dapo"\nclip_high = 0.3\n'
+    )
+    plain = load_settings(path)
+    assert (plain.trainer.loss.name, plain.engine.max_slots) == ("dapo", 8)
+    other = load_settings(path, ["--trainer.loss.name=gspo", "--engine.kind=sglang", "--engine.python=p"])
+    assert other.trainer.loss == GSPOLoss()
+    assert other.engine.max_slots == EngineSettings().max_slots
+    again = overlay(plain, ["--trainer.loss.name=gspo", "--trainer.loss.clip_low=0.1"])
+    assert again.trainer.loss == GSPOLoss(clip_low=0.1)
+    same = overlay(plain, ["--trainer.loss.name=dapo"])
+    assert same.trainer.loss == plain.trainer.loss
+    path.write_text(dump(other))
+    assert load_settings(path) == other

@@ -52,7 +52,10 @@ def settings() -> set[str]:
 
 def is_setting(name: str) -> bool:
     return (
-        name in settings() or name == "section.key" or re.match(r"(env|agent)\.options\.", name) is not None
+        name in settings()
+        or any(key.startswith(f"{name}.") for key in settings())
+        or name == "section.key"
+        or re.match(r"(env|agent)\.options\.", name) is not None
     )
 
 

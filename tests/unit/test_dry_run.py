@@ -137,9 +137,9 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
 def test_an_adapter_is_counted_as_it_is(tmp_path: Path, targets: list[str]) -> None:
-    settings = settings_of(BASE, tmp_path, trainer={"lora_rank": 3, "lora_targets": targets})
+    settings = settings_of(BASE, tmp_path, trainer={"lora": {"rank": 3, "targets": targets}})
     shape, model = read_shape(BASE), AutoModelForCausalLM.from_pretrained(BASE)
-    beside = Adapter.inject(model, settings.trainer).parameters(model)
+    beside = Adapter.inject(model, settings.trainer.lora).parameters(model)
     trained = sum(one.numel() for one in beside.values())
     sizes = {item.what: item.size for item in memory_plan(settings, shape) if item.owner == "trainer"}
     assert sizes["weights"] == FLOAT32 * sum(one.numel() for one in model.parameters())

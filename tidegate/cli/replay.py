@@ -31,7 +31,11 @@ def add(verbs: Verbs) -> None:
     )
     verb.add_argument("--until", type=int, metavar="STEP", help="the last step")
     verb.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another setting: trainer.loss=gspo"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another setting: trainer.steps=9",
     )
     verb.add_argument("--out", type=Path, metavar="DIR", help="write the resulting weights")
     verb.add_argument("--json", action="store_true", help="print one object per step instead of the table")

@@ -228,14 +228,14 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
     elif ranks > 1:
         device, parts = f"each of {ranks} GPUs", ranks
     each = f" on each of {passes} ranks" if passes > 1 else ""
-    beside = shape.adapter(trainer.lora_rank, trainer.lora_targets)
-    trained = beside if trainer.lora_rank else shape.parameters
+    beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
+    trained = beside if trainer.lora.rank else shape.parameters
 
     def per_parameter(what: str, number: int, size: int, why: str = "") -> Item:
         held = f"{number:,} parameters" + (f" ÷ {parts}" if parts > 1 else "")
         return Item(device, "trainer", what, f"{held} × {size} B{why}", -(-number // parts) * size)
 
-    lora = " (LoRA)" if trainer.lora_rank else ""
+    lora = " (LoRA)" if trainer.lora.rank else ""
     return [
         per_parameter("weights", shape.parameters + beside, FLOAT32),
         per_parameter("gradients", trained, FLOAT32, lora),
@@ -264,8 +264,8 @@ def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
     trainer, number = settings.trainer, shape.parameters
     kept, where = trainer.keep_checkpoints, str(settings.run_dir)
     size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"
-    if trainer.lora_rank:
-        beside = shape.adapter(trainer.lora_rank, trainer.lora_targets)
+    if trainer.lora.rank:
+        beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
         size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
     return [
         Item(where, "disk", "published and best", f"3 × {number:,} × 4 B", 3 * number * FLOAT32),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tomli_w
@@ -47,6 +47,13 @@ class SettingsSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    of_kind: ClassVar[Mapping[str, str]] = {}
+    """Settings that apply to one `kind` of the section. Another kind on the command line leaves them out."""
+
+    def other_than_default(self, *names: str) -> list[str]:
+        """Returns those of the settings that differ from their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
 
 def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
     """Reads settings from a TOML file and dotted overrides.
@@ -62,7 +69,7 @@ def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -
     """
     raw = _read_toml(path) if path is not None else {}
     for key, value in _pairs(overrides):
-        _set(raw, key, _value(model, key, value))
+        _set(model, raw, key, _value(model, key, value))
     return _check(model, raw, str(path) if path is not None else "the command line")
 
 
@@ -70,7 +77,7 @@ def overlay(model: Model, overrides: Sequence[str]) -> Model:
     """Returns a copy of settings with dotted overrides; raises ConfigError."""
     raw = model.model_dump()
     for key, value in _pairs(overrides):
-        _set(raw, key, _value(type(model), key, value))
+        _set(type(model), raw, key, _value(type(model), key, value))
     return _check(type(model), raw, "the command line")
 
 
@@ -111,16 +118,49 @@ def _is_number(value: Any) -> bool:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """Returns all settings as (dotted key, default, description)."""
+    """Returns all settings as (dotted key, default, description).
+
+    The description of a setting that only some kinds of a section have names these kinds.
+    """
     keys = []
     for name, field in model.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, SettingsSection):
-            keys += known_keys(section, f"{prefix}{name}.")
+        kinds = _sections(field.annotation)
+        if len(kinds) == 1:
+            keys += known_keys(kinds[0], f"{prefix}{name}.")
+        elif kinds:
+            keys += _keys_of_kinds(kinds, type(field.default), f"{prefix}{name}.")
         else:
             default = "required" if field.is_required() else _format(field.default)
             keys.append((prefix + name, default, field.description or ""))
     return keys
+
+
+def _keys_of_kinds(
+    kinds: Sequence[type[SettingsSection]], default: type[SettingsSection], prefix: str
+) -> list[tuple[str, str, str]]:
+    """Returns the settings of a section that is one of several kinds, selected by its `name`."""
+    names = [str(kind.model_fields["name"].default) for kind in kinds]
+    rows = []
+    for setting in dict.fromkeys(field for kind in (default, *kinds) for field in kind.model_fields):
+        have = {
+            name: kind.model_fields[setting]
+            for name, kind in zip(names, kinds, strict=True)
+            if setting in kind.model_fields
+        }
+        text = next(iter(have.values())).description or ""
+        defaults = {
+            kind: "required" if field.is_required() else _format(field.default)
+            for kind, field in have.items()
+        }
+        if setting == "name":
+            own = _format(default.model_fields[setting].default)
+            rows.append((prefix + setting, own, f"{text} {', '.join(names)}."))
+        elif len(set(defaults.values())) == 1:
+            rows.append((prefix + setting, next(iter(defaults.values())), f"{text} For {', '.join(have)}."))
+        else:
+            applies = ", ".join(f"{kind} {value}" for kind, value in defaults.items())
+            rows.append((prefix + setting, "", f"{text} For {applies}."))
+    return rows
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -171,13 +211,21 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> None:
+    """Sets one dotted key. A section that becomes another kind keeps only what applies to that kind."""
     *sections, last = key.split(".")
     table = raw
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
+        kinds = _sections(model.model_fields[section].annotation) if section in model.model_fields else ()
+        if len(kinds) > 1 and last == "name" and table.get("name") != value:
+            table.clear()
+        model = kinds[0] if kinds else SettingsSection
+    if last == "kind" and issubclass(model, SettingsSection):
+        for name in [name for name in table if model.of_kind.get(name, value) != value]:
+            del table[name]
     table[last] = value
 
 
@@ -193,11 +241,12 @@ def _value(model: type[BaseModel], key: str, text: str) -> Any:
 def _takes_text(model: Any, path: Sequence[str]) -> bool:
     """Returns whether a setting's type is text, or text or None."""
     for name in path:
-        if not _is_section(model) or name not in model.model_fields:
+        kinds = [kind for kind in _sections(model) if name in kind.model_fields]
+        if not kinds:
             return False
-        model = model.model_fields[name].annotation
-    kinds = get_args(model) if get_origin(model) in (Union, UnionType) else (model,)
-    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds} - {NoneType}
+        model = kinds[0].model_fields[name].annotation
+    parts = get_args(model) if get_origin(model) in (Union, UnionType) else (model,)
+    plain = {get_args(part)[0] if get_origin(part) is Annotated else part for part in parts} - {NoneType}
     return plain <= {str, Path}
 
 
@@ -224,13 +273,20 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("string_type", "path_type"):
         message = "must be text; write it in quotes"
-    if not key or (key in model.model_fields and _is_section(model.model_fields[key].annotation)):
+    if not key or (key in model.model_fields and _sections(model.model_fields[key].annotation)):
         return f"{where}: {message}"  # an error of the whole section, which names the keys itself
+    if isinstance(error["input"], dict):
+        return f"{where}: {key}: {message}"
     return f"{where}: {key} = {error['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, SettingsSection)
+def _sections(annotation: Any) -> list[type[SettingsSection]]:
+    """Returns the section that an annotation is, or the kinds of section that it may be; none for a value."""
+    if get_origin(annotation) is Annotated:
+        return _sections(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _sections(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, SettingsSection) else []
 
 
 def _is_type_tag(part: str | int) -> bool:

@@ -203,7 +203,7 @@ def base_model(settings: Settings, weights: Path) -> Path:
 
     With LoRA it is the run's original model, as an adapter cannot be separated from merged weights.
     """
-    return settings.model.path.absolute() if settings.trainer.lora_rank else weights
+    return settings.model.path.absolute() if settings.trainer.lora.rank else weights
 
 
 def admission_rules(settings: Settings) -> Rules:

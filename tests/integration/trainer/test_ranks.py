@@ -82,8 +82,8 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "truncated": {},
-    "grpo": {"loss": "grpo", "activation_checkpointing": True},
-    "lora": {"lora_rank": 4},
+    "grpo": {"loss": {"name": "grpo"}, "activation_checkpointing": True},
+    "lora": {"lora": {"rank": 4}},
     "bfloat16": {"compute_dtype": "bfloat16"},
 }
 
@@ -136,7 +136,7 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "activation_checkpointing": True}])
+@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "activation_checkpointing": True}])
 async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     base: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:

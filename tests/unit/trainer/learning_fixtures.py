@@ -18,7 +18,7 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
-    from tidegate.trainer.policy.microbatch import Microbatch
+    from tidegate.trainer.batch.microbatch import Microbatch
 
 VOCABULARY = 48
 
@@ -102,7 +102,7 @@ def make_group(
 
 def lay(rows: list[TrainSequence], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
-    from tidegate.trainer.policy.microbatch import microbatches
+    from tidegate.trainer.batch.microbatch import microbatches
 
     return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, max_padding=1.0)
 

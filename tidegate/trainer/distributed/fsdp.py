@@ -21,11 +21,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.microbatch import Microbatch, microbatch
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.distributed.partition import RankBatch, partition_rows
 from tidegate.trainer.policy.diagnostics import Diagnostics
 from tidegate.trainer.policy.forward import Forward, Prefix, by_row, decoder_layers
-from tidegate.trainer.policy.microbatch import Microbatch, microbatch
 from tidegate.trainer.policy.policy import GradientStep, Policy
 from tidegate.types import Logprobs
 

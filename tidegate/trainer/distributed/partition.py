@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidegate.trainer.batch.microbatch import split_by_length
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.microbatch import split_by_length
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidegate.trainer.policy.microbatch import Microbatch
+from tidegate.trainer.batch.microbatch import Microbatch
 
 
 class Diagnostics:

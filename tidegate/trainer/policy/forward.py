@@ -17,10 +17,10 @@ from transformers import DynamicCache
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
+from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, SharedPrefixes, prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
-from tidegate.trainer.policy.loss import token_logprobs
-from tidegate.trainer.policy.microbatch import Microbatch, PrefixBatch, SharedPrefixes, prefix_batches
+from tidegate.trainer.policy.logprobs import token_logprobs
 from tidegate.types import Logprobs
 
 LOGITS_AT_ONCE = 2**26

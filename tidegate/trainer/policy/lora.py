@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidegate.config import TrainerSettings
+from tidegate.config import LoRASettings
 from tidegate.errors import StartError
 
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -28,8 +28,8 @@ class Adapter:
     """α ÷ r."""
 
     @classmethod
-    def inject(cls, model: Any, settings: TrainerSettings) -> Adapter:
-        """Add matrices of `lora_rank` to the model and freeze the other parameters.
+    def inject(cls, model: Any, settings: LoRASettings) -> Adapter:
+        """Add matrices of `rank` to the model and freeze the other parameters.
 
         A is drawn from torch's generator and B is 0, so that the initial policy equals the model.
 
@@ -39,18 +39,18 @@ class Adapter:
         try:
             import peft
         except ImportError as error:
-            raise StartError(f"trainer.lora_rank needs peft ({error}): install tidegate[lora]") from error
+            raise StartError(f"trainer.lora.rank needs peft ({error}): install tidegate[lora]") from error
         config = peft.LoraConfig(
-            r=settings.lora_rank,
-            lora_alpha=settings.lora_alpha,
-            target_modules=settings.lora_targets or "all-linear",
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=settings.targets or "all-linear",
         )
         try:
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
-            raise StartError(f"trainer.lora_targets: {error}") from error
+            raise StartError(f"trainer.lora.targets: {error}") from error
         _check_mergeable(model)
-        return cls(settings.lora_alpha / settings.lora_rank)
+        return cls(settings.alpha / settings.rank)
 
     def parameters(self, model: Any) -> dict[str, Tensor]:
         """Return the trainable parameters by name."""
@@ -86,12 +86,12 @@ def _check_mergeable(model: Any) -> None:
     for name, parameter in named:
         if parameter.requires_grad and not name.endswith((DOWN, UP)):
             raise StartError(
-                f"trainer.lora_targets: {name} does not belong to a linear layer; name linear layers only"
+                f"trainer.lora.targets: {name} does not belong to a linear layer; name linear layers only"
             )
     uses = [id(parameter) for _, parameter in named]
     for name, parameter in named:
         if name.endswith(f"{BASE}weight") and uses.count(id(parameter)) > 1:
             raise StartError(
-                f"trainer.lora_targets: {name.removesuffix(f'{BASE}weight')} shares its weight with another "
+                f"trainer.lora.targets: {name.removesuffix(f'{BASE}weight')} shares its weight with another "
                 "layer, which merging would change too; leave it out"
             )

@@ -18,19 +18,19 @@ from transformers.utils import logging as transformers_logging
 from tidegate.config import TrainerSettings
 from tidegate.devices import find_device
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.batch.rows import TrainSequence, minibatches
-from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
-from tidegate.trainer.policy.diagnostics import Diagnostics
-from tidegate.trainer.policy.forward import Forward, Prefix
-from tidegate.trainer.policy.lora import Adapter, merge_unit
-from tidegate.trainer.policy.loss import make_loss
-from tidegate.trainer.policy.microbatch import (
+from tidegate.trainer.batch.microbatch import (
     ForwardPass,
     Microbatch,
     PrefixBatch,
     padding_ratio,
     prefix_batches,
 )
+from tidegate.trainer.batch.rows import TrainSequence, minibatches
+from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
+from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.policy.diagnostics import Diagnostics
+from tidegate.trainer.policy.forward import Forward, Prefix
+from tidegate.trainer.policy.lora import Adapter, merge_unit
 from tidegate.trainer.policy.optimizer import adamw, learning_rate
 from tidegate.types import Logprobs
 from tidegate.weights.process_group import buckets
@@ -103,7 +103,7 @@ class Policy:
         self._pending: _PendingBatch | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
-        self._adapter = Adapter.inject(model, settings) if settings.lora_rank else None
+        self._adapter = Adapter.inject(model, settings.lora) if settings.lora.rank else None
         self._forward = self._forward_class(model, settings)
         self._reference = None if reference is None else self._forward_class(reference, settings)
         self._optimizer = adamw(model, settings)
@@ -270,7 +270,7 @@ class Policy:
         if not self._broadcast(same):
             raise RuntimeError(
                 "the base model merged with the trainer's adapter has other weights; set model.path and "
-                "trainer.lora_alpha as at the start of the run"
+                "trainer.lora.alpha as at the start of the run"
             )
 
     @torch.no_grad()
@@ -306,7 +306,7 @@ class Policy:
         Raises ValueError or RuntimeError if the state's adapter does not fit this one.
         """
         if ("adapter" in state) != (self._adapter is not None):
-            raise ValueError("trainer.lora_rank was switched on or off, which a resumed run does not allow")
+            raise ValueError("trainer.lora.rank was switched on or off, which a resumed run does not allow")
         if self._adapter is not None:
             self._copy_into(self._adapter.parameters(self.model), state["adapter"])
         self._optimizer.load_state_dict(state["optimizer"])

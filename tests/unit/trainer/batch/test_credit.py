@@ -36,11 +36,11 @@ def test_episodes_are_compared_within_their_group():
     groups = [group(episode(1), episode(0)), group(episode(5), episode(5), episode(2))]
     plain = credit(advantage_scale="none")(groups)
     assert plain == [[0.5, -0.5], [1.0, 1.0, -2.0]]
-    assert credit(loss="dr_grpo")(groups) == plain
+    assert credit(loss={"name": "dr_grpo"})(groups) == plain
     scaled = credit()(groups)
     assert scaled[0] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
     assert scaled[1] == pytest.approx([3**-0.5, 3**-0.5, -2 * 3**-0.5], rel=1e-5)
-    assert credit(loss="dr_grpo", advantage_scale="group")(groups) == scaled
+    assert credit(loss={"name": "dr_grpo"}, advantage_scale="group")(groups) == scaled
 
 
 def test_the_batch_has_one_scale():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.unit.trainer.learning_fixtures import lay, make_rows
+from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.policy.diagnostics import Diagnostics
-from tidegate.trainer.policy.microbatch import Microbatch
 
 
 def none_cut(batch: Microbatch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.policy.policy import Policy
 
-LORA = {"lora_rank": 4, "learning_rate": 0.01}
+LORA = {"lora": {"rank": 4}, "learning_rate": 0.01}
 STATE = {"ledger": 1, "version": 7}
 
 
@@ -108,11 +108,15 @@ def test_a_checkpoint_of_another_base_or_another_adapter_is_refused(base: Path, 
     assert found is not None
     other = make_model(tmp_path / "other", seed=1)
     cases = [
-        (other, {}, r"step_2 does not hold this run's model: .* set model.path and trainer.lora_alpha"),
-        (base, {"lora_alpha": 8.0}, "lora_alpha"),
-        (base, {"lora_rank": 2}, r"trainer.pt is not a trainer state of this model: .*\[4, 32\] instead of"),
-        (base, {"lora_targets": ["q_proj"]}, "tensor names differ: .*lora_A"),
-        (base, {"lora_rank": 0}, "lora_rank was switched on or off"),
+        (other, {}, r"step_2 does not hold this run's model: .* set model.path and trainer.lora.alpha"),
+        (base, {"lora": {"rank": 4, "alpha": 8.0}}, "lora.alpha"),
+        (
+            base,
+            {"lora": {"rank": 2}},
+            r"trainer.pt is not a trainer state of this model: .*\[4, 32\] instead of",
+        ),
+        (base, {"lora": {"rank": 4, "targets": ["q_proj"]}}, "tensor names differ: .*lora_A"),
+        (base, {"lora": {"rank": 0}}, "lora.rank was switched on or off"),
     ]
     for model, settings, said in cases:
         with pytest.raises(CheckpointError, match=said):
@@ -126,7 +130,9 @@ def test_shared_prefixes_and_layers_computed_again_give_the_same_gradients(
     """Also where nothing is trained before the first keys and values."""
     found = []
     for share, again in ((False, False), (True, False), (True, True)):
-        policy = load(base, lora_targets=targets, activation_checkpointing=again, max_grad_norm=1e9)
+        policy = load(
+            base, lora={"rank": 4, "targets": targets}, activation_checkpointing=again, max_grad_norm=1e9
+        )
         policy._forward.shares &= share
         policy.update(make_group(np.random.default_rng(0), size=4, prompt=40), version=3)
         parameters = policy._adapter.parameters(policy.model)
@@ -182,13 +188,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(base: Path) -> None:
     ],
 )
 def test_targets_that_cannot_be_merged_are_refused(base: Path, targets: list[str], said: str) -> None:
-    with pytest.raises(StartError, match=f"lora_targets: .*{said}"):
-        load(base, lora_targets=targets)
+    with pytest.raises(StartError, match=f"lora.targets: .*{said}"):
+        load(base, lora={"rank": 4, "targets": targets})
 
 
 def test_an_untied_head_may_be_one(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, VOCABULARY, hidden=32, family="llama")
-    policy = trained(tmp_path, lora_targets=["lm_head", "q_proj"])
+    policy = trained(tmp_path, lora={"rank": 4, "targets": ["lm_head", "q_proj"]})
     plain = Policy.load(policy.save_weights(tmp_path / "v1"), TrainerSettings())
     for one, other in zip(policy.logprobs(rows_that_share()), plain.logprobs(rows_that_share()), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
@@ -196,7 +202,7 @@ def test_an_untied_head_may_be_one(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(StartError, match=r"trainer.lora_rank needs peft .*tidegate\[lora\]"):
+    with pytest.raises(StartError, match=r"trainer.lora.rank needs peft .*tidegate\[lora\]"):
         load(base)
-    with pytest.raises(ValueError, match="lora_targets has no effect without LoRA"):
-        TrainerSettings(lora_targets=["q_proj"])
+    with pytest.raises(ValueError, match="targets has no effect without LoRA"):
+        TrainerSettings(lora={"targets": ["q_proj"]})

@@ -6,12 +6,14 @@ import torch
 
 from tests.unit.trainer.learning_fixtures import VOCABULARY, lay, make_rows
 from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.loss import Loss, make_loss, token_logprobs
-from tidegate.trainer.policy.microbatch import Microbatch
+from tidegate.trainer.losses.loss import Loss
+from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.policy.logprobs import token_logprobs
 
 CAP = 2.0
-DEFAULT: Loss = make_loss(TrainerSettings(importance_cap=CAP))
+DEFAULT: Loss = make_loss(TrainerSettings(loss={"importance_cap": CAP}))
 
 
 def make_case(seed: int = 0) -> tuple[list[TrainSequence], Microbatch, torch.Tensor]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.trainer.learning_fixtures import lay, make_row
-from tidegate import config
 from tidegate.config import TrainerSettings
+from tidegate.errors import ConfigError
+from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.loss import LOSSES, make_loss
+from tidegate.trainer.losses.make import make_loss
 
 CAP = 1.3
 
@@ -84,12 +85,12 @@ def decoupled(row: Sample) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[Trajectories], Tensor]] = {
-    "truncated": lambda t: token_mean(t, lambda x: weighted([min(r, CAP) for r in ratios(x)], x)),
-    "masked": lambda t: token_mean(t, lambda x: weighted([r if r <= CAP else 0 for r in ratios(x)], x)),
-    "truncated_sequence": lambda t: token_mean(
+    "truncated_is": lambda t: token_mean(t, lambda x: weighted([min(r, CAP) for r in ratios(x)], x)),
+    "masked_is": lambda t: token_mean(t, lambda x: weighted([r if r <= CAP else 0 for r in ratios(x)], x)),
+    "truncated_is_sequence": lambda t: token_mean(
         t, lambda x: weighted([min(whole_ratio(x), CAP)] * len(x.pi), x)
     ),
-    "masked_sequence": lambda t: token_mean(
+    "masked_is_sequence": lambda t: token_mean(
         t, lambda x: weighted([whole_ratio(x) if whole_ratio(x) <= CAP else 0] * len(x.pi), x)
     ),
     "cispo": lambda t: token_mean(t, lambda x: weighted([min(max(r, 0.9), 1.2) for r in ratios(x)], x)),
@@ -115,7 +116,12 @@ KL = {
 
 
 def settings_of(name: str, **others: object) -> TrainerSettings:
-    return TrainerSettings(loss=name, importance_cap=CAP, **OWN.get(name, {}), **others)
+    loss = {"name": name.removesuffix("_sequence"), **OWN.get(name, {})}
+    if name.endswith("_sequence"):
+        loss["level"] = "sequence"
+    if "importance_cap" in BY_NAME[loss["name"]].model_fields:
+        loss["importance_cap"] = CAP
+    return TrainerSettings(loss=loss, **others)
 
 
 def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
@@ -165,7 +171,7 @@ def ours(
 
 
 @pytest.mark.parametrize("max_tokens", [64, 4096])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_value_and_gradient_are_the_formulas(name, max_tokens):
     rows, logprobs = make_case()
     trajectories, leaves = samples(rows, logprobs)
@@ -178,7 +184,7 @@ def test_value_and_gradient_are_the_formulas(name, max_tokens):
     assert 0 < cut < tokens(trajectories), "the case proves too little"
 
 
-@pytest.mark.parametrize("name", ["truncated", "grpo", "decoupled_ppo"])
+@pytest.mark.parametrize("name", ["truncated_is", "grpo", "decoupled_ppo"])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_penalty_is_added_with_the_tokens_weight(name, estimator):
     rows, logprobs = make_case()
@@ -193,7 +199,7 @@ def test_a_penalty_is_added_with_the_tokens_weight(name, estimator):
         torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_k1_lowers_the_advantage(name):
     rows, logprobs = make_case()
     trajectories, leaves = samples(rows, logprobs)
@@ -243,7 +249,7 @@ def test_gspo_weights_each_turn_by_its_own_advantage():
     assert gap > 0.01
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_on_policy_every_gradient_is_reinforces(name):
     """π = π_old = μ: no ratio is cut, and they differ in nothing but their aggregation."""
     rows, _ = make_case()
@@ -269,7 +275,7 @@ def test_branching_buys_no_credit(name):
     assert list(totals.values()) == pytest.approx([1.0] * 7)
 
 
-@pytest.mark.parametrize("name", ["truncated_sequence", "masked_sequence", "masked", "truncated"])
+@pytest.mark.parametrize("name", ["truncated_is_sequence", "masked_is_sequence", "masked_is", "truncated_is"])
 def test_a_ratio_beyond_all_numbers_leaves_the_loss_finite(name):
     rows, _ = make_case()
     logprobs = [row.logprobs[row.mask].astype(np.float64) + 800.0 for row in rows]
@@ -291,6 +297,37 @@ def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
 
 
-def test_the_settings_know_every_loss():
-    assert tuple(LOSSES) == config.LOSSES
-    assert set(PLAIN) == set(LOSSES)
+def test_every_loss_has_a_formula():
+    assert {name.removesuffix("_sequence") for name in PLAIN} == BY_NAME.keys() - {"custom"}
+
+
+OWN_LOSS = """
+from tidegate.trainer.losses.loss import Loss
+from tidegate.trainer.losses.parts import ppo_clip, sequence_mean, token_ratio
+
+def clipped(low, high=0.2):
+    return Loss(token_ratio, ppo_clip(low, high), sequence_mean)
+
+def nothing():
+    return None
+"""
+
+
+def test_a_loss_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    rows, logprobs = make_case()
+
+    def own(function, **options):
+        return TrainerSettings(loss={"use": f"{tmp_path / 'mine.py'}:{function}", "options": options})
+
+    value, gradients, cut = ours(own("clipped", low=0.2), rows, logprobs, 64)
+    expected = ours(settings_of("grpo"), rows, logprobs, 64)
+    assert (value, cut) == (expected[0], expected[2])
+    for one, other in zip(gradients, expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="needs the option 'low'"):
+        make_loss(own("clipped"))
+    with pytest.raises(ConfigError, match="returned NoneType, not a tidegate"):
+        make_loss(own("nothing"))
+    with pytest.raises(ConfigError, match="has no loss 'cliped'; did you mean 'clipped'"):
+        make_loss(own("cliped"))

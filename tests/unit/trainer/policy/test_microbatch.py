@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_group, make_row, make_rows
-from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.microbatch import (
+from tidegate.trainer.batch.microbatch import (
     MAX_PADDING_RATIO,
     PREFIX_MEMORY_DIVISOR,
     PrefixBatch,
@@ -17,6 +16,7 @@ from tidegate.trainer.policy.microbatch import (
     padding_ratio,
     prefix_batches,
 )
+from tidegate.trainer.batch.rows import TrainSequence
 
 
 @st.composite

@@ -20,8 +20,8 @@ from tests.unit.trainer.learning_fixtures import (
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.advantage import centred, group_deviation, scaled
+from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
-from tidegate.trainer.policy.microbatch import prefix_batches
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Trajectory
 
@@ -83,7 +83,7 @@ def make_batch() -> list[TrainSequence]:
 def test_gradients_equal_one_row_at_a_time(base, microbatch_tokens):
     rows = make_batch()
     expected = plain_gradients(load(base).model, rows, cap=2.0)
-    policy = load(base, microbatch_tokens=microbatch_tokens, importance_cap=2.0)
+    policy = load(base, microbatch_tokens=microbatch_tokens, loss={"importance_cap": 2.0})
     assert policy._forward.shares
     laid = prefix_batches(rows, microbatch_tokens)
     assert [bool(bundle.prefixes) for bundle in laid][:2] == [False, True]

@@ -12,9 +12,10 @@ from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
+from tidegate.settings.losses import BY_NAME
+from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
-from tidegate.trainer.policy.loss import LOSSES, make_loss
-from tidegate.trainer.policy.microbatch import prefix_batches
+from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.policy import Policy
 
 SETTINGS = {"max_grad_norm": 1e9, "learning_rate": 0.0}
@@ -28,6 +29,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "other", seed=1)
+
+
+LOSSES = [name for name in BY_NAME if name != "custom"]
 
 
 def make_batch(policy: Policy) -> list[TrainSequence]:
@@ -65,11 +69,15 @@ def one_row_at_a_time(policy: Policy, rows: list[TrainSequence]) -> torch.Tensor
     return gradient(policy)
 
 
+def tight(name: str) -> dict[str, object]:
+    """A loss with bounds that many ratios lie beyond."""
+    bounds = {"importance_cap": 1.2, "clip_high": 0.05}
+    return {"name": name} | {key: value for key, value in bounds.items() if key in BY_NAME[name].model_fields}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_of_every_loss_is_that_of_one_row_at_a_time(base, name):
-    settings = TrainerSettings(
-        loss=name, importance_cap=1.2, clip_high=0.05, microbatch_tokens=200, **SETTINGS
-    )
+    settings = TrainerSettings(loss=tight(name), microbatch_tokens=200, **SETTINGS)
     policy = Policy.load(base, settings)
     rows = make_batch(policy)
     assert any(bundle.prefixes for bundle in prefix_batches(rows, 200))
@@ -83,7 +91,7 @@ def test_the_gradient_of_every_loss_is_that_of_one_row_at_a_time(base, name):
 
 def test_minibatches_are_steps_from_one_policy(base):
     """Against the same done by hand: π_old is that of the cut, for the second step too."""
-    settings = {"loss": "decoupled_ppo", "max_grad_norm": 1e9, "learning_rate": 0.01}
+    settings = {"loss": {"name": "decoupled_ppo"}, "max_grad_norm": 1e9, "learning_rate": 0.01}
     policy = Policy.load(base, TrainerSettings(**settings, minibatches=2))
     rows = make_batch(policy)
     halves = [[row for row in rows if row.group_id in half] for half in (("g0", "g1"), ("g2", "g40", "g25"))]
@@ -105,8 +113,8 @@ STREAMED = [name for name in LOSSES if name != "decoupled_ppo"]
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_minibatches_that_stream_are_one_step_as_if_they_had_come_at_once(base, name):
-    whole = Policy.load(base, TrainerSettings(loss=name, learning_rate=0.01))
-    settings = TrainerSettings(loss=name, learning_rate=0.01, minibatches=3, streaming=True)
+    whole = Policy.load(base, TrainerSettings(loss={"name": name}, learning_rate=0.01))
+    settings = TrainerSettings(loss={"name": name}, learning_rate=0.01, minibatches=3, streaming=True)
     streamed, together = (Policy.load(base, settings) for _ in range(2))
     rows = make_batch(whole)
     rows[1].group_id = rows[0].group_id  # of one trajectory, which minibatches don't part
@@ -138,7 +146,7 @@ def test_a_streamed_batch_that_is_not_finite_is_skipped_whole_and_forgotten(base
 
 def test_one_batch_is_one_step_of_the_schedule(base):
     settings = TrainerSettings(
-        loss="decoupled_ppo", minibatches=3, schedule="linear", steps=4, learning_rate=0.1
+        loss={"name": "decoupled_ppo"}, minibatches=3, schedule="linear", steps=4, learning_rate=0.1
     )
     policy = Policy.load(base, settings)
     rates = [policy.update(make_batch(policy), version=0)["learning_rate"] for _ in range(4)]
@@ -147,7 +155,7 @@ def test_one_batch_is_one_step_of_the_schedule(base):
 
 
 def test_the_figures_of_a_batch_are_of_the_policy_at_the_cut(base):
-    settings = {"loss": "decoupled_ppo", "learning_rate": 0.05}
+    settings = {"loss": {"name": "decoupled_ppo"}, "learning_rate": 0.05}
     policies = [Policy.load(base, TrainerSettings(**settings, minibatches=number)) for number in (1, 3)]
     rows = make_batch(policies[0])
     one, three = (policy.update(rows, version=3) for policy in policies)
@@ -156,7 +164,9 @@ def test_the_figures_of_a_batch_are_of_the_policy_at_the_cut(base):
 
 
 def test_a_minibatch_that_is_not_finite_ends_the_batch(base):
-    policy = Policy.load(base, TrainerSettings(loss="decoupled_ppo", minibatches=3, learning_rate=0.01))
+    policy = Policy.load(
+        base, TrainerSettings(loss={"name": "decoupled_ppo"}, minibatches=3, learning_rate=0.01)
+    )
     rows = make_batch(policy)
     next(row for row in rows if row.group_id == "g1").advantages[:] = np.nan
     before = weights(policy)

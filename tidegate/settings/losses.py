@@ -1,0 +1,173 @@
+"""Settings of the losses, one class for each: `[trainer.loss] name = "dapo"` and what applies to it.
+
+This is the only list of their names. The formula of each is in the module of `trainer.losses` that has its
+name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from tidegate.settings.sections import SettingsSection
+
+Cap = Annotated[float, Field(gt=0)]
+Low = Annotated[float, Field(ge=0, le=1)]
+High = Annotated[float, Field(gt=0)]
+
+
+class LossSettings(SettingsSection):
+    """Settings that a loss has beside its name."""
+
+    name: str
+    advantage_scale: ClassVar[str] = "group"
+    """The loss's default for `trainer.advantage_scale`."""
+    several_steps: ClassVar[bool] = False
+    """Whether the loss allows several optimiser steps per batch: it is relative to a recomputed π_old."""
+
+
+class TruncatedISLoss(LossSettings):
+    name: Literal["truncated_is"] = "truncated_is"
+    """Name of the loss (docs/losses.md)."""
+    importance_cap: Cap = 2.0
+    """Cap C on π/μ."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether each token has its own ratio π/μ, or that of its sequence."""
+
+
+class MaskedISLoss(LossSettings):
+    name: Literal["masked_is"] = "masked_is"
+    """Name of the loss (docs/losses.md)."""
+    importance_cap: Cap = 2.0
+    """Cap C on π/μ."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether each token has its own ratio π/μ, or that of its sequence."""
+
+
+class CISPOLoss(LossSettings):
+    name: Literal["cispo"] = "cispo"
+    """Name of the loss (docs/losses.md)."""
+    clip_low: Low = 1.0
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 4.0
+    """Clipping range of the ratio above 1."""
+
+
+class GRPOLoss(LossSettings):
+    name: Literal["grpo"] = "grpo"
+    """Name of the loss (docs/losses.md)."""
+    clip_low: Low = 0.2
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 0.2
+    """Clipping range of the ratio above 1."""
+
+
+class DrGRPOLoss(LossSettings):
+    advantage_scale: ClassVar[str] = "none"
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """Name of the loss (docs/losses.md)."""
+    clip_low: Low = 0.2
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 0.2
+    """Clipping range of the ratio above 1."""
+    sequence_length: Annotated[int, Field(ge=1)] = 1024
+    """Constant divisor, in tokens per trajectory."""
+
+
+class DAPOLoss(LossSettings):
+    name: Literal["dapo"] = "dapo"
+    """Name of the loss (docs/losses.md)."""
+    clip_low: Low = 0.2
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 0.28
+    """Clipping range of the ratio above 1."""
+
+
+class GSPOLoss(LossSettings):
+    name: Literal["gspo"] = "gspo"
+    """Name of the loss (docs/losses.md)."""
+    clip_low: Low = 3e-4
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 4e-4
+    """Clipping range of the ratio above 1."""
+
+
+class DecoupledPPOLoss(LossSettings):
+    several_steps: ClassVar[bool] = True
+    name: Literal["decoupled_ppo"] = "decoupled_ppo"
+    """Name of the loss (docs/losses.md)."""
+    importance_cap: Cap = 2.0
+    """Cap C on π_old/μ."""
+    clip_low: Low = 0.2
+    """Clipping range of the ratio below 1."""
+    clip_high: High = 0.2
+    """Clipping range of the ratio above 1."""
+
+
+class CustomLoss(LossSettings):
+    name: Literal["custom"] = "custom"
+    """Name of the loss (docs/losses.md)."""
+    use: str
+    """A function of your own that returns a `Loss`, as `file.py:function` (docs/losses.md)."""
+    options: dict[str, Any] = {}
+    """Arguments of this function."""
+
+
+KINDS: tuple[type[LossSettings], ...] = (
+    TruncatedISLoss, MaskedISLoss, CISPOLoss, GRPOLoss, DrGRPOLoss, DAPOLoss, GSPOLoss, DecoupledPPOLoss,
+    CustomLoss,
+)  # fmt: skip
+BY_NAME = {kind.model_fields["name"].default: kind for kind in KINDS}
+SEVERAL_STEPS = [name for name, kind in BY_NAME.items() if kind.several_steps]
+RENAMED = {
+    "truncated": 'name = "truncated_is"',
+    "truncated_sequence": 'name = "truncated_is", level = "sequence"',
+    "masked": 'name = "masked_is"',
+    "masked_sequence": 'name = "masked_is", level = "sequence"',
+}
+"""Names of earlier versions."""
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, LossSettings):
+        return value.name
+    return str(value.get("name", "custom" if "use" in value else "truncated_is"))
+
+
+def _check(value: Any) -> Any:
+    """Raises ValueError for an unknown loss, and for a setting that the named loss does not have."""
+    if isinstance(value, str):
+        now = RENAMED.get(value, f'name = "{value}"')
+        raise ValueError(f"the loss is a section: write [trainer.loss] with {now}, or --trainer.loss.name")
+    if not isinstance(value, dict):
+        return value
+    name = _name_of(value)
+    if name in RENAMED:
+        raise ValueError(f"name = {name!r} is now {RENAMED[name]}")
+    if name not in BY_NAME:
+        close = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.0)
+        raise ValueError(f"there is no loss {name!r}; did you mean {close[0]!r}? Known: {', '.join(BY_NAME)}")
+    fields = BY_NAME[name].model_fields
+    for key in value:
+        if key not in fields and any(key in kind.model_fields for kind in KINDS):
+            applies = [other for other, kind in BY_NAME.items() if key in kind.model_fields]
+            raise ValueError(f"{key} does not apply to name = {name!r}, only to {', '.join(applies)}")
+    return value
+
+
+AnyLoss: TypeAlias = Annotated[
+    Annotated[TruncatedISLoss, Tag("[truncated_is]")]
+    | Annotated[MaskedISLoss, Tag("[masked_is]")]
+    | Annotated[CISPOLoss, Tag("[cispo]")]
+    | Annotated[GRPOLoss, Tag("[grpo]")]
+    | Annotated[DrGRPOLoss, Tag("[dr_grpo]")]
+    | Annotated[DAPOLoss, Tag("[dapo]")]
+    | Annotated[GSPOLoss, Tag("[gspo]")]
+    | Annotated[DecoupledPPOLoss, Tag("[decoupled_ppo]")]
+    | Annotated[CustomLoss, Tag("[custom]")],
+    Discriminator(lambda value: f"[{_name_of(value)}]"),
+    BeforeValidator(_check),
+]
+"""The tags have brackets, by which messages leave them out of a setting's dotted key."""

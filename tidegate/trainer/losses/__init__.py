@@ -1,0 +1,1 @@
+"""The losses, one module for each, by its name in `trainer.loss.name`."""

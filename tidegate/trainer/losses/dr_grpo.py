@@ -1,0 +1,18 @@
+"""Dr. GRPO (Liu et al., Understanding R1-Zero-Like Training, 2025).
+
+advantage       reward less the group's mean, not divided
+ratio           π_θ/μ of each token
+clipping        min(ratio · A, clip(ratio, 1 − low, 1 + high) · A)
+normalisation   sum over tokens ÷ (trajectories · `sequence_length`): tokens of long answers weigh no less
+"""
+
+from __future__ import annotations
+
+from tidegate.settings.losses import DrGRPOLoss
+from tidegate.trainer.losses.loss import Loss
+from tidegate.trainer.losses.parts import ppo_clip, sequence_sum, token_ratio
+
+
+def make(settings: DrGRPOLoss) -> Loss:
+    clipping = ppo_clip(settings.clip_low, settings.clip_high)
+    return Loss(token_ratio, clipping, sequence_sum(settings.sequence_length))

@@ -1,0 +1,136 @@
+"""The parts that losses are made of: ratios, surrogates and aggregations.
+
+Axes in names: b rows of a microbatch, n trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tidegate.trainer.batch.microbatch import Microbatch
+from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.losses.loss import Aggregation, Surrogate, Weight
+
+# ---------------------------------------------------------------------- ratios
+
+
+def token_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
+    """log π_θ − log μ of each token."""
+    return logprobs_n - batch.logprobs_n
+
+
+def proximal_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
+    """log π_θ − log π_old: relative to the policy at the start of the batch, not to the sampling policy."""
+    return logprobs_n - batch.old_logprobs(logprobs_n)
+
+
+def sequence_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
+    """Σ log π_θ/μ over the row's trained tokens: every token has the ratio of the whole sequence."""
+    return _by_row(token_ratio(logprobs_n, batch), batch)
+
+
+def gspo_token_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
+    """Log of GSPO-token's ratio, sg[s] · π_θ ÷ sg[π_θ] with s = (π_θ(y)/μ(y))^(1/|y|) over the row's
+    trained tokens (Zheng et al., Group Sequence Policy Optimization, 2025, §4.3).
+
+    Every token has the value of the sequence's ratio and its own gradient, so that it is weighted by its own
+    advantage. If all tokens of a row have the same advantage, the gradient equals GSPO's.
+    """
+    log_ratio_n = token_ratio(logprobs_n, batch).detach()
+    mean_n = _by_row(log_ratio_n, batch) / _by_row(torch.ones_like(log_ratio_n), batch)
+    return mean_n + logprobs_n - logprobs_n.detach()
+
+
+def _by_row(value_n: Tensor, batch: Microbatch) -> Tensor:
+    """Sum over each row's tokens, repeated for each token."""
+    sums_b = value_n.new_zeros(len(batch.rows)).index_add(0, batch.row_n, value_n)
+    return sums_b.index_select(0, batch.row_n)
+
+
+# ---------------------------------------------------------------------- surrogates
+
+
+def weighted(weight: Weight) -> Surrogate:
+    """sg[weight(ratio)] · A · log π: REINFORCE's gradient times a constant."""
+
+    def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        weight_n, clipped_n = weight(log_ratio_n.detach().exp())
+        return weight_n * batch.advantages_n * logprobs_n, clipped_n
+
+    return objective
+
+
+def ppo_clip(low: float, high: float) -> Surrogate:
+    """min(r·A, clip(r, 1 − low, 1 + high)·A) (Schulman et al., PPO, 2017); `high` > `low` is DAPO's
+    clip-higher (Yu et al., 2025, §3.1). A token counts as clipped if the clip removes its gradient."""
+
+    def objective(log_ratio_n: Tensor, _: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        ratio_n, advantages_n = log_ratio_n.exp(), batch.advantages_n
+        free_n = ratio_n * advantages_n
+        clipped_n = ratio_n.clamp(1.0 - low, 1.0 + high) * advantages_n
+        return torch.minimum(free_n, clipped_n), clipped_n.detach() < free_n.detach()
+
+    return objective
+
+
+def corrected(weight: Weight, surrogate: Surrogate) -> Surrogate:
+    """sg[weight(π_old/μ)] · surrogate: importance weights turn the engine's samples into samples of π_old
+    (Hilton et al., Batch size-invariance for policy optimization, 2021; AReaL, 2025)."""
+
+    def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        weight_n, truncated_n = weight((batch.old_logprobs(logprobs_n) - batch.logprobs_n).exp())
+        objective_n, clipped_n = surrogate(log_ratio_n, logprobs_n, batch)
+        return weight_n * objective_n, truncated_n | clipped_n
+
+    return objective
+
+
+def truncated(cap: float) -> Weight:
+    """min(r, cap)."""
+    return bounded(0.0, cap)
+
+
+def bounded(lowest: float, highest: float) -> Weight:
+    """clip(r, lowest, highest)."""
+    return lambda ratio_n: (ratio_n.clamp(lowest, highest), (ratio_n < lowest) | (ratio_n > highest))
+
+
+def masked(cap: float) -> Weight:
+    """r up to cap, 0 above: drops tokens from which the policy has moved too far."""
+    return lambda ratio_n: (torch.where(ratio_n > cap, 0.0, ratio_n), ratio_n > cap)
+
+
+# ---------------------------------------------------------------------- aggregations
+
+
+def token_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+    """Weighs every trained token 1; N is the number of tokens (DAPO, §3.3)."""
+    return [1.0] * len(rows), float(sum(row.trained for row in rows))
+
+
+def sequence_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+    """Weighs every trajectory 1, over all its rows; N is the number of trajectories."""
+    tokens = _tokens_by_trajectory(rows)
+    weights = [1.0 / tokens[row.session_id] if row.trained else 0.0 for row in rows]
+    return weights, float(sum(1 for number in tokens.values() if number))
+
+
+def sequence_sum(length: int) -> Aggregation:
+    """Weighs every trained token 1; N is `length` per trajectory: Dr. GRPO's constant divisor, so that the
+    tokens of long episodes weigh no less (Liu et al., 2025, §3.2)."""
+
+    def aggregation(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+        _, trajectories = sequence_mean(rows)
+        return [1.0] * len(rows), trajectories * length
+
+    return aggregation
+
+
+def _tokens_by_trajectory(rows: Sequence[TrainSequence]) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for row in rows:
+        tokens[row.session_id] = tokens.get(row.session_id, 0) + row.trained
+    return tokens
