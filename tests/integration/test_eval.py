@@ -182,21 +182,27 @@ def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "what is to be evaluated?"),
-        (["--sampling.max_tokens", "5"], "what is to be evaluated?"),
+        ([], "nothing to evaluate"),
+        (["--sampling.max_tokens", "5"], "nothing to evaluate"),
         (["nowhere"], "nowhere: there is no such directory"),
-        (["tests", "examples"], "one thing is evaluated at a time"),
+        (
+            ["tests", "examples"],
+            "expected at most one run, checkpoint or model directory, got tests and examples",
+        ),
         (["TMP"], "is neither a run (config.toml, checkpoints/) nor a model"),
         (["TMP/empty_run"], "has no committed checkpoint"),
-        (["--model", "x"], "--model goes with --url"),
+        (["--model", "x"], "--model requires --url"),
         (["--url", "http://x"], "--url needs --model"),
         (
             ["--url", "http://x", "--model", "m", "--api-key-env", "NOT_SET_AT_ALL"],
             "NOT_SET_AT_ALL is not set",
         ),
-        (["--url", "http://x", "--model", "m", "--temperature", "0"], "--temperature does not reach --url"),
+        (
+            ["--url", "http://x", "--model", "m", "--temperature", "0"],
+            "--temperature has no effect with --url",
+        ),
         (["--url", "http://x", "--model", "m", "--k", "4", "--n", "2"], "pass@k needs 1 ≤ k ≤ n"),
-        (["--url", "http://x", "--model", "m", "--k", "two"], "no list of numbers"),
+        (["--url", "http://x", "--model", "m", "--k", "two"], "not a list of numbers"),
         (["--url", "http://x", "--model", "m", "--n", "0"], "at least 1"),
         (
             ["--url", "http://x", "--model", "m", "--sets", "unseen_template"],
@@ -218,9 +224,7 @@ def test_what_is_wrong_is_said(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [("[1]", "a JSON object is needed"), ("{", "not valid JSON")]
-)
+@pytest.mark.parametrize(("options", "message"), [("[1]", "expected a JSON object"), ("{", "not valid JSON")])
 def test_options_are_json_objects(capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
     with pytest.raises(SystemExit):
         main(["eval", "--env-options", options])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.cli import VERBS, main
+from tidegate.cli import COMMANDS, main
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -51,7 +51,7 @@ def test_a_mistyped_run_is_answered_with_the_nearest(
 
 
 def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in VERBS:
+    for verb in COMMANDS:
         name = verb.__name__.rpartition(".")[2].replace("evaluate", "eval")
         _, text = said(capsys, *(["rag", "serve"] if name == "rag" else [name]), "--help")
         assert "usage: tidegate" in text

@@ -1,5 +1,5 @@
-"""The command `tidegate`. Each verb is a module that imports its dependencies when it runs, so `--help` is
-fast."""
+"""The program `tidegate`. Each command is a module that imports its dependencies when it runs, so `--help`
+is fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidegate.cli import (
 from tidegate.cli.verbs import CommandParser
 from tidegate.errors import STOPPED, StartError, TidegateError
 
-VERBS = (
+COMMANDS = (
     init,
     doctor,
     train,
@@ -46,16 +46,16 @@ VERBS = (
 )
 
 EXTRAS = {"torch": "train", "safetensors": "train"}
-"""Optional packages that verbs import, with the extras that install them."""
+"""Optional packages that commands import, with the extras that install them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns the exit code. A `TidegateError` is printed as one message, without
+    """Runs a command and returns the exit code. A `TidegateError` is printed as one message, without
     traceback."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_settings", False):
-        parser.error(f"unknown arguments for {arguments.verb}: {' '.join(rest)}")
+        parser.error(f"unknown arguments for {arguments.command}: {' '.join(rest)}")
     run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
     try:
         return run(arguments, rest)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = _extra(error)
         if needed is None:
             raise
-        print(f"tidegate: `tidegate {arguments.verb}` {needed}", file=sys.stderr)
+        print(f"tidegate: `tidegate {arguments.command}` {needed}", file=sys.stderr)
         return StartError.exit_code
     except KeyboardInterrupt:
         return STOPPED
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tidegate", description="Point any agent's base_url at Tidegate and it learns."
     )
     parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        verb.add(verbs)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(subparsers)
     return parser

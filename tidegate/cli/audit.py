@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, run_directory
+from tidegate.cli.verbs import Subparsers, run_directory
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "audit",
-        help="prove a run's ledger from its files",
-        description="Prove a run's ledger from its files; exits with 1 if it is inconsistent.",
+        help="check a run's ledger for consistency",
+        description="Check a run's ledger against its other files. Exits with 1 if it is inconsistent.",
     )
-    verb.add_argument("run_dir", type=Path)
-    verb.set_defaults(run=run)
+    parser.add_argument("run_dir", type=Path)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Subparsers
 from tidegate.service.secrecy import shield_process
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from tidegate.doctor.findings import Finding
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "doctor",
-        help="find what is wrong before a run is started",
+        help="check settings, agent, environment and model before a run",
         usage="tidegate doctor [CONFIG.toml] [--agent FILE.py:NAME] [--env FILE.py:NAME] [--engine URL] "
         "[--episodes N] [--json] [--section.key value ...]",
         description="Check install, ports, model, environment, rewards and engine, then run one real episode "
-        "of the agent. Exits with 1 where something is wrong.",
-        epilog="Without settings: ./config.toml if it is there, else the bundled model, `arithmetic` and "
-        "`solver`. Any setting can be given as --section.key value.",
+        "of the agent. Exits with 1 if a check finds an error.",
+        epilog="Without a settings file, ./config.toml is used if it exists, else the bundled model with "
+        "`arithmetic` and `solver`. Any setting can be given as --section.key value.",
     )
-    verb.add_argument("--agent", metavar="FILE.py:NAME", help="the agent to examine (agent.use)")
-    verb.add_argument("--env", metavar="FILE.py:NAME", help="the environment to examine (env.use)")
-    verb.add_argument("--engine", metavar="URL", help="an engine that runs already; else one is started")
-    verb.add_argument("--episodes", type=int, default=1, metavar="N", help="episodes that are run")
-    verb.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    verb.set_defaults(run=run, takes_settings=True)
+    parser.add_argument("--agent", metavar="FILE.py:NAME", help="agent to check (agent.use)")
+    parser.add_argument("--env", metavar="FILE.py:NAME", help="environment to check (env.use)")
+    parser.add_argument("--engine", metavar="URL", help="URL of a running engine; without it, one is started")
+    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="number of episodes to run (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run, takes_settings=True)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

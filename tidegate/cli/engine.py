@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.service.secrecy import shield_process
 
@@ -19,30 +19,32 @@ JOIN_S = 5.0
 """Timeout of a call to the gateway, which waits two seconds for the engine's first probe."""
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "engine", help="serve a model", description="Serve a model with SGLang's HTTP protocol."
     )
-    verb.add_argument("--model", type=Path, required=True, help="a directory in Hugging Face format")
-    verb.add_argument("--weight-version", type=int, default=0, help="the label of these weights")
-    verb.add_argument("--device", default="cpu")
-    verb.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    verb.add_argument("--threads", type=int, default=1)
-    verb.add_argument("--max-slots", type=int, default=64, help="requests decoded at the same time")
-    verb.add_argument("--max-context", type=int, default=1024, help="prompt + output tokens of a request")
-    verb.add_argument(
+    parser.add_argument("--model", type=Path, required=True, help="model directory in Hugging Face format")
+    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-slots", type=int, default=64, help="maximum number of concurrent requests")
+    parser.add_argument(
+        "--max-context", type=int, default=1024, help="maximum prompt + output tokens of a request"
+    )
+    parser.add_argument(
         "--prefix-cache-mb",
         type=int,
         default=256,
-        help="kept of earlier sequences for follow-up turns; 0: none",
+        help="size of the prefix cache for follow-up turns; 0 disables it",
     )
-    verb.add_argument(
+    parser.add_argument(
         "--join", metavar="GATEWAY_URL",
-        help="be added there when it serves, and removed before it ends; TIDEGATE_ADMIN_KEY in the "
-        "environment is the gateway's admin key",
+        help="add the engine to this gateway once it serves, and remove it on exit; the environment variable "
+        "TIDEGATE_ADMIN_KEY holds the gateway's admin key",
     )  # fmt: skip
-    add_address(verb, 30000)
-    verb.set_defaults(run=run)
+    add_address(parser, 30000)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -84,7 +86,7 @@ def _joining(gateway: str, host: str) -> Callable[[str], AbstractAsyncContextMan
             finally:
                 try:
                     await client.remove_engine(url)
-                except GatewayError as error:  # it may have ended before
+                except GatewayError as error:  # the gateway may have exited before
                     log.warning("%s could not leave: %s", url, error)
 
     return joined

@@ -1,4 +1,4 @@
-"""`tidegate eval`: any agent on any environment, with a run, a model or an endpoint; or the gold answers."""
+"""`tidegate eval`: evaluates an agent with a run, a model or an endpoint, or grades the gold answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.cli.verbs import Verbs, run_directory
+from tidegate.cli.verbs import Subparsers, run_directory
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.secrecy import shield_process
 
@@ -18,36 +18,38 @@ if TYPE_CHECKING:
     from tidegate.evaluation.target import Target
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "eval",
         help="evaluate a run, a model or an endpoint; --gold grades the gold answers",
         usage="tidegate eval [RUN | CHECKPOINT | MODEL_DIR] [options] [--section.key value ...]",
-        description="Evaluate an agent on an environment's held-out tasks. What is evaluated is a run (its "
-        "newest checkpoint, with its own agent and environment), a checkpoint or a model's directory (an "
-        "engine and a gateway are started for it), or an OpenAI-compatible endpoint (--url, --model).",
+        description="Evaluate an agent on an environment's held-out tasks, with a run (its newest "
+        "checkpoint, agent and environment), a checkpoint or model directory (an engine and a gateway are "
+        "started for it), or an OpenAI-compatible endpoint (--url, --model).",
     )
-    what = verb.add_argument_group("what")
-    what.add_argument("--config", type=Path, help="a TOML file of settings; a run has its own")
-    what.add_argument("--env", metavar="USE", help="a built-in environment, or file.py:Name")
-    what.add_argument("--env-options", type=_table, metavar="JSON", help="its options")
-    what.add_argument("--data", metavar="PATH", help="short for the environment's option path")
-    what.add_argument("--agent", metavar="USE", help="a built-in agent, or file.py:Name")
-    what.add_argument("--agent-options", type=_table, metavar="JSON", help="its options")
-    what.add_argument("--url", help="an OpenAI-compatible base URL, as http://host:8000/v1")
-    what.add_argument("--model", help="the model's name at --url")
-    what.add_argument("--api-key-env", metavar="NAME", help="the environment variable with the key of --url")
+    what = parser.add_argument_group("what")
+    what.add_argument("--config", type=Path, help="settings file; a run uses its own by default")
+    what.add_argument("--env", metavar="USE", help="built-in environment, or file.py:Name")
+    what.add_argument("--env-options", type=_table, metavar="JSON", help="options of the environment")
+    what.add_argument("--data", metavar="PATH", help="sets the environment's option path")
+    what.add_argument("--agent", metavar="USE", help="built-in agent, or file.py:Name")
+    what.add_argument("--agent-options", type=_table, metavar="JSON", help="options of the agent")
+    what.add_argument("--url", help="OpenAI-compatible base URL, for example http://host:8000/v1")
+    what.add_argument("--model", help="model name at --url")
+    what.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
     what.add_argument("--gold", action="store_true", help="grade every gold answer; no model is needed")
-    how = verb.add_argument_group("how")
-    how.add_argument("--n", type=int, default=1, metavar="N", help="samples of each task")
-    how.add_argument("--k", metavar="K,K", help="the k of pass@k; else the powers of two up to n, and n")
-    how.add_argument("--tasks", type=int, metavar="N", help="the first N tasks of each set; else all")
-    how.add_argument("--sets", metavar="NAME,NAME", help="held-out sets; main is the main one; else all")
-    how.add_argument("--temperature", type=float, help="0 is greedy; else sampling.temperature")
-    how.add_argument("--threshold", type=float, default=1.0, help="the reward that counts as right (1)")
-    how.add_argument("--out", type=Path, metavar="DIR", help="where results go; else evals/N of the run")
+    how = parser.add_argument_group("how")
+    how.add_argument("--n", type=int, default=1, metavar="N", help="samples per task (1)")
+    how.add_argument("--k", metavar="K,K", help="values of k for pass@k (powers of two up to n, and n)")
+    how.add_argument("--tasks", type=int, metavar="N", help="only the first N tasks of each set")
+    how.add_argument("--sets", metavar="NAME,NAME", help="held-out sets (all); main is the default set")
+    how.add_argument(
+        "--temperature", type=float, help="sampling temperature; 0 is greedy (sampling.temperature)"
+    )
+    how.add_argument("--threshold", type=float, default=1.0, help="lowest reward that counts as correct (1)")
+    how.add_argument("--out", type=Path, metavar="DIR", help="output directory (evals/N of the run)")
     how.add_argument("--json", action="store_true", help="print the results as one JSON object")
-    verb.set_defaults(run=run, takes_settings=True)
+    parser.set_defaults(run=run, takes_settings=True)
 
 
 def _table(text: str) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def _table(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('a JSON object is needed, such as {"seed": 1}')
+        raise argparse.ArgumentTypeError('expected a JSON object, such as {"seed": 1}')
     return found
 
 
@@ -66,7 +68,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     words, overrides = split_words(rest)
     if len(words) > 1:
-        raise ConfigError(f"one thing is evaluated at a time, not {' and '.join(words)}")
+        raise ConfigError(
+            f"expected at most one run, checkpoint or model directory, got {' and '.join(words)}"
+        )
     target = find_target(run_directory(Path(words[0]))) if words else None
     settings = _settings(arguments, target, overrides)
     if arguments.gold:
@@ -99,7 +103,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     if endpoint is None and not settings.engine.urls:
         _check_weights(settings)
     if arguments.n < 1 or (arguments.tasks is not None and arguments.tasks < 1):
-        raise ConfigError("--n and --tasks are at least 1")
+        raise ConfigError("--n and --tasks must be at least 1")
     parent = target.run_dir if target is not None and target.run_dir is not None else settings.run.dir
     job = EvalJob(
         settings=settings,
@@ -124,7 +128,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
 
 
 def _settings(arguments: argparse.Namespace, target: Target | None, overrides: list[str]) -> Settings:
-    """The run's or the file's settings with everything that the command line says laid over them."""
+    """Returns the settings of the run or the file, overridden by the command line."""
     from tidegate.config import AgentSettings, EngineSettings, EnvSettings, load_settings
 
     config = arguments.config or (target.config if target is not None else None)
@@ -132,7 +136,7 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
     if target is not None:
         words.append(f"--model.path={json.dumps(str(target.weights))}")
     elif arguments.config is None:
-        words.insert(0, "--model.path=''")  # settings need one; what needs the weights looks for them
+        words.insert(0, "--model.path=''")  # required; `_check_weights` reports a missing model
     settings = load_settings(config, words)
     changed: dict[str, Any] = {}
     env = EnvSettings(use=arguments.env) if arguments.env else settings.env
@@ -146,7 +150,7 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
         agent: AgentSettings = changed.get("agent", settings.agent)
         changed["agent"] = agent.model_copy(update={"options": dict(arguments.agent_options)})
     if not any(word.startswith("--engine.urls") for word in overrides):
-        # A run's engines may be gone, or hold other weights by now.
+        # A run's engines may have exited, or have loaded other weights.
         changed["engine"] = EngineSettings(**{**settings.engine.model_dump(), "urls": []})
     return settings.model_copy(update=changed)
 
@@ -158,17 +162,17 @@ def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndp
         for name in ("model", "api_key_env"):
             if getattr(arguments, name) is not None:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} goes with --url; a model's directory is named without it: "
+                    f"--{name.replace('_', '-')} requires --url; to evaluate a model directory, use "
                     "tidegate eval DIRECTORY"
                 )
         return None
     if target is not None:
-        raise ConfigError(f"either {target.weights} or --url is evaluated, not both")
+        raise ConfigError(f"give either {target.weights} or --url, not both")
     if arguments.model is None:
-        raise ConfigError("--url needs --model: the model's name at that endpoint")
+        raise ConfigError("--url needs --model, the model name at that endpoint")
     if arguments.temperature is not None:
         raise ConfigError(
-            "--temperature does not reach --url: the agent talks to it directly; set it in the agent"
+            "--temperature has no effect with --url, which the agent calls directly; set it in the agent"
         )
     key = "none"
     if arguments.api_key_env is not None:
@@ -182,18 +186,18 @@ def _check_weights(settings: Settings) -> None:
     path = settings.model.path
     if path == Path():
         raise ConfigError(
-            "what is to be evaluated? name a run, a checkpoint or a model's directory, or an endpoint with "
+            "nothing to evaluate: name a run, a checkpoint or a model directory, or an endpoint with "
             "--url and --model"
         )
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path = {path}: there is no model here (no config.json)")
+        raise ConfigError(f"model.path = {path}: not a model directory (no config.json)")
 
 
 def _temperature(arguments: argparse.Namespace, settings: Settings) -> float:
     if arguments.temperature is None:
         return settings.sampling.temperature
     if not 0 <= arguments.temperature < float("inf"):
-        raise ConfigError(f"--temperature {arguments.temperature:g} is not a number from 0 on")
+        raise ConfigError(f"--temperature {arguments.temperature:g} is not a number of at least 0")
     return float(arguments.temperature)
 
 
@@ -204,7 +208,7 @@ def _ks(arguments: argparse.Namespace) -> list[int]:
     try:
         ks = sorted({int(word) for word in arguments.k.split(",")})
     except ValueError:
-        raise ConfigError(f"--k {arguments.k} is no list of numbers such as 1,4") from None
+        raise ConfigError(f"--k {arguments.k} is not a list of numbers such as 1,4") from None
     if not 1 <= ks[0] <= ks[-1] <= n:
         raise ConfigError(f"--k {arguments.k}: pass@k needs 1 ≤ k ≤ n, and --n is {n}")
     return ks

@@ -5,25 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, run_directory
+from tidegate.cli.verbs import Subparsers, run_directory
 
 DESCRIPTION = """\
-Write a run's training episodes for other tools: --sft as chats (JSONL, one conversation a line), --parquet
-as token sequences with mask, logprobs, versions and advantages (one row a sequence).
+Write a run's training episodes for other tools. --sft writes chats (JSONL, one conversation per line);
+--parquet writes token sequences with mask, logprobs, versions and advantages (one row per sequence).
 """
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "export", help="write a run's trajectories as chats or as a parquet table", description=DESCRIPTION
     )
-    verb.add_argument("run_dir", type=Path, metavar="RUN")
-    kind = verb.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--sft", action="store_true", help="chats, for supervised fine-tuning")
-    kind.add_argument("--parquet", action="store_true", help="token sequences")
-    verb.add_argument("--min-reward", type=float, default=1.0, help="of --sft: leave out what got less (1.0)")
-    verb.add_argument("--out", type=Path, help="the file; RUN/export.jsonl or RUN/export.parquet otherwise")
-    verb.set_defaults(run=run)
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--sft", action="store_true", help="write chats for supervised fine-tuning")
+    kind.add_argument("--parquet", action="store_true", help="write token sequences")
+    parser.add_argument(
+        "--min-reward", type=float, default=1.0, help="with --sft: lowest reward to include (1.0)"
+    )
+    parser.add_argument("--out", type=Path, help="output file (RUN/export.jsonl or RUN/export.parquet)")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

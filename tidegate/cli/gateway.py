@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError
 from tidegate.service.secrecy import receive_secrets, shield_process
 
@@ -20,51 +20,56 @@ if TYPE_CHECKING:
     from tidegate.gateway.options import GatewayOptions
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser("gateway", help="serve the gateway", description="Serve the gateway.")
-    verb.add_argument("--model", type=Path, required=True, help="a directory with the model's tokenizer")
-    verb.add_argument("--engine", action="append", default=[], metavar="URL", help="may be repeated")
-    verb.add_argument("--env", help="the environment whose rewards are given")
-    verb.add_argument("--env-options", type=json.loads, default={}, metavar="JSON")
-    verb.add_argument(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("gateway", help="serve the gateway", description="Serve the gateway.")
+    parser.add_argument("--model", type=Path, required=True, help="directory with the model's tokenizer")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="URL", help="engine URL; may be repeated"
+    )
+    parser.add_argument("--env", help="environment that computes the rewards")
+    parser.add_argument("--env-options", type=json.loads, default={}, metavar="JSON", help="options of --env")
+    parser.add_argument(
         "--reward-timeout", type=_seconds, default=60.0, metavar="S",
-        help="seconds that the rewards of one episode may take",
+        help="timeout in seconds for the rewards of one episode",
     )  # fmt: skip
-    verb.add_argument("--tool-parser", default="auto", help="the form of the model's tool calls")
-    verb.add_argument(
+    parser.add_argument("--tool-parser", default="auto", help="tool-call format of the model")
+    parser.add_argument(
         "--structured-output", choices=["text", "grammar"], default="text",
         help="how replies to requests with a JSON schema are sampled in training sessions",
     )  # fmt: skip
-    verb.add_argument(
+    parser.add_argument(
         "--untrained-model", action="append", default=[], metavar="NAME",
-        help="a model name of auxiliary calls, which are not trained on; may be repeated",
+        help="model name whose calls are not trained on; may be repeated",
     )  # fmt: skip
-    verb.add_argument(
+    parser.add_argument(
         "--limit", action="append", default=[], metavar="NAME=N",
-        help="what each session may use, unless it is opened with its own: turns, tokens (sampled), "
-        "seconds, calls (at once); may be repeated",
+        help="default limit of a session: turns, tokens (sampled), seconds or calls (concurrent); "
+        "may be repeated",
     )  # fmt: skip
-    verb.add_argument(
-        "--journal", type=Path, metavar="DIR", help="keep sessions and groups there: they survive a restart"
+    parser.add_argument(
+        "--journal", type=Path, metavar="DIR", help="journal directory for recovery after a restart"
     )
-    verb.add_argument(
+    parser.add_argument(
         "--shards",
         type=int,
         default=1,
         metavar="N",
-        help="processes that share the sessions, behind one address",
+        help="number of gateway processes behind one address",
     )
-    verb.add_argument(
+    parser.add_argument(
         "--public-url", metavar="URL",
-        help="where agents reach it, as https://host:8000: behind a proxy or NAT; else where it is called",
+        help="URL by which agents reach the gateway behind a proxy or NAT, for example https://host:8000",
     )  # fmt: skip
-    verb.add_argument("--access-log", action="store_true", help="log one line a turn, as JSON")
-    verb.add_argument("--fd", type=int, help=argparse.SUPPRESS)
-    verb.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
-    verb.add_argument("--shard", type=_shard, default=(0, 1), help=argparse.SUPPRESS)
-    verb.epilog = "TIDEGATE_ADMIN_KEY in the environment guards the control plane; needed beyond loopback."
-    add_address(verb, 8000)
-    verb.set_defaults(run=run)
+    parser.add_argument("--access-log", action="store_true", help="log one line of JSON per turn")
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shard", type=_shard, default=(0, 1), help=argparse.SUPPRESS)
+    parser.epilog = (
+        "The environment variable TIDEGATE_ADMIN_KEY sets the key of the control plane, required unless "
+        "--host is loopback."
+    )
+    add_address(parser, 8000)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -177,7 +182,7 @@ def _shard(text: str) -> tuple[int, int]:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
 
 

@@ -6,18 +6,18 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Subparsers
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "init",
-        help="make a project of your own",
-        description="Make a directory with an agent, an environment, settings, a test and a small base "
-        "model. It trains at once, and is yours to change.",
+        help="create a project",
+        description="Create a directory with an agent, an environment, settings, a test and a small base "
+        "model. It can be trained at once; edit the files to make it your own.",
     )
-    verb.add_argument("name", help="of the directory, which is made here")
-    verb.set_defaults(run=run)
+    parser.add_argument("name", help="name of the directory, created in the current one")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

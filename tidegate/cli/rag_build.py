@@ -6,49 +6,53 @@ import argparse
 import os
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Subparsers
 
 DESCRIPTION = """\
 Build a retrieval index: documents on disk, vectors, BM25, or both. Rows are {"id", "contents"} (the title in
-double quotes on the first line, the text after it) or {"id", "title", "text"}. A build that was killed goes
-on where it was when the same command is given again.
+double quotes on the first line, the text after it) or {"id", "title", "text"}. Repeating the same command
+continues an interrupted build.
 """
 VERIFY = """\
-Read every file of an index and compare it with the manifest. Opening an index reads small files whole and
-parts of large ones; this reads all.
+Read every file of an index completely and compare it with the manifest. Opening an index reads only parts
+of large files.
 """
 
 
-def add(actions: Verbs) -> None:
-    action = actions.add_parser("build", help="an index from a corpus", description=DESCRIPTION)
+def add(actions: Subparsers) -> None:
+    action = actions.add_parser("build", help="build an index from a corpus", description=DESCRIPTION)
     action.add_argument(
         "corpus", type=Path, nargs="+", metavar="CORPUS",
         help=".jsonl, .jsonl.gz or .parquet files, or directories of them",
     )  # fmt: skip
-    action.add_argument("--out", type=Path, required=True, metavar="DIR", help="the index")
+    action.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the index")
     action.add_argument(
         "--encoder",
         metavar="NAME",
-        help="a sentence-transformers model's directory or id, or 'hash' for toys",
+        help="directory or id of a sentence-transformers model, or 'hash' for tests",
     )
     action.add_argument(
-        "--bm25", action="store_true", help="index the words, too (with vectors: hybrid search)"
+        "--bm25", action="store_true", help="also build a BM25 index (with vectors: hybrid search)"
     )
     action.add_argument(
-        "--index", choices=["flat", "sq8", "ivf-sq8", "ivf-pq"], help="the kind; chosen by size if not given"
+        "--index",
+        choices=["flat", "sq8", "ivf-sq8", "ivf-pq"],
+        help="type of the vector index; chosen by size by default",
     )
     action.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: all cores"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="number of threads (all cores)",
     )
-    action.add_argument("--device", default="cpu", help="of the encoder: cpu, cuda, cuda:1")
+    action.add_argument("--device", default="cpu", help="device of the encoder: cpu, cuda, cuda:1")
     action.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    action.add_argument("--query-prefix", metavar="TEXT", help="instead of the encoder's own")
-    action.add_argument("--passage-prefix", metavar="TEXT", help="instead of the encoder's own")
-    action.add_argument(
-        "--replace", action="store_true", help="put it in the place of an index that is there"
-    )
+    action.add_argument("--query-prefix", metavar="TEXT", help="replaces the encoder's prefix")
+    action.add_argument("--passage-prefix", metavar="TEXT", help="replaces the encoder's prefix")
+    action.add_argument("--replace", action="store_true", help="replace an existing index")
     action.set_defaults(run=run)
-    verify = actions.add_parser("verify", help="whether an index is whole", description=VERIFY)
+    verify = actions.add_parser("verify", help="check the files of an index", description=VERIFY)
     verify.add_argument("index", type=Path, metavar="DIR")
     verify.set_defaults(run=run_verify)
 

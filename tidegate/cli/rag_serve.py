@@ -7,27 +7,31 @@ import logging
 import os
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
 
 
-def add(actions: Verbs) -> None:
-    action = actions.add_parser("serve", help="answer searches", description="Answer searches of an index.")
-    action.add_argument("directory", type=Path, metavar="DIR", help="what `tidegate rag build` wrote")
-    action.add_argument("--mode", help="dense, bm25 or hybrid, where a request does not say")
-    action.add_argument("--k", type=int, default=5, help="documents, where a request does not say")
-    action.add_argument("--threads", type=int, default=1, help="of one search")
-    action.add_argument("--device", default="cpu", help="of the encoder: cpu, cuda, cuda:1")
+def add(actions: Subparsers) -> None:
+    action = actions.add_parser("serve", help="serve searches", description="Serve searches of an index.")
     action.add_argument(
-        "--encoder", metavar="NAME", help="where the encoder is now, if the index names another place"
+        "directory", type=Path, metavar="DIR", help="an index that `tidegate rag build` wrote"
+    )
+    action.add_argument("--mode", help="default of requests: dense, bm25 or hybrid")
+    action.add_argument("--k", type=int, default=5, help="default number of documents")
+    action.add_argument("--threads", type=int, default=1, help="threads per search")
+    action.add_argument("--device", default="cpu", help="device of the encoder: cpu, cuda, cuda:1")
+    action.add_argument(
+        "--encoder", metavar="NAME", help="directory of the encoder, if it was moved after the build"
     )
     action.add_argument(
-        "--window-ms", type=float, default=2.0, help="how long a batch is gathered from its first query on"
+        "--window-ms", type=float, default=2.0, help="time to wait for further queries of a batch"
     )
-    action.add_argument("--max-batch", type=int, default=64, help="queries of a batch")
-    action.add_argument("--queue", type=int, default=4096, help="queries that may wait; more are refused")
-    action.add_argument("--deadline-s", type=float, default=30.0, help="how long a query may wait")
-    action.add_argument("--cache-mb", type=int, default=64, help="of answers that are kept; 0: none")
-    action.epilog = "TIDEGATE_RAG_KEY in the environment guards the server; needed beyond loopback."
+    action.add_argument("--max-batch", type=int, default=64, help="maximum queries per batch")
+    action.add_argument("--queue", type=int, default=4096, help="maximum waiting queries; more are refused")
+    action.add_argument("--deadline-s", type=float, default=30.0, help="maximum waiting time of a query")
+    action.add_argument("--cache-mb", type=int, default=64, help="size of the result cache; 0 disables it")
+    action.epilog = (
+        "The environment variable TIDEGATE_RAG_KEY sets the API key, required unless --host is loopback."
+    )
     add_address(action, 8100)
     action.set_defaults(run=run)
 
@@ -40,7 +44,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.service.serve import Listen
 
     log_to_stderr()
-    logging.getLogger("faiss").setLevel("WARNING")  # says which builds of itself it does not find
+    logging.getLogger("faiss").setLevel("WARNING")  # logs which of its CPU variants are missing
     options = RagOptions(
         directory=arguments.directory,
         mode=arguments.mode,

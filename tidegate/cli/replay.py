@@ -8,38 +8,43 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Verbs, run_directory
+from tidegate.cli.verbs import Subparsers, run_directory
 
 if TYPE_CHECKING:
     from tidegate.trainer.replay import Replayed
 
 DESCRIPTION = """\
 Repeat a run's optimiser steps from its recorded trajectories, without engines. With unchanged settings
-every loss and every parameter must be bit-identical; the exit status is 1 if one is not. With --set the
+every loss and every parameter must be bit-identical; otherwise the exit status is 1. With --set the
 same batches are trained on with other trainer settings.
 """
 SHOWN = ("loss", "grad_norm", "entropy", "mismatch_kl", "clip_fraction")
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "replay", help="repeat a run's training steps from its files", description=DESCRIPTION
     )
-    verb.add_argument("run_dir", type=Path, metavar="RUN")
-    verb.add_argument(
-        "--from", dest="first", type=int, default=0, metavar="STEP", help="a step with a checkpoint"
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--from",
+        dest="first",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="start at this step, which has a checkpoint",
     )
-    verb.add_argument("--until", type=int, metavar="STEP", help="the last step")
-    verb.add_argument(
+    parser.add_argument("--until", type=int, metavar="STEP", help="the last step")
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="another setting: trainer.steps=9",
+        help="override a setting, for example trainer.steps=9",
     )
-    verb.add_argument("--out", type=Path, metavar="DIR", help="write the resulting weights")
-    verb.add_argument("--json", action="store_true", help="print one object per step instead of the table")
-    verb.set_defaults(run=run)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the resulting weights")
+    parser.add_argument("--json", action="store_true", help="print one object per step instead of the table")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

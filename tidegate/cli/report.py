@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, run_directory
+from tidegate.cli.verbs import Subparsers, run_directory
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "report", help="write a run's report.html again", description="Write report.html and reward.png."
     )
-    verb.add_argument("run_dir", type=Path)
-    verb.set_defaults(run=run)
+    parser.add_argument("run_dir", type=Path)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

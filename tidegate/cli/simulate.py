@@ -7,35 +7,37 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Verbs
+from tidegate.cli.verbs import Subparsers
 
 if TYPE_CHECKING:
     from tidegate.simulation.scenario import Scenario
 
 DESCRIPTION = """\
-Simulate runs with the admission core that real runs use, and say how fast they train, how stale, and
-what is wasted. Start from a scenario's TOML file (--scenario), from a real run's files (--from), or from
+Simulate runs with the admission rules of real runs, and print their throughput, staleness and wasted
+tokens. Start from a scenario's TOML file (--scenario), from a real run's files (--from), or from
 the defaults; --section.key value changes single keys (--keys lists them).
 """
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "simulate",
-        help="ask which staleness, and which ratio of engines to trainers",
+        help="compare staleness bounds and ratios of engines to trainers",
         description=DESCRIPTION,
     )
-    verb.add_argument("--scenario", type=Path, metavar="FILE", help="a scenario's TOML file")
-    verb.add_argument("--from", dest="run_dir", type=Path, metavar="RUN", help="calibrate from a run's files")
-    verb.add_argument("--staleness", default="", help="bounds to compare: 0,1,2,4,none")
-    verb.add_argument(
-        "--accelerators", type=int, help="share so many between engines and trainers, in all ratios"
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="a scenario's TOML file")
+    parser.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN", help="calibrate from a run's files"
     )
-    verb.add_argument("--split", default="", help="engines:trainers to compare: 96:32,64:64")
-    verb.add_argument("--plot", type=Path, metavar="FILE", help="draw it into a PNG, SVG or PDF file")
-    verb.add_argument("--json", action="store_true", help="one object instead of the table")
-    verb.add_argument("--keys", action="store_true", help="list a scenario's keys and end")
-    verb.set_defaults(run=run, takes_settings=True)
+    parser.add_argument("--staleness", default="", help="bounds to compare: 0,1,2,4,none")
+    parser.add_argument(
+        "--accelerators", type=int, help="compare all ways to divide this number between engines and trainers"
+    )
+    parser.add_argument("--split", default="", help="engines:trainers to compare: 96:32,64:64")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to a PNG, SVG or PDF file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--keys", action="store_true", help="list a scenario's keys and exit")
+    parser.set_defaults(run=run, takes_settings=True)
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -57,9 +59,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         plot(cells, arguments.plot)
     if arguments.json:
         rows = [
-            {"engines": one.engines, "trainers": one.trainers, "max_staleness": one.staleness}
-            | one.figures.to_wire()
-            for one in cells
+            {"engines": cell.engines, "trainers": cell.trainers, "max_staleness": cell.staleness}
+            | cell.figures.to_wire()
+            for cell in cells
         ]
         print(json.dumps({"cells": rows}))
     else:

@@ -1,4 +1,4 @@
-"""Functions shared by the verbs."""
+"""Functions shared by the commands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 
 if TYPE_CHECKING:
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
-    Verbs = object
+    Subparsers = object
 
 
 RUNS = Path("runs")
@@ -45,12 +45,12 @@ def _directories(parent: Path) -> list[Path]:
     return [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
 
 
-def add_address(verb: argparse.ArgumentParser, port: int) -> None:
-    verb.add_argument("--host", default="127.0.0.1")
-    verb.add_argument("--port", type=int, default=port, help="0 selects a free one")
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=port, help="0 selects a free one")
     # For parent processes: writes {url, pid} to a file when it is ready, and exits when its stdin closes.
-    verb.add_argument("--announce", type=Path, help=argparse.SUPPRESS)
-    verb.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--announce", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
 
 
 def log_to_stderr() -> None:

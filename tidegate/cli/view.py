@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import RUNS, Verbs, add_address, run_directory
+from tidegate.cli.verbs import RUNS, Subparsers, add_address, run_directory
 from tidegate.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 PORT = 8080
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "view",
-        help="look at a run in the browser, down to single tokens",
+        help="show a run in the browser, down to single tokens",
         description="Serve a read-only page on a run's files, during the run or afterwards.",
     )
-    verb.add_argument(
-        "run_dir", metavar="RUN", nargs="?", type=Path, help="its directory, or a name in --dir"
+    parser.add_argument(
+        "run_dir", metavar="RUN", nargs="?", type=Path, help="run directory, or its name in --dir"
     )
-    verb.add_argument("--dir", type=Path, default=RUNS, help="where runs are (default: runs)")
-    add_address(verb, PORT)
+    parser.add_argument("--dir", type=Path, default=RUNS, help="directory of the runs (runs)")
+    add_address(parser, PORT)
     # Without --port a free port is used if 8080 is taken.
-    verb.set_defaults(run=run, port=None)
+    parser.set_defaults(run=run, port=None)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:

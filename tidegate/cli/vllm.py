@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Verbs, add_address, log_to_stderr
+from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
 
 
-def add(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
         "vllm",
         help="serve a model with vLLM",
         description="Start vLLM from an environment of its own, and serve it with SGLang's HTTP protocol.",
     )
-    verb.add_argument(
-        "--python", type=Path, required=True, help="the interpreter of the environment that vLLM is in"
+    parser.add_argument(
+        "--python", type=Path, required=True, help="Python interpreter of the environment with vLLM"
     )
-    verb.add_argument("--model", type=Path, required=True, help="a directory in Hugging Face format")
-    verb.add_argument("--weight-version", type=int, default=0, help="the label of these weights")
-    verb.add_argument(
-        "--argument", action="append", default=[], help="passed to vLLM as it is; give it once for each"
+    parser.add_argument("--model", type=Path, required=True, help="model directory in Hugging Face format")
+    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
+    parser.add_argument(
+        "--argument", action="append", default=[], help="argument passed to vLLM unchanged; may be repeated"
     )
-    add_address(verb, 30000)
-    verb.set_defaults(run=run)
+    add_address(parser, 30000)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
