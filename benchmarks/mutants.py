@@ -87,7 +87,7 @@ FAULTS = [
     Fault("outages_quarantine_at_a_resume", " and line.get(\"outcome\") != Outcome.INFRA_ERROR", "", RESUME),
     Fault("infrastructure_is_the_tasks_fault", "slot.failures += outcome is not Outcome.INFRA_ERROR", "slot.failures += 1"),
     Fault("infrastructure_has_no_budget", "self.infra_failures >= rules.max_infra_attempts", "False", GROUPS),
-    Fault("outages_spend_budgets", "        if self.outage.spares(attempt, outcome):\n            self._end", "        if False:\n            self._end"),
+    Fault("outages_spend_budgets", "        if self.outage.leaves_uncharged(attempt, outcome):\n            self._end", "        if False:\n            self._end"),
     Fault("outages_do_not_pause", "if (outage := self.outage.why) is not None and", "if (outage := self.outage.why) is not None and False and"),
     Fault("an_outage_without_running_ones_never_ends", "(self.outage.down or self._running)", "True"),
     Fault("attempts_start_in_an_outage", "if not self.outage.may_attempt():", "if False:"),

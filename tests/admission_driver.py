@@ -100,7 +100,7 @@ class World:
         settings = TrainerSettings(
             groups_per_batch=self.rules.groups_per_batch, minibatches=parts, streaming=parts > 1
         )
-        self.cuts = settings.cuts
+        self.part_sizes = settings.part_sizes
         self.core = Start(Path()).restore_admission(self.enter, self.rules, {}).admission
 
     # -------------------------------------------------------------- independent checks
@@ -307,13 +307,13 @@ class World:
             self.core.filter_group(group)
 
     def train(self) -> None:
-        size = self.cuts[len(self.parts)]
+        size = self.part_sizes[len(self.parts)]
         part = self.core.select_batch(size)
         if part is None:
             return
         assert len(part.groups) == size
         self.parts.append(part)
-        if len(self.parts) < len(self.cuts):
+        if len(self.parts) < len(self.part_sizes):
             return  # streaming: the other minibatches are assembled when their groups are ready
         selection, self.parts = BatchSelection.of(self.parts), []
         assert len(selection.groups) == self.rules.groups_per_batch
@@ -340,7 +340,7 @@ class World:
         sampled = {name: self.oldest[name] for name in self.core.groups}
         for group in self.core.will_be_stale(version, sampled):
             self.core.end_stale(group, version, sampled[group])
-        self.core.publish(version)
+        self.core.mark_live(version)
 
     def crash(self) -> None:
         """Drops all state in memory; a new epoch resumes from the marker and the ledger."""

@@ -24,7 +24,7 @@ from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import VersionSpan
 

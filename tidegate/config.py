@@ -277,13 +277,13 @@ class TrainerSettings(SettingsSection):
         """Whether a ready group may be replaced because none of it would be trained on."""
         return self.dynamic_sampling or self.truncated_episodes == "mask"
 
-    def publishes(self, step: int) -> bool:
+    def is_publish_step(self, step: int) -> bool:
         """Returns whether the weights after `step` are published; those of the last step always are."""
         interval = self.publish_interval
         return isinstance(interval, int) and (step % interval == 0 or step == self.steps)
 
     @property
-    def cuts(self) -> list[int]:
+    def part_sizes(self) -> list[int]:
         """Sizes in groups of the parts in which a batch is assembled: one part, or minibatches if
         streaming."""
         parts = self.minibatches if self.streaming else 1

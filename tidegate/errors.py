@@ -39,7 +39,7 @@ class StartError(TidegateError):
     exit_code = 3
 
 
-class FinishedError(TidegateError):
+class NothingToDo(TidegateError):
     """A resumed run has already taken all its steps; not a failure."""
 
     exit_code = 0
@@ -56,7 +56,7 @@ class EngineError(TidegateError):
         self.retryable = retryable
 
 
-class UnfitEngineError(EngineError):
+class IncompatibleEngineError(EngineError):
     """An engine's responses lack fields that training needs."""
 
 
@@ -96,7 +96,7 @@ class OutageError(TidegateError):
     """All engines, or another service that episodes need, were unavailable for `trainer.outage_s`."""
 
 
-class HopelessError(TidegateError):
+class NoUsableEpisodesError(TidegateError):
     """All recent groups failed or were filtered, so the run cannot learn; the message has the reasons."""
 
 

@@ -37,7 +37,7 @@ def reach(name: str) -> None:
 
 @contextlib.contextmanager
 def around(name: str) -> Iterator[None]:
-    """Passes the failpoints `name.before` and `name.after` around a durable write."""
+    """Passes the failpoints `<name>.before` and `<name>.after` around a durable write."""
     reach(f"{name}.before")
     yield
     reach(f"{name}.after")

@@ -79,11 +79,11 @@ class Launch:
         resume: bool,
         fresh: bool,
         view: Observer,
-        parts: ProcessProvider,
+        provider: ProcessProvider,
         *,
         lift_quarantine: bool = False,
     ) -> None:
-        """Raises StartError or ConfigError, and FinishedError if the run has taken all its steps."""
+        """Raises StartError or ConfigError, and NothingToDo if the run has taken all its steps."""
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
@@ -99,7 +99,7 @@ class Launch:
         self._settings = settings
         self._view = view
         self._observer = CompositeObserver([view, *make_loggers(settings, view.note)])
-        self._run = Run(settings, environment, self._observer, start=start, parts=parts)
+        self._run = Run(settings, environment, self._observer, start=start, provider=provider)
 
     async def run(self) -> int:
         """Trains, writes the report and returns the exit code."""

@@ -30,7 +30,7 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     """The agent returned."""
     TRUNCATED = "truncated"
-    """The last reply was cut at its token limit, or the session reached its context or another limit."""
+    """The last reply reached its token limit, or the session its context or another limit."""
     AGENT_ERROR = "agent_error"
     """The agent failed: it raised, its process exited, or it has no turn to train on."""
     INFRA_ERROR = "infra_error"

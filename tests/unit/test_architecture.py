@@ -1,4 +1,4 @@
-"""The arrows of the house: who may import whom, and where the heavy libraries live."""
+"""Allowed imports between packages, import cycles, and where heavy libraries may be imported."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_arrows(path: Path) -> None:
+def test_allowed_imports(path: Path) -> None:
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for imported in imports(path):
         if not imported.startswith("tidegate."):
@@ -200,7 +200,7 @@ def folder_or_file(path: Path) -> str:
 
 
 @pytest.mark.parametrize("group", [name_of, folder_or_file])
-def test_no_circles(group: Callable[[Path], str]) -> None:
+def test_no_import_cycles(group: Callable[[Path], str]) -> None:
     graph = graph_of(group)
     seen: set[str] = set()
 

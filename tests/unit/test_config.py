@@ -126,10 +126,10 @@ def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> N
 
 
 def test_a_batch_is_cut_whole_or_in_minibatches_that_stream() -> None:
-    assert load_settings(None, MODEL).trainer.cuts == [16]
-    assert load_settings(None, [*MODEL, *DECOUPLED]).trainer.cuts == [16]
+    assert load_settings(None, MODEL).trainer.part_sizes == [16]
+    assert load_settings(None, [*MODEL, *DECOUPLED]).trainer.part_sizes == [16]
     streaming = load_settings(None, [*MODEL, *STREAMING, "--trainer.on_policy", "true"]).trainer
-    assert (streaming.cuts, streaming.staleness_bound) == ([5, 5, 6], 0)
+    assert (streaming.part_sizes, streaming.staleness_bound) == ([5, 5, 6], 0)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -97,3 +99,47 @@ def test_every_target_explains_itself() -> None:
     assert {line.split("\t")[0] for line in told.splitlines()} == {
         one for one in TARGETS if not one.startswith("-")
     }
+
+
+FILE_TYPES = {"html", "ids", "json", "jsonl", "offsets", "png", "pt", "toml"}
+LIBRARIES = {*sys.stdlib_module_names, "ray", "torch"}
+
+
+def names_of(path: Path) -> Iterator[str]:
+    """Yields the full names of a module, of its functions, classes and variables, and of their members."""
+    module = ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+    yield module
+    for node in ast.parse(path.read_text()).body:
+        owner = module
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (owner := f"{module}.{node.name}")
+        for part in ast.walk(node):
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{owner}.{part.name}"
+            elif isinstance(part, ast.Attribute | ast.Name) and isinstance(part.ctx, ast.Store):
+                yield f"{owner}.{part.attr if isinstance(part, ast.Attribute) else part.id}"
+
+
+@cache
+def name_endings() -> set[str]:
+    """Every dotted name of the package, and each of its endings: `b.C` for `a.b.C`."""
+    names = [name.split(".") for path in (REPO / "tidegate").rglob("*.py") for name in names_of(path)]
+    return {".".join(parts[start:]) for parts in names for start in range(len(parts))}
+
+
+def test_docstrings_name_existing_code() -> None:
+    missing = []
+    for path in sorted((REPO / "tidegate").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    names = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`", text)
+                    missing += [(path.name, name) for name in names if not exists(name)]
+    assert missing == []
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a file, a setting, a library's or the package's; the last is a logger."""
+    if name.rpartition(".")[2] in FILE_TYPES or name.partition(".")[0] in LIBRARIES:
+        return True
+    return name in name_endings() or is_setting(name) or name == "tidegate.gateway.access"

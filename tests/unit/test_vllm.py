@@ -19,11 +19,11 @@ from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.trainer.processes.vllm import vllm_arguments
 from tidegate.vllm import weights
-from tidegate.vllm.inside.tidegate_worker import ReloadsTied
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.options import VLLMOptions
 from tidegate.vllm.process import VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
+from tidegate.vllm.worker_extension.tidegate_worker import TiedWeightReload
 from tidegate.weights import checksum
 from tidegate.weights.files import INDEX_FILE, WeightsError
 
@@ -176,7 +176,7 @@ class Layer:
 def test_a_reload_packs_anew_what_is_tied() -> None:
     shared = np.zeros(3)
     head, on_gpu, freed = Layer(shared, True), Layer(shared, False), Layer(np.zeros(0), True)
-    worker = ReloadsTied()
+    worker = TiedWeightReload()
     worker.model_runner = SimpleNamespace(
         get_model=lambda: SimpleNamespace(modules=lambda: [head, on_gpu, freed])
     )

@@ -39,7 +39,7 @@ async def hosted(
     guard: TaskSupervisor,
     note: Callable[[str], None],
 ) -> AsyncIterator[SampledAttempt]:
-    """Serves `settings.model.path` (or uses `settings.engine.urls`) and yields a function that runs an
+    """Serves `model.path` (or uses `engine.urls`) and yields a function that runs an
     episode.
 
     Logs go to `<directory>/logs`, messages to `note`. If a process fails for good, the task of `guard` ends.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.errors import GatewayError, HopelessError
+from tidegate.errors import GatewayError, NoUsableEpisodesError
 from tidegate.trainer.rollout.episodes import attempt_seed
 from tidegate.types import Outcome, Task, Trajectory
 
@@ -59,7 +59,7 @@ class Sampler:
         return self.samples * sum(len(tasks) for tasks in self.sets.values())
 
     async def run(self) -> None:
-        """Runs until all tasks are sampled; may be cancelled. Raises HopelessError if all episodes fail."""
+        """Runs until all tasks are sampled; may be cancelled. Raises NoUsableEpisodesError if all fail."""
         order = self._order()
         workers = [
             asyncio.create_task(self._work(order), name=f"sampler {n}")
@@ -72,7 +72,7 @@ class Sampler:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
         if not self.succeeded:
-            raise self._hopeless()
+            raise self._no_usable_episodes()
 
     def _order(self) -> Iterator[tuple[str, Task, int]]:
         for sample in range(self.samples):
@@ -91,7 +91,7 @@ class Sampler:
             self.keep(SampledEpisode(name, task, sample, trajectory))
             self.progress(self.done, self.total)
             if not self.succeeded and self.done >= GIVE_UP_AFTER:
-                raise self._hopeless()
+                raise self._no_usable_episodes()
 
     async def _settle(self, name: str, task: Task) -> Trajectory:
         seed = attempt_seed(self.seed, name)
@@ -106,9 +106,9 @@ class Sampler:
                 await asyncio.sleep(_RETRY_S * 2**number)
         return trajectory
 
-    def _hopeless(self) -> HopelessError:
+    def _no_usable_episodes(self) -> NoUsableEpisodesError:
         reason, number = self.reasons.most_common(1)[0]
-        return HopelessError(f"none of {self.done} episodes succeeded; {number} of them: {reason}")
+        return NoUsableEpisodesError(f"none of {self.done} episodes succeeded; {number} of them: {reason}")
 
 
 def failed(task: Task, outcome: Outcome, error: str) -> Trajectory:

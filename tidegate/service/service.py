@@ -185,7 +185,7 @@ class Service:
 def signal_child(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """Signal a child that may have exited.
 
-    `child.send_signal` would poll first and take the exit code away from asyncio's watcher.
+    asyncio's `send_signal` would poll first and take the exit code away from asyncio's watcher.
     """
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):

@@ -221,7 +221,7 @@ class SimulatedRun:
         self.clock.after(self.scenario.trainer.publish_s, lambda: self._live(version))
 
     def _live(self, version: int) -> None:
-        self._core.publish(version)
+        self._core.mark_live(version)
         self._pool.resume()
         self._start_groups()
         self._wait_again()

@@ -19,8 +19,8 @@ from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.recorder import Recorder
 
 T = TypeVar("T")
-MAX_SKIPPED = 3
-UNPUBLISHED = -2
+MAX_SKIPPED_STEPS = 3
+UNPUBLISHED_VERSION = -2
 """Version of weights that are not published: no token was sampled from them."""
 
 
@@ -42,7 +42,7 @@ class Loop:
     skipped: int = 0
 
     async def run(self) -> None:
-        """Train until `settings.steps`, or until `stop` is set and the current step is finished."""
+        """Train until `trainer.steps`, or until `stop` is set and the current step is finished."""
         while self.step < self.settings.steps:
             began = time.monotonic()
             parts = await self._next_batch()
@@ -52,7 +52,7 @@ class Loop:
                 await run_to_completion(self._train(parts, metrics))
                 if self.skipped:
                     continue
-                if self.settings.publishes(self.step):
+                if self.settings.is_publish_step(self.step):
                     metrics["time/publish"] = await self._publish()
                 metrics |= await self.evaluate(self.step)
             if self.step % self.settings.checkpoint_every == 0:
@@ -78,9 +78,9 @@ class Loop:
         A streamed batch comes in minibatches; gradients of each are accumulated before waiting for the next.
         """
         parts: list[Batch] = []
-        for number in self.settings.cuts:
+        for number in self.settings.part_sizes:
             if parts:
-                await run_to_completion(self._accumulate(parts[-1]))
+                await run_to_completion(self._backward(parts[-1]))
             part = await unless_stopped(self.stop, self.batches.next_batch(number))
             if part is None:
                 return None
@@ -88,15 +88,15 @@ class Loop:
             parts.append(part)
         return parts
 
-    async def _accumulate(self, part: Batch) -> None:
-        published = self.step == 0 or self.settings.publishes(self.step)
-        version = self.admission.version if published else UNPUBLISHED
-        await asyncio.to_thread(self.policy.add, part.rows(), version)
+    async def _backward(self, part: Batch) -> None:
+        published = self.step == 0 or self.settings.is_publish_step(self.step)
+        version = self.admission.version if published else UNPUBLISHED_VERSION
+        await asyncio.to_thread(self.policy.backward, part.rows(), version)
 
     async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
         """Take one optimiser step, record it in the ledger, and add its metrics to `metrics`."""
-        await self._accumulate(parts[-1])
-        update = await asyncio.to_thread(self.policy.finish)
+        await self._backward(parts[-1])
+        update = await asyncio.to_thread(self.policy.optimizer_step)
         batch = Batch.of(parts)
         self.skipped = self.skipped + 1 if update["skipped"] else 0
         if self.skipped:
@@ -111,17 +111,17 @@ class Loop:
         groups = ", ".join(self.policy.non_finite)
         await self.batches.skip(batch)
         self.recorder.note(f"skipped a step whose loss or gradient was not finite; groups: {groups}")
-        if self.skipped >= MAX_SKIPPED:
+        if self.skipped >= MAX_SKIPPED_STEPS:
             raise TrainingError(
-                f"{MAX_SKIPPED} steps in a row had a loss or gradient that is not finite; the last groups: "
-                f"{groups}. Lower trainer.learning_rate, or inspect these groups' trajectories"
+                f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; the last "
+                f"groups: {groups}. Lower trainer.learning_rate, or inspect these groups' trajectories"
             )
 
     async def _publish(self) -> float:
         began = time.monotonic()
         version = self.admission.reserve_version(self.step)
         await self.publisher.publish(version)
-        self.admission.publish(version)
+        self.admission.mark_live(version)
         self.batches.on_freed()
         return time.monotonic() - began
 

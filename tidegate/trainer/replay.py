@@ -21,7 +21,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.huggingface import read_model
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.ledger import read_ledger
-from tidegate.trainer.loop import UNPUBLISHED
+from tidegate.trainer.loop import UNPUBLISHED_VERSION
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
@@ -75,8 +75,8 @@ class Replay:
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
             groups = _groups(files[step])
-            published = step == 1 or self.settings.trainer.publishes(step - 1)
-            version = versions[step] if published else UNPUBLISHED
+            published = step == 1 or self.settings.trainer.is_publish_step(step - 1)
+            version = versions[step] if published else UNPUBLISHED_VERSION
             now = policy.update(rows_to_train(groups, credit(groups)), version)
             weights = saved.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))

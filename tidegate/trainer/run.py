@@ -15,7 +15,7 @@ from tidegate import failpoints
 from tidegate.config import Settings, load_settings
 from tidegate.devices import find_device
 from tidegate.envs.base import Environment
-from tidegate.errors import ConfigError, HopelessError, StorageError, TidegateError
+from tidegate.errors import ConfigError, NoUsableEpisodesError, StorageError, TidegateError
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.trainer.batch.batcher import Batcher
@@ -72,7 +72,7 @@ class Run:
         observer: Shows progress.
         start: Where to start; by default at the base model.
         credit: Computes advantages; by default as the settings say.
-        parts: Provides the run's processes; by default on this machine.
+        provider: Provides the run's processes; by default on this machine.
 
     Raises:
         StartError, ConfigError: Before anything is written.
@@ -86,13 +86,13 @@ class Run:
         *,
         start: Start | None = None,
         credit: Credit | None = None,
-        parts: ProcessProvider | None = None,
+        provider: ProcessProvider | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
         self.observer = observer
         self.credit = credit or GroupCredit(settings.trainer)
-        self.parts = parts or LocalProcesses()
+        self.provider = provider or LocalProcesses()
         self.dir = settings.run_dir.absolute()
         find_device("trainer.device", settings.trainer.device)
         self.start = start or Start.of(settings, resume=False)
@@ -168,12 +168,12 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        ranks = Ranks(settings.trainer, self.parts.rank_processes(settings, self.dir), self.parts.host)
+        ranks = Ranks(settings.trainer, self.provider.rank_processes(settings, self.dir), self.provider.host)
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         processes = await start_processes(
-            settings, self.dir, self._live, self._supervisor, self.observer.note, stack, self.parts
+            settings, self.dir, self._live, self._supervisor, self.observer.note, stack, self.provider
         )
         self.gateway, engines = processes.gateway, processes.engines
         self.policy = await loading
@@ -240,7 +240,7 @@ class Run:
             self.dir / "weights", self.policy.save_weights, engines.urls, self._cancel_stale_groups,
             engines.mark_unavailable, engines.restore, (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
-            self.parts.deliver, lambda: self.pause.active and not self.stop.is_set(),
+            self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
     async def _load_policy(self, ranks: Ranks) -> Learner:
@@ -305,7 +305,9 @@ class Run:
             return
         if not any(episode.reward is not None for _, _, episode in evaluation.episodes):
             reason, number = evaluation.reasons.most_common(1)[0]
-            raise HopelessError(f"no held-out episode succeeded; {number} of them failed with: {reason}")
+            raise NoUsableEpisodesError(
+                f"no held-out episode succeeded; {number} of them failed with: {reason}"
+            )
         self._note_failures(evaluation)
         await self._keep_best(0, evaluation.metrics)
         self.initial_eval = self.final_eval = evaluation.metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.errors import ConfigError, FinishedError
+from tidegate.errors import ConfigError, NothingToDo
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
@@ -57,7 +57,7 @@ class Start:
         """Return where the run starts.
 
         Raises ConfigError if the directory holds a run that is not resumed, none to resume, or one of another
-        model, and FinishedError if the run has taken all its steps.
+        model, and NothingToDo if the run has taken all its steps.
         """
         run_dir = settings.run_dir.absolute()
         used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
@@ -81,7 +81,7 @@ class Start:
             start = cls(checkpoint.path, checkpoint.step, version, past, checkpoint)
         past.abandon(start.position)
         if start.step >= settings.trainer.steps and not start.open_groups():
-            raise FinishedError(
+            raise NothingToDo(
                 f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "
                 f"{settings.trainer.steps}: nothing is left to do. To continue, raise the limit: --resume "
                 f"--trainer.steps {2 * start.step}"

@@ -1,4 +1,4 @@
 """Views of a run: a live view or plain lines, a report at its end, and a dashboard.
 
-The trainer never imports this package: it is handed an object with the methods of `base.Observer`.
+The trainer never imports this package: it is handed a `tidegate.observer.Observer`.
 """

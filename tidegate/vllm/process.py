@@ -11,7 +11,7 @@ from tidegate.service.external import ExternalService
 from tidegate.service.service import signal_child
 from tidegate.vllm.options import VLLMOptions
 
-INSIDE = Path(__file__).with_name("inside")
+WORKER_EXTENSION = Path(__file__).with_name("worker_extension")
 NO_CHUNKED_PREFILL = "--no-enable-chunked-prefill"
 """Chunked prefill of a request with a seed crashes vLLM on a CPU."""
 CHUNKED_PREFILL = ("--enable-chunked-prefill", NO_CHUNKED_PREFILL)
@@ -62,9 +62,9 @@ class VLLMProcess(ExternalService):
             str(self._options.python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self._options.model), "--host", "127.0.0.1", "--port", str(port),
             "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details",
-            "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.ReloadsTied",
+            "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.TiedWeightReload",
             *self._cpu_arguments, *self._options.arguments,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        return {**super().environment(), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(INSIDE)}
+        return {**super().environment(), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_EXTENSION)}

@@ -13,7 +13,7 @@ from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.sessions.calls import PendingTurns
+from tidegate.gateway.sessions.pending_turns import PendingTurns
 from tidegate.gateway.turns import pipeline
 from tidegate.gateway.turns.request_body import parse
 

@@ -19,7 +19,7 @@ from tests.integration.gateway.chat_calls import ASK
 from tests.integration.gateway.sdk_stage import finished, opened, stage
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 
 __all__ = ["stage"]
 

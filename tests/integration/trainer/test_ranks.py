@@ -65,8 +65,8 @@ async def opened(
 
 
 def step(policy: RankZeroPolicy | Policy, rows: list[Any]) -> dict[str, float]:
-    policy.add(rows, 3)
-    return policy.finish()
+    policy.backward(rows, 3)
+    return policy.optimizer_step()
 
 
 def parameters(directory: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidegate.errors import GatewayError, HopelessError
+from tidegate.errors import GatewayError, NoUsableEpisodesError
 from tidegate.evaluation import sampler as sampler_module
 from tidegate.evaluation.sampler import SampledEpisode, Sampler, failed
 from tidegate.types import Outcome, Task, Trajectory
@@ -90,7 +90,7 @@ async def test_infrastructure_is_tried_again_and_nothing_else(monkeypatch: pytes
 async def test_where_everything_fails_it_stops_soon_and_says_why() -> None:
     world = World(lambda name, task: failed(task, Outcome.AGENT_ERROR, "no such model"))
     with pytest.raises(
-        HopelessError, match="none of 16 episodes succeeded; 16 of them: agent_error: no such"
+        NoUsableEpisodesError, match="none of 16 episodes succeeded; 16 of them: agent_error: no such"
     ):
         await world.sampler(samples=50).run()
     assert len(world.asked) < 25

@@ -59,15 +59,15 @@ class Hands:
     async def ack(self, *_: Any) -> None:
         pass
 
-    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        self.log.append(f"add {len(rows)} at {version}")
+    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
+        self.log.append(f"backward {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(self._set(), self.loop)
 
     async def _set(self) -> None:
         self.ready.set()
 
-    def finish(self) -> dict[str, float]:
-        self.log.append("finish")
+    def optimizer_step(self) -> dict[str, float]:
+        self.log.append("optimizer_step")
         return {"skipped": 0.0}
 
     async def publish(self, version: int) -> None:
@@ -103,7 +103,7 @@ async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path
     hands.ready.set()
     async with asyncio.timeout(LIMIT_S):
         await loop.run()
-    once = ["add 2 at {0}", "lease {2}", "add 2 at {0}", "finish", "publish {1}"]
+    once = ["backward 2 at {0}", "lease {2}", "backward 2 at {0}", "optimizer_step", "publish {1}"]
     first, second = ([one.format(n, n + 1, 2 * n + 2) for one in once] for n in (0, 1))
     assert hands.log == ["lease 1", *first, "lease 3", *second]
     steps = [
@@ -148,11 +148,11 @@ async def test_a_step_in_which_the_run_is_cancelled_has_its_line(tmp_path: Path)
     hands.ready.set()
     running = asyncio.create_task(loop.run())
 
-    def finish() -> dict[str, float]:
+    def optimizer_step() -> dict[str, float]:
         hands.loop.call_soon_threadsafe(running.cancel)
         return {"skipped": 0.0}
 
-    hands.finish = finish  # type: ignore[method-assign]
+    hands.optimizer_step = optimizer_step  # type: ignore[method-assign]
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(running, return_exceptions=True)
     assert running.cancelled()
@@ -164,7 +164,7 @@ async def test_otherwise_the_whole_batch_is_cut_before_anything_is_learned(tmp_p
     hands.ready.set()
     async with asyncio.timeout(LIMIT_S):
         await loop.run()
-    assert hands.log == ["lease 1", "lease 2", "add 4 at 0", "finish", "publish 1"]
+    assert hands.log == ["lease 1", "lease 2", "backward 4 at 0", "optimizer_step", "publish 1"]
 
 
 async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> None:
@@ -172,17 +172,17 @@ async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> 
     hands.one_by_one = True
     hands.ready.set()
 
-    def add(rows: Sequence[TrainSequence], version: int) -> None:
-        hands.log.append(f"add {len(rows)} at {version}")
+    def backward(rows: Sequence[TrainSequence], version: int) -> None:
+        hands.log.append(f"backward {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(stopped(), hands.loop)
 
     async def stopped() -> None:
         loop.stop.set()
 
-    hands.add = add  # type: ignore[method-assign]
+    hands.backward = backward  # type: ignore[method-assign]
     async with asyncio.timeout(LIMIT_S):
         await loop.run()
-    assert hands.log == ["lease 1", "add 2 at 0"]
+    assert hands.log == ["lease 1", "backward 2 at 0"]
     assert not [one for one in book if one["event"] == "ended"], "whoever ends the run accounts for it"
 
 
@@ -194,8 +194,8 @@ async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
         await loop.run()
     assert loop.admission.rules.capacity == 2
     assert [one for one in hands.log if one.startswith("publish")] == []
-    assert hands.log.count("finish") == 6
-    assert hands.log.count("add 4 at 0") == 1, "no token was sampled from the weights that came after"
+    assert hands.log.count("optimizer_step") == 6
+    assert hands.log.count("backward 4 at 0") == 1, "no token was sampled from the weights that came after"
     assert {one["event"] for one in book} == {"issued", "ended"}
     assert loop.admission.outstanding() == 0
 
@@ -206,5 +206,5 @@ async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) 
     async with asyncio.timeout(LIMIT_S):
         await loop.run()
     published = [hands.log[at - 1 : at + 1] for at, one in enumerate(hands.log) if one.startswith("publish")]
-    assert published == [["finish", "publish 1"], ["finish", "publish 2"]]
+    assert published == [["optimizer_step", "publish 1"], ["optimizer_step", "publish 2"]]
     assert hands.log[-1] == "publish 2"

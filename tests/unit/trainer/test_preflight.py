@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tidegate.config import Settings, load_settings
-from tidegate.errors import ConfigError, FinishedError, StartError
+from tidegate.errors import ConfigError, NothingToDo, StartError
 from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
@@ -142,9 +142,9 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4)
-    with pytest.raises(FinishedError, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
+    with pytest.raises(NothingToDo, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
         Start.of(settings, resume=True)
-    assert FinishedError.exit_code == 0
+    assert NothingToDo.exit_code == 0
 
 
 def test_a_run_that_was_killed_after_its_last_step_puts_its_groups_in_order(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tidegate.engine.scheduling.slots import Slots
 
 
 def process_logits(logits_bv: Tensor, slots: Slots) -> None:
-    """Changes logits in place; sets `slots.choices` to the number of ids that each row's grammar allows and
-    `slots.masses` to their total probability."""
+    """Changes logits in place; sets `Slots.choices` to the number of ids that each row's grammar allows and
+    `Slots.masses` to their total probability."""
     for row in np.flatnonzero(slots.has_processors[: slots.count]):
         owner = slots.owners[row]
         if owner.params.penalised:

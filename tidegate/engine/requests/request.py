@@ -125,7 +125,7 @@ def _prompt(ids: Any, limits: TokenLimits) -> list[int]:
 
 
 def samples_of(request: Generation) -> list[Generation]:
-    """Returns `params.n` requests that sample one reply each, with `_0`, `_1` … added to the id as in SGLang.
+    """Returns `SamplingParams.n` requests for one reply each, with `_0`, `_1` … added to the id as in SGLang.
 
     Reply i equals that of a single request with the seed + i. With n = 1 the request itself is returned.
     """

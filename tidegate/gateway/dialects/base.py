@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part, Reasoning
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 
 

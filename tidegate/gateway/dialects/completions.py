@@ -16,7 +16,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error

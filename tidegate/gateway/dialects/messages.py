@@ -16,7 +16,7 @@ from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
 from tidegate.gateway.parsing.reply import call_wire
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling, Schema
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Message
 

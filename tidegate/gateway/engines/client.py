@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.lag import LagTolerantConnector, lag_tolerant_timeout
+from tidegate.gateway.engines.loop_delay import DelayTolerantConnector, delay_tolerant_timeout
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
 
 REFUSALS = frozenset({400, 422})
@@ -27,7 +27,7 @@ class EngineClient:
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
         # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
-        connector = LagTolerantConnector(connect_s, keepalive_s=3.0)
+        connector = DelayTolerantConnector(connect_s, keepalive_s=3.0)
         timeout = aiohttp.ClientTimeout(total=None)
         headers = {"Content-Type": "application/json"}
         self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers)
@@ -81,7 +81,7 @@ class EngineClient:
 
     async def _probe(self, address: str) -> Any:
         try:
-            async with lag_tolerant_timeout(self._probe_timeout_s), self._http.get(address) as response:
+            async with delay_tolerant_timeout(self._probe_timeout_s), self._http.get(address) as response:
                 data = await response.read()
         except TimeoutError:
             raise ProbeTimeout from None

@@ -75,10 +75,10 @@ class GenerateRequest:
         return self.stream or bool(result.ids and self.params.get("stop"))
 
     def complete(self, result: GenerateResult) -> bool:
-        """Whether the reply is complete; cuts it at a stop string that straddles two calls."""
+        """Whether the reply is complete; truncates it at a stop string that straddles two calls."""
         end = self.stop_after(result.ids) if result.calls > 1 else None
         if end is not None:
-            result.cut(end)
+            result.truncate(end)
             result.finish = "stop"
         elif result.finish not in ("stop", "length") and len(result.ids) >= self.max_new_tokens:
             result.finish = "length"
@@ -102,7 +102,7 @@ class GenerateResult:
     calls: int = field(default=0, compare=False)
     """Engine calls that returned tokens."""
 
-    def cut(self, end: int) -> None:
+    def truncate(self, end: int) -> None:
         """Keep the first `end` tokens."""
         del self.ids[end:], self.logprobs[end:], self.masses[end:]
         self.spans = spans_within(self.spans, 0, end)

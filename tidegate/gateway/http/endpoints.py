@@ -14,7 +14,7 @@ from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
 from tidegate.gateway.errors import ApiError, unknown_model
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import ResponseWriter, refuse, respond
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.intake import Intake
 from tidegate.gateway.turns.request_body import ClientGone

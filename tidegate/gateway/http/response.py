@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 

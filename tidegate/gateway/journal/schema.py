@@ -48,7 +48,7 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 26)})"
 TURN_BITS = 24
 WHOLE_SESSION = -1
-"""Value of `rewards.turn` for a reward of the whole session."""
+"""Value of the column `turn` of `rewards` for a reward of the whole session."""
 
 
 def turn_id(number: int, index: int) -> int:

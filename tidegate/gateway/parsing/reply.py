@@ -1,4 +1,4 @@
-"""Turns sampled ids into text cut at stop strings, reasoning and tool calls.
+"""Turns sampled ids into text truncated at stop strings, reasoning and tool calls.
 
 Streamed and complete replies use the same pipeline, so the recorded reply equals the streamed one.
 """

@@ -1,8 +1,8 @@
 """Budgets of one session.
 
 A session that has used up its turns, tokens or seconds gets no more replies: further calls are refused and
-it can only be finished. Its outcome is `truncated`, even if the refusal made the agent raise: like a reply
-cut at its length limit, the end follows from the policy's behaviour, so the session is rewarded and trained
+it can only be finished. Its outcome is `truncated`, even if the refusal made the agent raise: as with a reply
+at its length limit, the end follows from the policy's behaviour, so the session is rewarded and trained
 on. Reporting `agent_error` would trigger a retry, so the policy would never be penalised for failing to
 terminate. The same holds for a history that exceeds the model's context, unless a later, shorter request
 succeeds; a first prompt that does not fit is the agent's error.

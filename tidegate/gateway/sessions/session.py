@@ -8,8 +8,8 @@ from typing import Any
 
 from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
-from tidegate.gateway.sessions.calls import PendingTurns
 from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.sessions.pending_turns import PendingTurns
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 

@@ -41,7 +41,7 @@ class Attachment(NamedTuple):
     """Reason that the request does not extend the newest turn; None if it does."""
     tools_hash: bytes = b""
     """Hash of the request's tools and template options."""
-    cut: int | None = None
+    quoted_ids: int | None = None
     """Number of the parent's output ids that the request quotes, if the client closed that reply's stream;
     −1 while the number is unknown."""
 
@@ -99,14 +99,14 @@ class TurnTree:
         parent, start = self._extended_turn(history)
         while self._renders_alike(history, parent, start, render_alike):
             parent, start = self._extended_turn(history)
-        cut = None if parent is None or self.nodes[parent].reply_hash == history.hashes[start - 1] else -1
+        complete = parent is None or self.nodes[parent].reply_hash == history.hashes[start - 1]
         return Attachment(
             parent,
             start,
             history.history_hash,
             self._branch_reason(history, earlier, parent, start),
             history.tools_hash,
-            cut,
+            None if complete else -1,
         )
 
     def _extended_turn(self, history: RequestHistory) -> tuple[int | None, int]:
@@ -234,7 +234,7 @@ class TurnTree:
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         return node
 
-    def cut(self, index: int, count: int, reply: Message) -> None:
+    def truncate(self, index: int, count: int, reply: Message) -> None:
         """Truncates a turn to its first `count` output ids, which the client read as `reply`."""
         node = self.nodes[index]
         turn = node.turn
@@ -254,7 +254,7 @@ class TurnTree:
         child turn. Returns the changed turns."""
         turn = self.nodes[index].turn
         rest = replace(turn, index=len(self.nodes), parent=index, delta_ids=turn.delta_ids[:0], reward=0.0)
-        self.cut(index, count, reply)
+        self.truncate(index, count, reply)
         keep_tokens(rest, count, len(rest.output_ids))
         if not len(rest.output_ids):
             return [self.nodes[index]]

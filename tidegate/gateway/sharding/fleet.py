@@ -13,7 +13,7 @@ import orjson
 from yarl import URL
 
 from tidegate.errors import GatewayError, TidegateError
-from tidegate.gateway.engines.lag import LagTolerantConnector
+from tidegate.gateway.engines.loop_delay import DelayTolerantConnector
 from tidegate.gateway.sharding.shard import Shard
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
@@ -50,7 +50,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all shards and their supervisors. Raises StartError if a shard does not start."""
-        connector = LagTolerantConnector(5.0, keepalive_s=30.0)
+        connector = DelayTolerantConnector(5.0, keepalive_s=30.0)
         timeout = aiohttp.ClientTimeout(total=None)
         self.http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         results = await asyncio.gather(*(shard.start() for shard in self.shards), return_exceptions=True)

@@ -18,7 +18,7 @@ from starlette.types import Receive
 from tidegate.gateway.large_json import Folded
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import Rendered

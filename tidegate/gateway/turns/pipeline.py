@@ -18,7 +18,7 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 from tidegate.gateway.rendering.renderer import LargeText, Renderer
 from tidegate.gateway.request import RawBody, TurnRequest
 from tidegate.gateway.sampling import StructuredOutput
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.gateway.turns.access_log import log_turn
@@ -132,7 +132,7 @@ class TurnPipeline:
             call.refusal = refusal or engine_failure(str(error))
             return
         if call.engine_request.closed:
-            result.cut(call.delivered_ids(result.ids))
+            result.truncate(call.delivered_ids(result.ids))
             result.finish = CLIENT_CLOSED
         else:
             call.on_ids(result.ids)
@@ -243,14 +243,14 @@ class TurnPipeline:
 
     def _cut(self, session: GatewaySession, call: PendingTurn) -> None:
         """Truncates a recorded turn to the delivered part."""
-        assert call.node is not None, "only a recorded turn is cut"
+        assert call.node is not None, "only a recorded turn is truncated"
         session.calls.on_delivered(call)
         node = call.node
         if node.turn.delivered:
             return
         self._metrics.client_closed_turns += 1
         count = call.delivered_ids(node.turn.output_ids.tolist())
-        session.tree.cut(node.turn.index, count, call.reader.message())
+        session.tree.truncate(node.turn.index, count, call.reader.message())
         self._mark_delivered(session, node.turn.index)
         session.unpersisted[node.turn.index] = node
         self._write(session)

@@ -28,7 +28,7 @@ from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderabl
 from tidegate.gateway.rendering.token_bound import TokenBound, min_characters
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling, SamplingRules, StructuredOutput, token_budget
-from tidegate.gateway.sessions.calls import PendingTurn
+from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids
@@ -246,7 +246,7 @@ class PromptBuilder:
             return self._renderer.renders_alike(recorded, sent, tools, options)
 
         attachment = session.tree.attach(request.messages, tools, options, render_alike)
-        if attachment.cut is not None:
+        if attachment.quoted_ids is not None:
             return self._split_at_quote(session, request, attachment)
         nodes = session.tree.nodes
         if (
@@ -330,10 +330,10 @@ class PromptBuilder:
 
     def _attach_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
         attachment, delta = attach_raw(session.tree, prompt)
-        if attachment.cut is not None and attachment.parent is not None:
-            quoted = session.tree.nodes[attachment.parent].turn.output_ids[: attachment.cut].tolist()
+        if attachment.quoted_ids is not None and attachment.parent is not None:
+            quoted = session.tree.nodes[attachment.parent].turn.output_ids[: attachment.quoted_ids].tolist()
             reply: Message = {"role": "assistant", "content": self._renderer.decode(quoted)}
-            attachment = self._split(session, attachment, attachment.cut, reply)
+            attachment = self._split(session, attachment, attachment.quoted_ids, reply)
         return attachment, delta
 
     def _ends_with_thought_start(self, last: tuple[int, ...]) -> bool:

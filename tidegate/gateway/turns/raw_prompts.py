@@ -36,7 +36,7 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
     children: dict[int | None, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         children.setdefault(node.turn.parent, []).append(index)
-    parent, start, cut = None, 0, None
+    parent, start, quoted_ids = None, 0, None
     pending: list[tuple[int | None, int]] = [(None, 0)]
     while pending:
         above, begin = pending.pop()
@@ -50,11 +50,11 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
                 pending.append((index, end))
                 # Of two turns with equal ids, the newer one is continued.
                 if (end, index) > (start, -1 if parent is None else parent):
-                    parent, start, cut = index, end, None
+                    parent, start, quoted_ids = index, end, None
             elif turn.finish_reason == CLIENT_CLOSED and not tree.nodes[index].quoted:
                 count = _shared(prompt[prompt_end:], turn.output_ids)
                 if prompt_end + count > start and 0 < count < len(prompt) - prompt_end:
-                    parent, start, cut = index, prompt_end + count, count
+                    parent, start, quoted_ids = index, prompt_end + count, count
     history_hash = blake2b(prompt.tobytes(), digest_size=16, key=_ROOT).digest()
     newest = len(tree.nodes) - 1
     branch_reason = None
@@ -62,7 +62,7 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
         branch_reason = "prompt: it does not start with a recorded sequence"
     elif parent is not None and parent != newest:
         branch_reason = f"older: turn {parent} is continued, the newest is turn {newest}"
-    return Attachment(parent, 0, history_hash, branch_reason, _ROOT, cut), prompt[start:]
+    return Attachment(parent, 0, history_hash, branch_reason, _ROOT, quoted_ids), prompt[start:]
 
 
 def _shared(ids: Ids, others: Ids) -> int:

@@ -182,7 +182,7 @@ class Admission:
 
     def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
         """Charge a failure to the slot's budget for its kind, or to none in an outage."""
-        if self.outage.spares(attempt, outcome):
+        if self.outage.leaves_uncharged(attempt, outcome):
             self._end_attempt(attempt, State.FAILED, outcome, why, spared=True)
         else:
             slot.infra_failures += outcome is Outcome.INFRA_ERROR
@@ -224,7 +224,7 @@ class Admission:
     def exhausts_attempts(self, attempt: str, outcome: Outcome) -> bool:
         """Whether ending the attempt with this outcome quarantines its task."""
         uncharged = outcome.trainable or outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)
-        if uncharged or attempt not in self._attempts or self.outage.spares(attempt, outcome):
+        if uncharged or attempt not in self._attempts or self.outage.leaves_uncharged(attempt, outcome):
             return False
         group_id, slot = self._attempts[attempt]
         group = self.groups[group_id]
@@ -360,7 +360,7 @@ class Admission:
         self._record(entry("run", "publishing", version=self._reserved, step=step))
         return self._reserved
 
-    def publish(self, version: int) -> None:
+    def mark_live(self, version: int) -> None:
         """Record that `version` is live on the engines; it is now the trainer's version."""
         if not self.version < version <= self._reserved:
             raise LedgerError(

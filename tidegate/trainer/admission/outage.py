@@ -49,7 +49,7 @@ class Outage:
         if self.suspected is not None:
             self.probe = attempt
 
-    def spares(self, attempt: str, outcome: Outcome) -> bool:
+    def leaves_uncharged(self, attempt: str, outcome: Outcome) -> bool:
         """Whether a failure is not charged to the slot: it came in an outage, and the attempt was not a
         probe that ended the outage."""
         ends_outage = attempt == self.probe and outcome is not Outcome.INFRA_ERROR

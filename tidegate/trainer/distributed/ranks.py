@@ -153,13 +153,13 @@ class Ranks:
 class SingleRank(Policy):
     """Policy of a trainer with a single rank."""
 
-    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
+    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
         with self._translate_out_of_memory():
-            super().add(rows, version)
+            super().backward(rows, version)
 
-    def finish(self) -> dict[str, float]:
+    def optimizer_step(self) -> dict[str, float]:
         with self._translate_out_of_memory():
-            return super().finish()
+            return super().optimizer_step()
 
     @contextlib.contextmanager
     def _translate_out_of_memory(self) -> Iterator[None]:
@@ -195,13 +195,13 @@ class RankZeroPolicy:
     def non_finite(self) -> list[str]:
         return self.policy.non_finite
 
-    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        with self._ranks.collective("add", rows, version):
-            self.policy.add(rows, version)
+    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
+        with self._ranks.collective("backward", rows, version):
+            self.policy.backward(rows, version)
 
-    def finish(self) -> dict[str, float]:
-        with self._ranks.collective("finish"):
-            return self.policy.finish()
+    def optimizer_step(self) -> dict[str, float]:
+        with self._ranks.collective("optimizer_step"):
+            return self.policy.optimizer_step()
 
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
         with self._ranks.collective("save_weights", directory):

@@ -13,7 +13,7 @@ from tidegate.trainer.losses.reference import reference_penalty
 def make_loss(settings: TrainerSettings) -> Loss:
     """Returns the loss, with the penalty for the distance to the reference model if one is set.
 
-    A loss named `x` is made by `make` in the module `tidegate.trainer.losses.x`. Raises ConfigError if a
+    A loss named `x` is made by `make` in the module `tidegate/trainer/losses/x.py`. Raises ConfigError if a
     function of the user's own cannot be loaded, or returns no `Loss`.
     """
     module = importlib.import_module(f"tidegate.trainer.losses.{settings.loss.name}")

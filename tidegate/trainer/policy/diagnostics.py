@@ -46,7 +46,7 @@ class Diagnostics:
         self._sum("own_k3", torch.where(own_n, k3_n, 0.0))
         self._sum("k3", k3_n)
         self._sum("entropy", entropy_n)
-        self._sum("cut", clipped_n)
+        self._sum("clipped", clipped_n)
         self._sum("ratio", ratio_n)
         self._sum("ratio_squared", ratio_n.square())
         if batch.reference_n is not None:
@@ -78,7 +78,7 @@ class Diagnostics:
             "mismatch_kl": sums["own_k3"] / own if own else float("nan"),
             "lag_kl": sums["k3"] / tokens,
             "entropy": sums["entropy"] / tokens,
-            "clip_fraction": sums["cut"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
             "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
             "logprob_max_error": float(torch.stack(self._max_errors).max()) if own else float("nan"),
         }

@@ -46,6 +46,8 @@ class GradientStep:
     denominator: float = 0.0
     loss: float = math.nan
     grad_norm: float = math.nan
+    done: bool = False
+    """Whether the step was taken, or skipped because it is not finite."""
 
     @property
     def finite(self) -> bool:
@@ -66,8 +68,8 @@ class Learner(Protocol):
 
     @property
     def non_finite(self) -> list[str]: ...
-    def add(self, rows: Sequence[TrainSequence], version: int) -> None: ...
-    def finish(self) -> dict[str, float]: ...
+    def backward(self, rows: Sequence[TrainSequence], version: int) -> None: ...
+    def optimizer_step(self) -> dict[str, float]: ...
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
     def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
     def save_state(self, path: Path) -> None: ...
@@ -156,13 +158,13 @@ class Policy:
         """
         self._pending = None
         for part in minibatches(rows, self.settings.minibatches) if self.settings.streaming else [rows]:
-            self.add(part, version)
-        return self.finish()
+            self.backward(part, version)
+        return self.optimizer_step()
 
-    def add(self, rows: Sequence[TrainSequence], version: int) -> None:
-        """Train on a batch, or accumulate the gradient of one of its minibatches when streaming.
+    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
+        """Run the forward and backward passes of a batch; when streaming, of one of its minibatches.
 
-        When streaming, the weights change in `finish` only.
+        If a batch has several optimiser steps, this also takes all but the last one.
         """
         started = time.perf_counter()
         if self._pending is None:
@@ -177,19 +179,19 @@ class Policy:
                 batch.steps.append(self._begin_step())
             self._accumulate(batch.steps[0], trained, batch.diagnostics)
         else:
-            self._take_steps(batch, trained)
+            self._run_minibatches(batch, trained)
         batch.seconds += time.perf_counter() - started
 
-    def finish(self) -> dict[str, float]:
-        """Take the streamed step, if any, and return the batch's metrics; see `update`."""
+    def optimizer_step(self) -> dict[str, float]:
+        """Take the batch's last optimiser step and return the batch's metrics; see `update`."""
         started = time.perf_counter()
         batch, self._pending = self._pending, None
         if batch is None or not batch.steps:
             raise TrainingError("a batch has no trainable token")
         rate = learning_rate(self.settings, self.steps)
-        if self.settings.streaming:
-            self._step(batch.steps[0], rate)
         steps = batch.steps
+        if not steps[-1].done:
+            self._step(steps[-1], rate)
         taken = sum(step.finite for step in steps)
         self.steps += bool(taken)
         passes = [forward_pass for step in steps for forward_pass in step.passes]
@@ -347,13 +349,16 @@ class Policy:
             rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
         return rows
 
-    def _take_steps(self, batch: _PendingBatch, rows: list[TrainSequence]) -> None:
-        """Take one optimiser step per minibatch, up to the first that is not finite."""
+    def _run_minibatches(self, batch: _PendingBatch, rows: list[TrainSequence]) -> None:
+        """Take one optimiser step per minibatch, up to the first that is not finite; the last is left to
+        `optimizer_step`."""
+        rate = learning_rate(self.settings, self.steps)
         for part in minibatches(rows, self.settings.minibatches):
-            batch.steps.append(self._begin_step())
-            self._accumulate(batch.steps[-1], part, batch.diagnostics)
-            if not self._step(batch.steps[-1], learning_rate(self.settings, self.steps)):
+            if batch.steps and not self._step(batch.steps[-1], rate):
                 break
+            step = self._begin_step()
+            self._accumulate(step, part, batch.diagnostics)
+            batch.steps.append(step)
 
     def _begin_step(self) -> GradientStep:
         self._optimizer.zero_grad(set_to_none=True)
@@ -390,6 +395,7 @@ class Policy:
 
     def _step(self, step: GradientStep, rate: float) -> bool:
         """Take the step if its loss and gradient are finite; returns whether it was taken."""
+        step.done = True
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, step.denominator)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from tidegate.errors import EngineError, UnfitEngineError
+from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
@@ -78,7 +78,8 @@ class EngineControl:
     async def check_sample(self) -> None:
         """Sample one token as for training.
 
-        Raises UnfitEngineError if the reply lacks fields that training needs, as from unsupported versions.
+        Raises IncompatibleEngineError if the reply lacks fields that training needs, as in unsupported
+        versions.
         """
         body = {
             "input_ids": [0], "return_logprob": True, "stream": False,
@@ -89,7 +90,7 @@ class EngineControl:
             what for name, what in REQUIRED_FIELDS.items() if not (isinstance(meta, dict) and meta.get(name))
         ]
         if missing:
-            raise UnfitEngineError(
+            raise IncompatibleEngineError(
                 f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; "
                 "use SGLang 0.5.23, `tidegate engine` or `tidegate vllm`"
             )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tidegate.errors import EngineError, GatewayError, UnfitEngineError, unwrapped
+from tidegate.errors import EngineError, GatewayError, IncompatibleEngineError, unwrapped
 from tidegate.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class EngineMembership:
         while True:
             try:
                 versions = {await publisher.update(address) for address in control}
-            except UnfitEngineError as error:
+            except IncompatibleEngineError as error:
                 await self._reject(url, str(error))
                 return
             except EngineError as error:

@@ -112,7 +112,7 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def check_samples(self) -> None:
-        """Raises UnfitEngineError if an engine's tokens are unfit for training; skips silent engines."""
+        """Raises IncompatibleEngineError if an engine's tokens cannot be trained on; skips silent engines."""
         async with aiohttp.ClientSession() as http:
             checks = [EngineControl(url, http).check_sample() for url in self.engines()]
             for result in await asyncio.gather(*checks, return_exceptions=True):
@@ -124,7 +124,7 @@ class Publisher:
     async def update(self, url: str) -> int:
         """Load the current version on a new engine; returns the version.
 
-        Raises EngineError, and UnfitEngineError if its tokens cannot be trained on.
+        Raises EngineError, and IncompatibleEngineError if its tokens cannot be trained on.
         """
         weights, version = self.current
         async with aiohttp.ClientSession() as http:

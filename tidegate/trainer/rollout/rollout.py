@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tidegate.config import Settings
-from tidegate.errors import GatewayError, HopelessError, TidegateError, TrainingError
+from tidegate.errors import GatewayError, NoUsableEpisodesError, TidegateError, TrainingError
 from tidegate.gateway.client import GatewayClient, SessionSummary
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict
@@ -27,7 +27,7 @@ from tidegate.trainer.rollout.episodes import Episodes, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
-MAX_SKIPPED = 10_000
+MAX_QUARANTINED_IN_A_ROW = 10_000
 """Number of quarantined tasks in a row after which all tasks are assumed to be quarantined."""
 
 
@@ -65,7 +65,7 @@ class Rollout:
     _stopped: bool = False
 
     async def run(self) -> None:
-        """Start groups while admission allows. Raises HopelessError if training cannot progress."""
+        """Start groups while admission allows. Raises NoUsableEpisodesError if training cannot progress."""
         try:
             while True:
                 self._wake.clear()
@@ -85,15 +85,17 @@ class Rollout:
             raise self._broken
         if (why := self.admission.no_progress_reason()) is not None:
             failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
-            raise HopelessError(f"training stopped: {why}{failure}")
+            raise NoUsableEpisodesError(f"training stopped: {why}{failure}")
 
     def _start(self, task_slot: TaskSlot) -> None:
         task = self._task(task_slot.index)
         group = self.admission.start_group(task_slot, task.id)
         if group is None:  # quarantined
             self._skipped += 1
-            if self._skipped > MAX_SKIPPED:
-                raise HopelessError(f"every task is quarantined; the last reason: {self.last_failure}")
+            if self._skipped > MAX_QUARANTINED_IN_A_ROW:
+                raise NoUsableEpisodesError(
+                    f"every task is quarantined; the last reason: {self.last_failure}"
+                )
             return
         self._skipped = 0
         running = asyncio.create_task(self._group(group, task), name=group.id)

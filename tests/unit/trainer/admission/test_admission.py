@@ -53,7 +53,7 @@ class Driver:
         return group
 
     def publish(self, step: int) -> None:
-        self.core.publish(self.core.reserve_version(step))
+        self.core.mark_live(self.core.reserve_version(step))
 
     def ends(self, kind: str = "group") -> Counter[str]:
         return Counter(one["state"] for one in self.book if one["kind"] == kind and one["event"] == "ended")
@@ -241,11 +241,11 @@ def test_a_task_is_given_up_once() -> None:
 def test_versions_only_rise_and_are_announced_first() -> None:
     driver = Driver()
     with pytest.raises(LedgerError):
-        driver.core.publish(1)
+        driver.core.mark_live(1)
     version = driver.core.reserve_version(1)
-    driver.core.publish(version)
+    driver.core.mark_live(version)
     with pytest.raises(LedgerError):
-        driver.core.publish(version)
+        driver.core.mark_live(version)
     assert [one["version"] for one in driver.book if one["event"] == "publishing"] == [1]
     failed, again = driver.core.reserve_version(2), driver.core.reserve_version(2)
     assert (failed, again) == (2, 3), "a number whose publish failed is spent"
@@ -492,5 +492,5 @@ def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() 
     driver = Driver(max_staleness=1)
     version = driver.core.reserve_version(1)
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
-    driver.core.publish(version)
+    driver.core.mark_live(version)
     assert driver.core.blocked_by() is None

@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         self.world.reject_rate = 0.0
         while self.world.ready:
             self._event(partial(self.world.lease, self.world.ready.pop(0)))
-        for _ in self.world.cuts:
+        for _ in self.world.part_sizes:
             self._event(self.world.train)
 
     @precondition(lambda self: not self.world.fuse)

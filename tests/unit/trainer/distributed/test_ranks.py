@@ -76,7 +76,7 @@ def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
     monkeypatch.setattr(module, "EXIT_REPORT_S", 0)
     other = Told()
     ranks = Ranks(settings, [other])
-    with pytest.raises(seen), ranks.collective("add"):
+    with pytest.raises(seen), ranks.collective("backward"):
         fault()
     with pytest.raises(TrainingError, match=words), ranks.collective("save_weights"):
         pass
@@ -89,7 +89,7 @@ def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exc
     ranks = Ranks(settings, [other])
     with pytest.raises(type(error)), ranks.collective("load_weights"):
         raise error
-    with ranks.collective("add"):
+    with ranks.collective("backward"):
         pass
     assert len(other.messages) == 2
 
@@ -98,7 +98,10 @@ def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: Trai
     deaf = Told(deaf=True)
     ranks = Ranks(settings, [deaf])
     for _ in range(2):
-        with pytest.raises(TrainingError, match="trainer rank 1 has read nothing"), ranks.collective("add"):
+        with (
+            pytest.raises(TrainingError, match="trainer rank 1 has read nothing"),
+            ranks.collective("backward"),
+        ):
             raise AssertionError
         deaf.deaf = False
     assert deaf.messages == []
@@ -130,7 +133,7 @@ async def test_a_trainer_of_one_rank_says_which_setting_takes_less_memory(
     policy = await Ranks(TrainerSettings(microbatch_tokens=99), []).open(base, 0, raises(AssertionError()))
     monkeypatch.setattr(Forward, "__call__", fault)
     with pytest.raises(TrainingError, match=MEMORY):
-        policy.add(make_rows(3), 0)
+        policy.backward(make_rows(3), 0)
     monkeypatch.setattr(Forward, "__call__", raises(RuntimeError("another one")))
     with pytest.raises(RuntimeError, match="another one"):
-        policy.add(make_rows(3), 0)
+        policy.backward(make_rows(3), 0)

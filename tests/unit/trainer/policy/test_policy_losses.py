@@ -120,9 +120,9 @@ def test_minibatches_that_stream_are_one_step_as_if_they_had_come_at_once(base, 
     rows[1].group_id = rows[0].group_id  # of one trajectory, which minibatches don't part
     before = weights(streamed)
     for part in minibatches(rows, 3):
-        streamed.add(part, version=3)
+        streamed.backward(part, version=3)
         assert torch.equal(weights(streamed), before), "nothing moves before the last one is there"
-    found, plain, replayed = streamed.finish(), whole.update(rows, 3), together.update(rows, 3)
+    found, plain, replayed = streamed.optimizer_step(), whole.update(rows, 3), together.update(rows, 3)
     assert (found["optimizer_steps"], streamed.steps) == (1, 1)
     for figure in ("loss", "grad_norm", "lag_kl", "mismatch_kl", "clip_fraction", "ess", "tokens/trained"):
         assert found[figure] == pytest.approx(plain[figure], rel=1e-4, abs=1e-7)
@@ -136,9 +136,9 @@ def test_a_streamed_batch_that_is_not_finite_is_skipped_whole_and_forgotten(base
     policy, fresh = (Policy.load(base, settings) for _ in range(2))
     rows = make_batch(policy)
     broken = [replace(row, advantages=row.advantages * np.nan) for row in rows if row.group_id == "g1"]
-    policy.add(rows, version=3)
-    policy.add(broken, version=3)
-    metrics = policy.finish()
+    policy.backward(rows, version=3)
+    policy.backward(broken, version=3)
+    metrics = policy.optimizer_step()
     assert (metrics["skipped"], policy.non_finite) == (1, ["g1"])
     assert torch.equal(weights(policy), weights(fresh))
     assert policy.update(rows, 3)["loss"] == fresh.update(rows, 3)["loss"]

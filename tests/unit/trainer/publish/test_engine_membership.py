@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tidegate.errors import EngineError, GatewayError, UnfitEngineError
+from tidegate.errors import EngineError, GatewayError, IncompatibleEngineError
 from tidegate.trainer.publish import engines as engines_module
 from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engines import EngineMembership
@@ -233,7 +233,7 @@ async def test_one_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) 
     async with running() as world:
         world.publisher.sender = object() if sends else None  # type: ignore[assignment]
         world.machines["old"] = Machine(
-            "default", unfit=UnfitEngineError("a token comes without its version")
+            "default", unfit=IncompatibleEngineError("a token comes without its version")
         )
         await world.join("old")
         await world.until(lambda: "old" not in world.rows)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
-from tidegate.errors import GatewayError, HopelessError, OutageError, TrainingError
+from tidegate.errors import GatewayError, NoUsableEpisodesError, OutageError, TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.rollout import pause as pauses
@@ -232,7 +232,7 @@ def test_the_back_off_doubles_up_to_a_bound_and_spreads() -> None:
 
 async def test_when_everything_fails_it_says_so_with_the_last_reason(make: Callable[..., Stage]) -> None:
     stage = make(Script(lambda _: Outcome.AGENT_ERROR))
-    with pytest.raises(HopelessError, match=r"the last 8 groups all failed.*agent_error"):
+    with pytest.raises(NoUsableEpisodesError, match=r"the last 8 groups all failed.*agent_error"):
         await stage.until(lambda: False)
 
 
@@ -283,7 +283,7 @@ async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: C
         await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
         version = stage.core.reserve_version(1)
         await cancel_stale_groups(version, stage.core, cast(Any, stage.script), stage.rollout.end_stale)
-        stage.core.publish(version)
+        stage.core.mark_live(version)
         assert stage.core.group_counts["stale"] == 2
         assert stage.script.dropped == ["g1-000001", "g1-000002"]
         assert stage.script.kept == [(one, "stale") for one in sorted(stage.script.opened[:4])]
@@ -371,8 +371,8 @@ async def test_each_episode_that_failed_is_counted_once(make: Callable[..., Stag
 
 async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage]) -> None:
     stage = make(Script())
-    stage.core.quarantined = {f"t{n}" for n in range(module.MAX_SKIPPED + 1)}
-    with pytest.raises(HopelessError, match="every task is quarantined"):
+    stage.core.quarantined = {f"t{n}" for n in range(module.MAX_QUARANTINED_IN_A_ROW + 1)}
+    with pytest.raises(NoUsableEpisodesError, match="every task is quarantined"):
         await stage.until(lambda: False)
 
 
@@ -385,7 +385,7 @@ async def test_where_every_group_is_filtered_it_says_so(make: Callable[..., Stag
         stage.core.filter_group("g1-000001")
         stage.rollout.wake()
         with pytest.raises(
-            HopelessError,
+            NoUsableEpisodesError,
             match=r"256 groups were filtered since .* all alike .*truncated and masked",
         ):
             await stage.settle(rollout, lambda: False)

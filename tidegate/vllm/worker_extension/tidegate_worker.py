@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class ReloadsTied:
+class TiedWeightReload:
     """Mixin of vLLM's worker."""
 
     model_runner: Any

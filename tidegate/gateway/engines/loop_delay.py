@@ -1,6 +1,6 @@
-"""Connection timeouts that exclude the gateway's own event-loop lag.
+"""Connection timeouts that exclude the gateway's own event-loop delay.
 
-With thousands of concurrent sessions the event loop lags by seconds. A wall-clock timeout would then fail
+With thousands of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then fail
 connections that were established but not yet processed, and quarantine a healthy engine.
 """
 
@@ -17,7 +17,7 @@ _TICKS = 20
 
 
 @contextlib.asynccontextmanager
-async def lag_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
+async def delay_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
     """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
@@ -36,7 +36,7 @@ async def lag_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
             next_tick[0].cancel()
 
 
-class LagTolerantConnector(aiohttp.TCPConnector):
+class DelayTolerantConnector(aiohttp.TCPConnector):
     """TCP connector without a connection limit; connecting times out after `connect_s`."""
 
     def __init__(self, connect_s: float, keepalive_s: float) -> None:
@@ -44,5 +44,5 @@ class LagTolerantConnector(aiohttp.TCPConnector):
         self._connect_s = connect_s
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
-        async with lag_tolerant_timeout(self._connect_s):
+        async with delay_tolerant_timeout(self._connect_s):
             return await super().connect(*arguments, **options)
