@@ -67,9 +67,9 @@ async def test_the_overview_has_its_charts(port: int, url: str) -> None:
         assert titles[:5] == [
             "Reward",
             "Staleness",
-            "Who waits for whom",
+            "Waiting times",
             "Tokens per second",
-            "Where the groups went",
+            "Groups by state",
         ]
         assert {"Entropy", "Lag KL", "Mismatch KL"} <= set(titles)
         heights = (

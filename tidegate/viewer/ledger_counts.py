@@ -65,25 +65,25 @@ class LedgerCounter:
             elif event == "put_back":
                 self._put_back(key[1])
 
-    def books(self, committed: int) -> LedgerCounts:
+    def counts(self, committed: int) -> LedgerCounts:
         """Returns the counts so far, given the ledger position of the newest checkpoint.
 
         A stepped group counts as trained if its ending precedes `committed` and no later start rolled it
         back.
         """
         so_far = self._so_far
-        books = LedgerCounts(
+        counts = LedgerCounts(
             outcomes=so_far.outcomes.copy(),
             reasons=so_far.reasons.copy(),
             versions=so_far.versions,
             starts=list(so_far.starts),
         )
         for (kind, _), item in self._items.items():
-            counter = books.groups if kind == "group" else books.attempts
+            counter = counts.groups if kind == "group" else counts.attempts
             counter["trained" if self._kept(item, committed) else item.state] += 1
             if kind == "group" and item.staleness is not None and item.group not in self._abandoned:
-                books.staleness[item.staleness] += 1
-        return books
+                counts.staleness[item.staleness] += 1
+        return counts
 
     def group_state(self, group_id: str, committed: int) -> str | None:
         """Returns a group's state, None if it was never issued."""
@@ -125,15 +125,15 @@ class LedgerCounter:
             self._so_far.reasons[printable(entry["why"])[:300]] += 1
 
 
-def read_books(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
+def count_ledger(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
     """Counts `ledger.jsonl`; returns None if there is none."""
     path = run_dir / "ledger.jsonl"
     if not path.exists():
         return None
-    keeper = LedgerCounter()
+    counter = LedgerCounter()
     for entry in objects(path, remarks):
-        keeper.enter(entry)
-    return keeper.books(committed(run_dir))
+        counter.enter(entry)
+    return counter.counts(committed(run_dir))
 
 
 def committed(run_dir: Path) -> int:

@@ -27,19 +27,21 @@ BAR = 20
 
 
 def make_view(live: bool, total_steps: int, bound: int | None, console: Console | None = None) -> Observer:
-    """The live view where it is wanted and the console can show it, else plain lines.
+    """Returns the live view if `live` is set and the console supports it, else the plain view.
 
-    `bound` is `max_staleness`, None where there is none. The live view needs a terminal that can move
+    `bound` is `max_staleness`, None if there is no bound. The live view needs a terminal that can move
     its cursor and print UTF-8.
     """
     console = console or Terminal()
-    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
-    view = LiveView if live and able else PlainView
+    supported = (
+        console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    )
+    view = LiveView if live and supported else PlainView
     return view(SafeConsole(console), total_steps, bound)
 
 
 class LiveView:
-    """Draws a `LiveState`. A thread of its own redraws; the trainer's calls only note what they are told."""
+    """Draws a `LiveState` in its own thread; the observer's methods only update the state."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.out = out
-        self.board = LiveState(total_steps, bound, clock())
+        self.live_state = LiveState(total_steps, bound, clock())
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
@@ -62,9 +64,9 @@ class LiveView:
 
     def started(self, info: Mapping[str, object]) -> None:
         with self._lock:
-            self.board.info = dict(info)
+            self.live_state.info = dict(info)
             if info.get("resumed_from") is not None:
-                self.board.note(f"resumed from step {info['resumed_from']}", self._clock())
+                self.live_state.note(f"resumed from step {info['resumed_from']}", self._clock())
         self._live.start()
 
     def note(self, text: str) -> None:
@@ -72,23 +74,23 @@ class LiveView:
             self.out.line(printable(text))
             return
         with self._lock:
-            self.board.note(text, self._clock())
+            self.live_state.note(text, self._clock())
 
     def progress(self, what: str, done: int, total: int) -> None:
         with self._lock:
-            self.board.progress = EvalStatus(what, done, total) if done < total else None
+            self.live_state.progress = EvalStatus(what, done, total) if done < total else None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         with self._lock:
-            self.board.add_state(snapshot, self._clock())
+            self.live_state.add_state(snapshot, self._clock())
 
     def step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
-            self.board.add_step(metrics, self._clock())
+            self.live_state.add_step(metrics, self._clock())
 
     def finished(self, result: Mapping[str, object]) -> None:
         self.close()
-        run_dir = self.board.info.get("dir")
+        run_dir = self.live_state.info.get("dir")
         final_summary(self.out, result, Path(str(run_dir)) if run_dir else None)
 
     def close(self) -> None:
@@ -100,29 +102,29 @@ class LiveView:
 
     def _draw(self) -> RenderableType:
         with self._lock:
-            return screen(self.board, self._clock(), self.out.console.width)
+            return screen(self.live_state, self._clock(), self.out.console.width)
 
 
-def screen(board: LiveState, clock: float, width: int) -> RenderableType:
-    """The whole view for a terminal so wide, at that reading of the clock."""
+def screen(state: LiveState, clock: float, width: int) -> RenderableType:
+    """Returns the view for a terminal of `width` columns at the clock's reading `clock`."""
     spark = max(8, min(50, width - 60))
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(width=9, style="dim")
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rows = {
-        "reward": _reward(board, spark),
-        "held out": _held_out(board, width),
-        "staleness": _staleness(board, spark),
-        "sampling": _sampling(board, spark),
-        "waiting": _waiting(board),
-        "groups": _groups(board, GROUP_STAGES),
-        "": _groups(board, GROUP_ENDINGS),
+        "reward": _reward(state, spark),
+        "held out": _held_out(state, width),
+        "staleness": _staleness(state, spark),
+        "sampling": _sampling(state, spark),
+        "waiting": _waiting(state),
+        "groups": _groups(state, GROUP_STAGES),
+        "": _groups(state, GROUP_ENDINGS),
     }
     for name, row in rows.items():
         table.add_row(name, row)
-    body = [_head(board, clock), Text(""), table, Text(""), *_news(board)]
+    body = [_head(state, clock), Text(""), table, Text(""), *_news(state)]
     title = Text.assemble(
-        (" tidegate ", f"bold {ACCENT}"), (f"{printable(board.info.get('name', ''))} ", "bold")
+        (" tidegate ", f"bold {ACCENT}"), (f"{printable(state.info.get('name', ''))} ", "bold")
     )
     return Panel(
         Group(*body),
@@ -134,27 +136,27 @@ def screen(board: LiveState, clock: float, width: int) -> RenderableType:
     )
 
 
-def _head(board: LiveState, clock: float) -> RenderableType:
-    info = board.info
-    what = Text(no_wrap=True, overflow="ellipsis")
-    what.append(f"{printable(info.get('agent', 'agent'))} on {printable(info.get('env', 'env'))}", "bold")
-    what.append(f"  {printable(info.get('model', ''))}  {printable(info.get('gateway', ''))}", "dim")
-    left = board.seconds_left()
-    ahead = f"{duration(clock - board.started_at)} elapsed"
-    ahead += "" if left is None else f", about {duration(left)} left"
+def _head(state: LiveState, clock: float) -> RenderableType:
+    info = state.info
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(f"{printable(info.get('agent', 'agent'))} on {printable(info.get('env', 'env'))}", "bold")
+    title.append(f"  {printable(info.get('model', ''))}  {printable(info.get('gateway', ''))}", "dim")
+    left = state.seconds_left()
+    timing = f"{duration(clock - state.started_at)} elapsed"
+    timing += "" if left is None else f", about {duration(left)} left"
     line = Table.grid(padding=(0, 2), expand=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
     bar = ProgressBar(
-        board.total_steps, min(board.at, board.total_steps), complete_style=ACCENT, finished_style=ACCENT
+        state.total_steps, min(state.at, state.total_steps), complete_style=ACCENT, finished_style=ACCENT
     )
-    line.add_row(Text.assemble("step ", (f"{board.at}", "bold"), f"/{board.total_steps}"), bar, ahead)
-    return Group(what, line)
+    line.add_row(Text.assemble("step ", (f"{state.at}", "bold"), f"/{state.total_steps}"), bar, timing)
+    return Group(title, line)
 
 
-def _reward(board: LiveState, spark: int) -> Text:
-    values = board.trend("reward/mean")
+def _reward(state: LiveState, spark: int) -> Text:
+    values = state.trend("reward/mean")
     if not values:
         return Text("no step yet", "dim")
     smooth = smoothed(values)
@@ -170,7 +172,7 @@ def _reward(board: LiveState, spark: int) -> Text:
 
 
 def _unit_range(values: list[float]) -> tuple[float, float]:
-    """0 to 1 where rewards lie there, else their own range: a flat line must look flat."""
+    """Returns a range that includes 0 to 1 and all values, so that a flat line looks flat."""
     return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
 
 
@@ -181,58 +183,58 @@ EVAL_NAMES = {
 }
 
 
-def _held_out(board: LiveState, width: int) -> Text:
-    if not board.first_eval:
+def _held_out(state: LiveState, width: int) -> Text:
+    if not state.first_eval:
         return Text("not evaluated yet", "dim")
     line = Text()
     for key, name in EVAL_NAMES.items():
-        first, last = board.first_eval.get(key), board.last_eval.get(key)
+        first, last = state.first_eval.get(key), state.last_eval.get(key)
         if last is None:
             continue
         line.append("  " if line.plain else "")
         line.append(f"{name} ", "dim")
-        line.append(f"{number(first)} → " if len(board.trend(key)) > 1 else "")
+        line.append(f"{number(first)} → " if len(state.trend(key)) > 1 else "")
         line.append(number(last), f"bold {ACCENT}")
     if width >= 84:
-        line.append(f"  at step {board.eval_step}", "dim")
+        line.append(f"  at step {state.eval_step}", "dim")
     return line
 
 
-def _staleness(board: LiveState, spark: int) -> Text:
-    mean, most = board.last.get("staleness/mean"), board.last.get("staleness/max")
-    bound = "none" if board.bound is None else str(board.bound)
-    values = board.trend("staleness/mean")
-    top = float(board.bound) if board.bound else max([1.0, *values])
+def _staleness(state: LiveState, spark: int) -> Text:
+    mean, largest = state.last.get("staleness/mean"), state.last.get("staleness/max")
+    bound = "none" if state.bound is None else str(state.bound)
+    values = state.trend("staleness/mean")
+    top = float(state.bound) if state.bound else max([1.0, *values])
     line = Text.assemble(
         (f"{number(mean, 2)}", "bold"),
         ("  ", ""),
         (f"{sparkline(values, spark, 0.0, top):<{spark}}", ACCENT),
-        (f"  max {number(most, 0)}, bound {bound}", "dim"),
+        (f"  max {number(largest, 0)}, bound {bound}", "dim"),
     )
-    mixed = board.recent("weight_version/mixed_turn_ratio", 10)
+    mixed = state.recent("weight_version/mixed_turn_ratio", 10)
     if mixed:
         line.append(f"; {mixed:.0%} of turns mixed", "dim")
     return line
 
 
-def _sampling(board: LiveState, spark: int) -> Text:
-    line = Text.assemble((f"{number(board.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
-    version = board.now.get("version", board.last.get("version"))
+def _sampling(state: LiveState, spark: int) -> Text:
+    line = Text.assemble((f"{number(state.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
+    version = state.now.get("version", state.last.get("version"))
     line.append(f"  version {number(version, 0)}", "dim")
     shape = {"turns/mean": "turns", "tool_calls/mean": "tool calls", "length/mean": "tokens"}
     cells = [
-        f"{number(board.last[key], 0 if key == 'length/mean' else 1)} {name}"
+        f"{number(state.last[key], 0 if key == 'length/mean' else 1)} {name}"
         for key, name in shape.items()
-        if key in board.last
+        if key in state.last
     ]
     line.append(f"   {', '.join(cells)}" if cells else "", "dim")
     return line
 
 
-def _waiting(board: LiveState) -> RenderableType:
-    """Two bars: shares of a step in which the trainer waited for data, and data for the trainer."""
-    whole = board.recent("time/step")
-    if not whole:
+def _waiting(state: LiveState) -> RenderableType:
+    """Returns two bars: the shares of step time in which the trainer waited for data, and vice versa."""
+    step_s = state.recent("time/step")
+    if not step_s:
         return Text("no step yet", "dim")
     grid = Table.grid(padding=(0, 1))
     for _ in range(3):
@@ -241,19 +243,19 @@ def _waiting(board: LiveState) -> RenderableType:
         ("time/wait_for_batch", "trainer for data"),
         ("time/wait_for_policy", "data for trainer"),
     ):
-        seconds = board.recent(key)
-        share = min(1.0, (seconds or 0.0) / whole)
+        seconds = state.recent(key)
+        share = min(1.0, (seconds or 0.0) / step_s)
         filled = round(share * BAR)
         bar = Text.assemble(("█" * filled, ACCENT), ("─" * (BAR - filled), "dim"))
-        grid.add_row(name, bar, Text(f"{number(seconds, 1)} of {number(whole, 1)} s a step", "dim"))
+        grid.add_row(name, bar, Text(f"{number(seconds, 1)} of {number(step_s, 1)} s a step", "dim"))
     return grid
 
 
 STATE_STYLES = {"trained": "green", "stale": "yellow", "failed": "red", "cancelled": "yellow"}
 
 
-def _groups(board: LiveState, names: Sequence[str]) -> Text:
-    counts = {**board.last, **board.now}
+def _groups(state: LiveState, names: Sequence[str]) -> Text:
+    counts = {**state.last, **state.now}
     line = Text()
     for name in names:
         value = known(counts.get(f"groups/{name}"))
@@ -270,20 +272,20 @@ def _groups(board: LiveState, names: Sequence[str]) -> Text:
     return line
 
 
-def _news(board: LiveState) -> list[Text]:
+def _news(state: LiveState) -> list[Text]:
     lines = []
-    if board.progress is not None:
-        done, total = board.progress.done, max(1, board.progress.total)
+    if state.progress is not None:
+        done, total = state.progress.done, max(1, state.progress.total)
         filled = round(BAR * done / total)
         lines.append(
             Text.assemble(
-                (f"{printable(board.progress.what)} {done}/{board.progress.total} ", "bold"),
+                (f"{printable(state.progress.what)} {done}/{state.progress.total} ", "bold"),
                 ("█" * filled, ACCENT),
                 ("─" * (BAR - filled), "dim"),
             )
         )
-    for when, text in list(board.news)[-(NEWS_LINES - len(lines)) :]:
-        stamp = f"{duration(when - board.started_at):>7}  "
+    for when, text in list(state.news)[-(NEWS_LINES - len(lines)) :]:
+        stamp = f"{duration(when - state.started_at):>7}  "
         line = Text(no_wrap=True, overflow="ellipsis")
         lines.append(line.append(stamp, "dim").append(printable(text)))
     return lines

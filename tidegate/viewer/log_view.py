@@ -13,13 +13,13 @@ from tidegate.viewer.live_state import Rate
 from tidegate.viewer.summary import SCORES, final_summary
 
 QUIET_S = 30.0
-"""After so long without a line, one says what is going on."""
+"""After this time without a line, a line about the run's state is printed."""
 PROGRESS_S = 10.0
-"""The least time between two lines about one progress."""
+"""Minimum time between two lines about one operation's progress."""
 
 
 class PlainView:
-    """Lines on a console, at most one a call."""
+    """Prints at most one line per call."""
 
     def __init__(
         self,
@@ -32,21 +32,21 @@ class PlainView:
         self.total_steps = total_steps
         self.bound = bound
         self._clock = clock
-        self._started = self._spoke = clock()
+        self._started = self._printed_at = clock()
         self._run_dir: Path | None = None
         self._progress: tuple[str, float] | None = None
         self._sampled = Rate(10.0)
 
     def started(self, info: Mapping[str, object]) -> None:
         self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
-        self._say(f"tidegate {info.get('name', '')}: {opening(info)}")
+        self._print(f"tidegate {info.get('name', '')}: {opening(info)}")
         bound = "none" if self.bound is None else str(self.bound)
-        self._say(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
+        self._print(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
         if info.get("resumed_from") is not None:
-            self._say(f"resumed from step {info['resumed_from']}")
+            self._print(f"resumed from step {info['resumed_from']}")
 
     def note(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
     def progress(self, what: str, done: int, total: int) -> None:
         now = self._clock()
@@ -56,30 +56,32 @@ class PlainView:
         due = done >= total or now - spoke >= PROGRESS_S
         self._progress = (what, now if due else spoke)
         if due:
-            self._say(f"{what} {done}/{total}")
+            self._print(f"{what} {done}/{total}")
         if done >= total:
             self._progress = None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         self._count(snapshot)
-        if self._clock() - self._spoke < QUIET_S:
+        if self._clock() - self._printed_at < QUIET_S:
             return
-        stages = ", ".join(f"{number(snapshot.get(f'groups/{one}', 0), 0)} {one}" for one in GROUP_STAGES)
+        stages = ", ".join(
+            f"{number(snapshot.get(f'groups/{stage}', 0), 0)} {stage}" for stage in GROUP_STAGES
+        )
         rate = number(self._sampled.per_second(), 0)
         what = "paused by an outage" if snapshot.get("outage/now") else "waiting"
-        self._say(f"{what}: groups {stages}; {rate} tokens/s")
+        self._print(f"{what}: groups {stages}; {rate} tokens/s")
 
     def step(self, metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics:
             self._count(metrics)
-            self._say(step_line(metrics, self.total_steps, self._sampled.per_second()))
+            self._print(step_line(metrics, self.total_steps, self._sampled.per_second()))
         scores = [
             f"{name} {number(metrics[key], 3)}"
             for key, name in SCORES.items()
             if known(metrics.get(key)) is not None
         ]
         if scores:
-            self._say(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
+            self._print(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         total = known(numbers.get("tokens/sampled_total"))
@@ -90,15 +92,15 @@ class PlainView:
         final_summary(self.out, result, self._run_dir)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the view holds no resources."""
 
-    def _say(self, text: str) -> None:
-        self._spoke = self._clock()
-        self.out.line(f"[{duration(self._spoke - self._started):>6}] {printable(text)}")
+    def _print(self, text: str) -> None:
+        self._printed_at = self._clock()
+        self.out.line(f"[{duration(self._printed_at - self._started):>6}] {printable(text)}")
 
 
 def opening(info: Mapping[str, object]) -> str:
-    """What runs, in one line: agent on env, model, steps, gateway."""
+    """Returns the run's agent, environment, model, steps and gateway in one line."""
     words = [
         f"agent {info.get('agent', '?')}",
         f"env {info.get('env', '?')}",
@@ -112,7 +114,7 @@ def opening(info: Mapping[str, object]) -> str:
 
 
 def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: float | None) -> str:
-    """One step in fixed columns, so that lines can be read downwards."""
+    """Formats one step in fixed columns, so that lines align."""
     wide = len(str(total_steps))
 
     def cell(key: str, digits: int, width: int) -> str:
@@ -128,8 +130,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: floa
         f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/wait_for_policy', 1, 4)} s",
     ]
     lost = [
-        f"{one} {int(metrics[f'groups/{one}'])}"
-        for one in ("stale", "failed")
-        if metrics.get(f"groups/{one}")
+        f"{state} {int(metrics[f'groups/{state}'])}"
+        for state in ("stale", "failed")
+        if metrics.get(f"groups/{state}")
     ]
     return "  ".join(cells + ([", ".join(lost)] if lost else []))

@@ -36,8 +36,8 @@ def reward_chart(run: RunFiles) -> Chart | None:
 
 
 def _unit(series: Sequence[Series]) -> tuple[float | None, float | None]:
-    """0 to 1 where all values lie there: most rewards do, and then a curve's height means something."""
-    inside = all(0.0 <= y <= 1.0 for one in series for _, y in one.points)
+    """Returns the range 0 to 1 if it includes all values, as with most rewards, so that heights compare."""
+    inside = all(0.0 <= y <= 1.0 for line in series for _, y in line.points)
     return (0.0, 1.0) if inside else (None, None)
 
 
@@ -47,19 +47,19 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def main_charts(run: RunFiles, bound: int | None) -> list[Chart]:
-    """Staleness, waiting, throughput, groups; those for which the run has numbers."""
+    """Returns the charts of staleness, waiting, throughput and groups for which the run has metrics."""
     charts = [_staleness(run, bound), _waiting(run), _throughput(run), _groups(run)]
     return [chart for chart in charts if chart is not None]
 
 
 def _staleness(run: RunFiles, bound: int | None) -> Chart | None:
-    most = run.series("staleness/max")
+    largest = run.series("staleness/max")
     series = [
         Series("mean", run.series("staleness/mean"), "accent"),
-        Series("max", most, "muted", "thin", peak=True),
+        Series("max", largest, "muted", "thin", peak=True),
     ]
-    if bound is not None and most:
-        series.append(Series("bound", [(most[0][0], bound), (most[-1][0], bound)], "warn", "dash"))
+    if bound is not None and largest:
+        series.append(Series("bound", [(largest[0][0], bound), (largest[-1][0], bound)], "warn", "dash"))
     note = "Policy versions between a group's oldest token and the step that trained on it."
     return lines("Staleness", series, note=note, y_range=(0.0, None))
 
@@ -70,7 +70,7 @@ def _waiting(run: RunFiles) -> Chart | None:
         Series("data waits for the trainer", run.series("time/wait_for_policy"), "sand"),
         Series("whole step", run.series("time/step"), "muted", "thin"),
     ]
-    return lines("Who waits for whom", series, note="Seconds a step.", y_range=(0.0, None))
+    return lines("Waiting times", series, note="Seconds per step.", y_range=(0.0, None))
 
 
 def _throughput(run: RunFiles) -> Chart | None:
@@ -85,8 +85,8 @@ def _throughput(run: RunFiles) -> Chart | None:
 
 
 def _groups(run: RunFiles) -> Chart | None:
-    """Every group that was issued lies in exactly one area, as the ledger has it."""
-    rows = [row for row in run.rows if any(f"groups/{one}" in row for one in GROUP_ENDINGS)]
+    """Each issued group is in exactly one area, by its state in the ledger."""
+    rows = [row for row in run.rows if any(f"groups/{state}" in row for state in GROUP_ENDINGS)]
 
     def count(name: str, *keys: str, tone: Tone) -> Series:
         points = [(row["step"], sum(row.get(f"groups/{key}", 0.0) for key in keys)) for row in rows]
@@ -99,11 +99,11 @@ def _groups(run: RunFiles) -> Chart | None:
         count("failed, cancelled", "failed", "cancelled", tone="warn"),
         count("in flight", *GROUP_STAGES, tone="ink"),
     ]
-    return stacked("Where the groups went", series, note="Groups since the start of the run, by state.")
+    return stacked("Groups by state", series, note="Groups since the start of the run.")
 
 
 HEALTH = {
-    "entropy": ("Entropy", "nats a token"),
+    "entropy": ("Entropy", "nats per token"),
     "mismatch_kl": ("Mismatch KL", "engine against trainer, same version"),
     "lag_kl": ("Lag KL", "sampling policy against the current one"),
     "loss": ("Loss", ""),
@@ -113,29 +113,29 @@ HEALTH = {
     "weight_version/mixed_turn_ratio": ("Turns across a publish", "share of turns"),
     "reward/std": ("Reward spread", "standard deviation"),
     "length/mean": ("Episode length", "sampled tokens"),
-    "turns/mean": ("Turns", "an episode"),
-    "tool_calls/mean": ("Tool calls", "an episode"),
+    "turns/mean": ("Turns", "per episode"),
+    "tool_calls/mean": ("Tool calls", "per episode"),
 }
 
 
 def health_charts(run: RunFiles) -> list[Chart]:
-    """Small charts of single metrics, those that the run has."""
-    found = []
+    """Returns small charts of the single metrics that the run has."""
+    charts = []
     for key, (title, note) in HEALTH.items():
         raw = run.series(key)
         series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
-        found.append(lines(title, series, note=note, size=SMALL, legend=False))
-    found += [_told(run, key) for key in _told_keys(run)]
-    return [chart for chart in found if chart is not None]
+        charts.append(lines(title, series, note=note, size=SMALL, legend=False))
+    charts += [_custom_chart(run, key) for key in _custom_keys(run)]
+    return [chart for chart in charts if chart is not None]
 
 
-def _told_keys(run: RunFiles) -> list[str]:
-    """What rewards and agents told of their episodes, and each part of the reward."""
+def _custom_keys(run: RunFiles) -> list[str]:
+    """Returns the metrics that rewards and agents report, and the parts of the reward."""
     keys = {key for row in run.rows for key in row if key.startswith(("reward/", "episode/"))}
     return sorted(keys - {"reward/mean", "reward/std"} - {key for key in keys if key.endswith("_ratio")})
 
 
-def _told(run: RunFiles, key: str) -> Chart | None:
+def _custom_chart(run: RunFiles, key: str) -> Chart | None:
     raw = run.series(key)
     series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
     note = "mean over the batch"
@@ -143,9 +143,9 @@ def _told(run: RunFiles, key: str) -> Chart | None:
 
 
 def write_reward_png(run: RunFiles, path: Path) -> bool:
-    """Draw reward and held-out reward by step; False where matplotlib is not installed.
+    """Draws reward and held-out reward by step; returns False if matplotlib is not installed.
 
-    matplotlib is imported here because it costs a second that most commands must not pay.
+    matplotlib is imported here because importing it takes a second.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -188,10 +188,8 @@ def _draw_reward(axes: object, run: RunFiles) -> None:
                 linewidth=1.3,
                 label=name,
             )
-    everything = [
-        y for key in ("reward/mean", "eval/reward", "eval/reward_greedy") for _, y in run.series(key)
-    ]
-    if everything and all(0 <= y <= 1 for y in everything):
+    values = [y for key in ("reward/mean", "eval/reward", "eval/reward_greedy") for _, y in run.series(key)]
+    if values and all(0 <= y <= 1 for y in values):
         axes.set_ylim(0, 1.02)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("mean reward")
@@ -207,6 +205,6 @@ def _draw_reward(axes: object, run: RunFiles) -> None:
 def _title(run: RunFiles) -> str:
     name = str(run.settings.get("run", {}).get("name", run.dir.name))
     held = run.series("eval/reward")
-    # A dollar sign would be read as the start of a formula.
+    # matplotlib reads text between dollar signs as a formula.
     text = f"{name}: held-out reward {number(held[0][1])} → {number(held[-1][1])}" if len(held) > 1 else name
     return text.replace("$", r"\$")

@@ -1,7 +1,7 @@
-"""The report of a run: one self-contained HTML file, and `reward.png`.
+"""Writes a run's report: one self-contained HTML file, and `reward.png`.
 
-All text that came from models, agents or settings is escaped; besides, the page's content security
-policy allows its own script and style by their hashes alone, and no connection at all.
+Text of models, agents and settings is escaped. The page's content security policy allows only its own
+script and style, by their hashes, and no connections.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tidegate.viewer.formatting import duration, number, printable
-from tidegate.viewer.ledger_counts import STATES, LedgerCounts, newest_checkpoint, read_books
+from tidegate.viewer.ledger_counts import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
 from tidegate.viewer.run_files import RunFiles, read_run
 from tidegate.viewer.summary import SCORES, next_steps, problems
@@ -45,27 +45,28 @@ class Score:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` and `reward.png` into the run's directory; returns the report's path.
+    """Writes `report.html` and `reward.png` into the run's directory; returns the report's path.
 
-    The report of a running or interrupted run covers its steps so far and says so. Without
-    matplotlib there is no `reward.png`.
+    The report of a running or interrupted run covers its steps so far. Without matplotlib, `reward.png`
+    is not written.
 
-    Raises ConfigError where the directory holds no run.
+    Raises:
+        ConfigError: the directory does not exist or is not a run.
     """
     run = read_run(run_dir)
-    books = read_books(run_dir, run.remarks)
-    page = render(run, books)
+    counts = count_ledger(run_dir, run.remarks)
+    page = render(run, counts)
     write_reward_png(run, run_dir / "reward.png")
     path = run_dir / "report.html"
-    # A reader who has the page open never gets half of one.
+    # Replace atomically, so that a browser never loads an incomplete page.
     scratch = path.with_name(f".report.{os.getpid()}.html")
     scratch.write_text(page, encoding="utf-8", errors="replace")
     scratch.replace(path)
     return path
 
 
-def render(run: RunFiles, books: LedgerCounts | None) -> str:
-    """The page; reads the run's evaluations for the episodes."""
+def render(run: RunFiles, counts: LedgerCounts | None) -> str:
+    """Returns the page; reads the run's evaluations for the episodes."""
     import jinja2
 
     pages = jinja2.Environment(
@@ -86,16 +87,16 @@ def render(run: RunFiles, books: LedgerCounts | None) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
         scores=scores(run),
-        banners=[printable(text) for text in banners(run, books)],
-        tiles=list(tiles(run, books)),
+        banners=[printable(text) for text in banners(run, counts)],
+        tiles=list(tiles(run, counts)),
         reward=reward_chart(run),
         charts=main_charts(run, staleness_bound(trainer)),
         health=health_charts(run),
         chosen=choose(run.evaluations),
-        books=books,
+        counts=counts,
         states=STATES,
         meter=meter,
-        ways=[(purpose, printable(command)) for purpose, command in _ways(run)],
+        steps=[(purpose, printable(command)) for purpose, command in _next_steps(run)],
         settings=list(shown_settings(run.settings)),
         footer=f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from {printable(run.dir)}",
     )
@@ -106,7 +107,7 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The source expression by which the page's policy allows exactly this text."""
+    """Returns the source expression with which the page's policy allows this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -127,46 +128,46 @@ def opening(run: RunFiles) -> str:
 
 
 def scores(run: RunFiles) -> list[Score]:
-    """The first and the last value of each evaluation score; `before` is None where there is only one."""
-    found = []
+    """Returns the first and last value of each evaluation score; `before` is None if there is only one."""
+    scored = []
     for key, name in SCORES.items():
         points = run.series(key)
         values = [value for _, value in points]
         counts = [value for _, value in run.series(key.replace("reward", "episodes"))]
         if values:
             over = problems(counts[0], counts[-1]) if counts else ""
-            found.append(
+            scored.append(
                 Score(name, values[0] if len(values) > 1 else None, values[-1], over, int(points[-1][0]))
             )
-    return found
+    return scored
 
 
-def banners(run: RunFiles, books: LedgerCounts | None, *, progress: bool = True) -> Iterator[str]:
-    """Yields remarks on the run; with `progress` also that it has not taken all its steps."""
+def banners(run: RunFiles, counts: LedgerCounts | None, *, progress: bool = True) -> Iterator[str]:
+    """Yields remarks on the run; with `progress`, also one on steps that are not taken yet."""
     planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
     if not run.rows:
-        yield "This run has written no step yet."
+        yield "This run has no completed step yet."
     elif progress and planned and done is not None and done < planned:
         yield (
             f"This run has taken {int(done)} of {planned} steps: it is running or was interrupted. "
             "This report shows the steps so far."
         )
-    again = max(len(run.redone), len(books.starts) - 1 if books is not None else 0)
-    if again:
-        times = "once" if again == 1 else f"{again} times"
-        yield f"The run was resumed {times}. The curves show the steps that stand, not those taken back."
+    resumed = max(len(run.redone), len(counts.starts) - 1 if counts is not None else 0)
+    if resumed:
+        times = "once" if resumed == 1 else f"{resumed} times"
+        yield f"The run was resumed {times}. The curves omit the steps that were rolled back."
     for remark in run.remarks:
         yield f"{remark[:1].upper()}{remark[1:]}."
 
 
-def tiles(run: RunFiles, books: LedgerCounts | None) -> Iterator[Tile]:
+def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
     for score in scores(run)[1:]:
         before = "" if score.before is None else f"{number(score.before)} → "
         once = f"at step {score.step}" if score.before is None else ""
         yield Tile(score.name.capitalize(), f"{before}{number(score.after)}", once)
     planned = run.settings.get("trainer", {}).get("steps")
     yield Tile("Optimiser steps", number(run.last("step") or 0, 0), f"of {planned}" if planned else "")
-    seconds = run.seconds(books.starts if books is not None else ())
+    seconds = run.seconds(counts.starts if counts is not None else ())
     if seconds is not None:
         yield Tile("Training time", duration(seconds))
     version = run.last("version")
@@ -176,17 +177,17 @@ def tiles(run: RunFiles, books: LedgerCounts | None) -> Iterator[Tile]:
     trained = sum(value for _, value in run.series("tokens/trained"))
     if sampled:
         yield Tile("Tokens sampled", number(sampled, 0), f"{number(trained, 0)} trained on")
-    if books is not None:
-        used = books.groups["trained"] + books.groups["stepped"]
-        yield Tile("Groups trained on", number(used, 0), f"of {number(books.groups.total(), 0)} issued")
-    most = max((value for _, value in run.series("staleness/max")), default=None)
-    if most is not None:
+    if counts is not None:
+        used = counts.groups["trained"] + counts.groups["stepped"]
+        yield Tile("Groups trained on", number(used, 0), f"of {number(counts.groups.total(), 0)} issued")
+    largest = max((value for _, value in run.series("staleness/max")), default=None)
+    if largest is not None:
         bound = run.settings.get("trainer", {}).get("max_staleness")
-        yield Tile("Largest staleness", number(most, 0), f"bound {bound}" if bound is not None else "")
+        yield Tile("Largest staleness", number(largest, 0), f"bound {bound}" if bound is not None else "")
 
 
 def meter(share: float) -> Markup:
-    """A bar of so large a part."""
+    """Returns a bar filled to `share`."""
     return Markup(
         '<svg class="meter" viewBox="0 0 160 9" aria-hidden="true">'
         '<rect class="track" width="160" height="9" rx="3"/>'
@@ -194,12 +195,12 @@ def meter(share: float) -> Markup:
     ).format(160 * min(1.0, max(0.0, share)))
 
 
-def _ways(run: RunFiles) -> list[tuple[str, str]]:
+def _next_steps(run: RunFiles) -> list[tuple[str, str]]:
     result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir)}
     if result["checkpoint"] is not None:
         planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
-        over = isinstance(planned, int) and done is not None and done >= planned
-        more = f" --trainer.steps {2 * planned}" if over else ""
+        finished = isinstance(planned, int) and done is not None and done >= planned
+        more = f" --trainer.steps {2 * planned}" if finished else ""
         result["resume"] = f"tidegate train {shlex.quote(str(run.dir / 'config.toml'))} --resume{more}"
     return next_steps(result, run.dir)
 
@@ -208,7 +209,7 @@ SECRET = ("key", "token", "secret", "password")
 
 
 def shown_settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Sections with their settings as texts; a report is passed on, so it holds no key."""
+    """Yields the sections with their settings as texts. Hides secrets, because reports are shared."""
     for section, values in settings.items():
         rows = values.items() if isinstance(values, dict) else [("", values)]
         yield printable(section), [(printable(key), _shown(key, value)) for key, value in rows]
@@ -216,6 +217,6 @@ def shown_settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[s
 
 def _shown(key: str, value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{printable(one)} = {_shown(one, part)}" for one, part in value.items()) or "{}"
+        return ", ".join(f"{printable(name)} = {_shown(name, part)}" for name, part in value.items()) or "{}"
     hidden = isinstance(value, str) and key.rpartition("_")[2] in SECRET
     return "(hidden)" if hidden else printable(value)

@@ -1,4 +1,4 @@
-"""Reads the files of a run, also of one that is running or was interrupted."""
+"""Reads the files of a finished, running or interrupted run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ Row = dict[str, float]
 
 @dataclass(slots=True)
 class RunFiles:
-    """What a run has written so far.
+    """Contents of a run's files so far.
 
-    `rows` are the metrics by step in the surviving lineage: where a resumed run took a step again, the
-    newer row counts. `redone` holds the steps at which that happened. `remarks` say what could not be
-    read.
+    `rows` are the metrics by step; if a resumed run repeated a step, the newer row counts. `redone` are
+    the steps to which a resumed run went back. `remarks` describe unreadable content.
     """
 
     dir: Path
@@ -33,38 +32,40 @@ class RunFiles:
     remarks: list[str] = field(default_factory=list)
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) where the metric is known."""
+        """Returns (step, value) of all rows that have the metric."""
         return [(row["step"], row[key]) for row in self.rows if key in row]
 
     def last(self, key: str) -> float | None:
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     def seconds(self, starts: Sequence[float] = ()) -> float | None:
-        """From the first row to the last. Between rows in which the run was started again, at one of
-        `starts` (or where `redone` says so), the step's own time counts, not the time it stood still."""
+        """Returns the time from the first row to the last, without the pauses before resumptions.
+
+        A row after a resumption (at one of `starts`, or a step of `redone`) counts with its step time.
+        """
         rows = [row for row in self.rows if "time" in row]
         if len(rows) < 2:
             return None
         total = 0.0
         for before, after in pairwise(rows):
-            again = after["step"] in self.redone
-            again = again or any(before["time"] < start < after["time"] for start in starts)
-            total += after.get("time/step", 0.0) if again else after["time"] - before["time"]
+            resumed = after["step"] in self.redone
+            resumed = resumed or any(before["time"] < start < after["time"] for start in starts)
+            total += after.get("time/step", 0.0) if resumed else after["time"] - before["time"]
         return total
 
     def sampling_rate(self) -> list[tuple[float, float]]:
-        """(step, tokens a second sampled since the row before), by the running total."""
+        """Returns (step, tokens per second since the previous row), from the running total."""
         rows = [row for row in self.rows if "tokens/sampled_total" in row and "time" in row]
         rates = []
         for before, after in pairwise(rows):
             tokens = after["tokens/sampled_total"] - before["tokens/sampled_total"]
             seconds = after["time"] - before["time"]
-            if tokens >= 0 and seconds > 0:  # a resumed run counts anew
+            if tokens >= 0 and seconds > 0:  # a resumed run restarts the total at 0
                 rates.append((after["step"], tokens / seconds))
         return rates
 
     def sampled_tokens(self) -> float:
-        """By rollouts over the whole run; a resumed one counts anew."""
+        """Returns the tokens sampled by rollouts over the whole run, across resumptions."""
         total = last = 0.0
         for _, value in self.series("tokens/sampled_total"):
             total += value - last if value >= last else value
@@ -73,10 +74,7 @@ class RunFiles:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read a run's directory.
-
-    Raises ConfigError where there is no such directory, or nothing of a run in it.
-    """
+    """Reads a run's directory; raises ConfigError if it does not exist or is not a run."""
     run_directory(run_dir)
     run = RunFiles(run_dir)
     run.settings = read_settings(run_dir, run.remarks)
@@ -88,15 +86,15 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def run_directory(run_dir: Path) -> None:
-    """Raises ConfigError where there is no such directory, or nothing of a run in it."""
+    """Raises ConfigError if the directory does not exist or is not a run."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such run directory")
     if not any((run_dir / name).exists() for name in ("config.toml", "metrics.jsonl")):
-        raise ConfigError(f"{run_dir} holds neither config.toml nor metrics.jsonl: it is not a run")
+        raise ConfigError(f"{run_dir} has neither config.toml nor metrics.jsonl: it is not a run")
 
 
 def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:
-    """What `config.toml` holds; nothing, and a remark, where it can't be read."""
+    """Returns the contents of `config.toml`; if it is invalid, adds a remark and returns {}."""
     config = run_dir / "config.toml"
     if not config.exists():
         return {}
@@ -108,14 +106,14 @@ def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:
-    """The files of evaluations in order of steps, up to step `until`: later ones were abandoned."""
-    found = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
-    steps = ((path, path.stem.removeprefix("eval_")) for path in found)
+    """Returns the evaluation files in order of steps, up to `until`; later ones were rolled back."""
+    paths = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
+    steps = ((path, path.stem.removeprefix("eval_")) for path in paths)
     return [path for path, step in steps if step.isdigit() and (until is None or int(step) <= until)]
 
 
 def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line. A line cut short is left out and remarked upon."""
+    """Yields the JSON objects of a file with one per line; adds a remark on skipped lines."""
     broken = 0
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -127,25 +125,29 @@ def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
             if isinstance(value, dict):
                 yield value
     if broken:
-        plural = "a line that is" if broken == 1 else f"{broken} lines that are"
-        remarks.append(f"{path.name} has {plural} not JSON (cut short?) and left out")
+        remarks.append(not_json(path, broken))
+
+
+def not_json(path: Path, count: int) -> str:
+    lines = f"1 line of {path.name} is" if count == 1 else f"{count} lines of {path.name} are"
+    return f"{lines} not valid JSON (truncated?) and skipped"
 
 
 def lineage(raw: Iterator[dict[str, Any]]) -> tuple[list[Row], list[int]]:
-    """Rows by ascending step, one a step, and the steps to which a resumed run had gone back.
+    """Returns one row per step, ascending, and the steps to which a resumed run went back.
 
-    A row of an earlier step than the last means that the run was resumed there: what it had done after
-    it is abandoned. Two rows of one step (its update and its evaluation) become one.
+    A row of an earlier step than its predecessor means that the run was resumed there; the later rows
+    are dropped. Two rows of one step (its update and its evaluation) are merged.
     """
     rows: list[Row] = []
     redone: list[int] = []
-    for one in raw:
-        enter_row(rows, redone, one)
+    for line in raw:
+        enter_row(rows, redone, line)
     return rows, redone
 
 
 def enter_row(rows: list[Row], redone: list[int], line: Mapping[str, Any]) -> None:
-    """Enter one more line of metrics into the lineage so far; a line without a step is left out."""
+    """Adds a line of metrics to the rows; ignores a line without a step."""
     row = {key: value for key, value in ((key, known(line[key])) for key in line) if value is not None}
     if "step" not in row:
         return

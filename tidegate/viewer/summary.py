@@ -30,27 +30,27 @@ STATUS = {"completed": "bold green", "interrupted": "bold yellow", "failed": "bo
 
 
 def score(metrics: object, key: str) -> float | None:
-    """One score of an evaluation's metrics; the key may come without `eval/`."""
+    """Returns a score of an evaluation's metrics; accepts keys without `eval/`, too."""
     if not isinstance(metrics, Mapping):
         return None
-    found = known(metrics.get(key))
-    return known(metrics.get(key.removeprefix("eval/"))) if found is None else found
+    value = known(metrics.get(key))
+    return known(metrics.get(key.removeprefix("eval/"))) if value is None else value
 
 
 def problems(before: float | None, after: float | None) -> str:
-    """Over how many problems a score was taken, and whether the two differ in that; empty if unknown."""
-    counts = [number(one, 0) for one in (before, after) if one is not None]
+    """Returns how many problems two scores cover, in words; empty if both counts are unknown."""
+    counts = [number(count, 0) for count in (before, after) if count is not None]
     distinct = list(dict.fromkeys(counts))
     return f"over {', then '.join(distinct)} problems" if distinct else ""
 
 
 def final_summary(out: SafeConsole, result: Mapping[str, object], run_dir: Path | None) -> None:
-    """Say how a run ended; reads the run's evaluations for the episodes."""
+    """Prints how a run ended; reads the run's evaluations for the episodes."""
     parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
     if run_dir is not None:
         parts += _episodes(run_dir)
     out.show(Group(*parts))
-    out.show(Text("How to go on", f"bold {ACCENT}"))
+    out.show(Text("Next steps", f"bold {ACCENT}"))
     for purpose, command in next_steps(result, run_dir):
         if command.startswith("tidegate "):
             command = program() + command.removeprefix("tidegate")
@@ -66,7 +66,7 @@ def _headline(result: Mapping[str, object]) -> Text:
 
 
 def _scores(result: Mapping[str, object]) -> RenderableType:
-    """Scores before → after; a line that says so where there are none."""
+    """Returns the scores before and after training, or a line that says there are none."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "left", "right", "right", "left"):
         table.add_column(justify=justify)
@@ -93,38 +93,38 @@ def _episodes(run_dir: Path) -> list[RenderableType]:
 
 
 def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
-    """What can be done next, as (purpose, command or path)."""
-    ways = []
+    """Returns (purpose, command or path) pairs."""
+    steps = []
     if result.get("report"):
-        ways.append(("read the report", str(result["report"])))
+        steps.append(("read the report", str(result["report"])))
     if result.get("resume"):
-        where = "on from the checkpoint" if result.get("checkpoint") else "from the start"
-        ways.append((f"train {where}", str(result["resume"])))
+        where = "from the checkpoint" if result.get("checkpoint") else "from the start"
+        steps.append((f"train {where}", str(result["resume"])))
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
-        ways.append(("serve the checkpoint", f"tidegate engine --model {model}"))
+        steps.append(("serve the checkpoint", f"tidegate engine --model {model}"))
     if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
-        ways.append(("serve the best policy so far", f"tidegate engine --model {shlex.quote(str(best))}"))
+        steps.append(("serve the best policy so far", f"tidegate engine --model {shlex.quote(str(best))}"))
     if run_dir is None:
-        return ways
+        return steps
     here = shlex.quote(str(run_dir))
     if (run_dir / "metrics.jsonl").exists():
-        ways.append(("look at it in the browser", f"tidegate view {here}"))
+        steps.append(("view the run in the browser", f"tidegate view {here}"))
     if (run_dir / "ledger.jsonl").exists():
-        ways.append(("check the books", f"tidegate audit {here}"))
-    return [*ways, _another(run_dir)]
+        steps.append(("check the ledger", f"tidegate audit {here}"))
+    return [*steps, _another_run(run_dir)]
 
 
-def _another(run_dir: Path) -> tuple[str, str]:
-    """A run with an agent of one's own; where this one had it, with other settings."""
+def _another_run(run_dir: Path) -> tuple[str, str]:
+    """Returns the step after a run: with one's own agent, else, if the run had one, with other settings."""
     agent = read_settings(run_dir, []).get("agent", {}).get("use", "")
     if ":" not in agent:
-        return "train an agent of your own", f"tidegate init {_free(Path('my-agent')).name}"
+        return "train your own agent", f"tidegate init {_free(Path('my-agent')).name}"
     config, name = shlex.quote(str(run_dir / "config.toml")), shlex.quote(_free(run_dir).name)
     return "train again, with other settings", f"tidegate train {config} --run.name {name}"
 
 
 def _free(path: Path) -> Path:
-    """A name like this one that nothing has."""
+    """Returns the path, or the first numbered variant of it that does not exist."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+    return next(free for free in itertools.chain([path], numbered) if not free.exists())

@@ -152,7 +152,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     records = Records(tmp_path)
     with pytest.raises(NotFound, match="step 2"):
         records.file("step", 2)
-    with pytest.raises(NotFound, match="1 episodes; there is none at place 1"):
+    with pytest.raises(NotFound, match="1 episodes; there is no episode 1"):
         records.read("step", 1, 1)
     with pytest.raises(NotFound, match="'g9'"):
         records.file("step", 1).group("g9")
@@ -176,6 +176,6 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for step in range(1, 6):
         write(tmp_path, f"step_{step:06d}.jsonl", [record(number) for number in range(10)])
         records.file("step", step)
-        assert records._held() <= 25
+        assert records._indexed() <= 25
     assert records.numbers("step") == [1, 2, 3, 4, 5]
     assert len(records.file("step", 1).summaries) == 10

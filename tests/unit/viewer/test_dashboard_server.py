@@ -81,7 +81,7 @@ def test_overview(ask: Ask) -> None:
     found = ask("overview")
     assert (found["scores"][0]["before"], found["scores"][0]["after"]) == (0, 1)
     titles = [chart["title"] for chart in found["charts"]]
-    assert titles == ["Staleness", "Who waits for whom", "Tokens per second", "Where the groups went"]
+    assert titles == ["Staleness", "Waiting times", "Tokens per second", "Groups by state"]
     assert {"Entropy", "Lag KL", "Mismatch KL", "reward/exact_answer"} <= {
         chart["title"] for chart in found["health"]
     }
@@ -312,7 +312,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         ("/api/step?step=99", 404, "step 99"),
         ("/api/groups?step=99", 404, "step 99"),
         ("/api/group?step=1&id=nobody", 404, "'nobody'"),
-        ("/api/episode?kind=step&step=1&line=600", 404, "none at place 600"),
+        ("/api/episode?kind=step&step=1&line=600", 404, "there is no episode 600"),
         ("/api/episode?kind=step&step=1&line=-1", 422, "line"),
         ("/api/episode?kind=checkpoints&line=0", 422, "kind"),
         ("/api/episode?kind=step&step=1e3&line=0", 422, "step"),
@@ -334,7 +334,7 @@ def test_only_get(client: TestClient) -> None:
     for method in ("post", "put", "delete", "patch", "options"):
         response = getattr(client, method)("/api/state")
         assert response.status_code == 405
-        assert "only looked at" in response.json()["error"]["message"]
+        assert "the page is read-only" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

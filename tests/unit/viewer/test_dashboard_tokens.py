@@ -147,7 +147,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_told(tmp_path: Path
     texts = Texts(tmp_path, str(tmp_path / "gone"))
     assert texts.pieces([1, 2]) is None
     assert texts.problem is not None
-    assert "gone is not there" in texts.problem
+    assert "gone does not exist" in texts.problem
     record = as_read(make_trajectory([make_turn(0, None, [1], [2, 3])]))
     assert tokens(EpisodeTree(record), 0, "sampled", texts, 0, 10)["texts"] is None
 

@@ -21,7 +21,7 @@ import pytest
 from tests.unit.viewer.viewer_run import write_run
 from tidegate.errors import ConfigError
 from tidegate.viewer.chart import MOST_POINTS, Series, label, lines, stacked, thinned, ticks
-from tidegate.viewer.ledger_counts import newest_checkpoint, read_books
+from tidegate.viewer.ledger_counts import count_ledger, newest_checkpoint
 from tidegate.viewer.report import write_report
 from tidegate.viewer.run_files import lineage, read_run
 
@@ -118,12 +118,12 @@ def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:
     staleness = {one["name"]: one["points"] for one in charts["Staleness"]["series"]}
     assert {y for _, y in staleness["bound"]} == {2}
     assert max(y for _, y in staleness["max"]) == 2
-    groups = {one["name"]: one["points"][-1][1] for one in charts["Where the groups went"]["series"]}
+    groups = {one["name"]: one["points"][-1][1] for one in charts["Groups by state"]["series"]}
     assert groups["trained"] == 1600
-    midway = charts["Where the groups went"]["series"][0]["points"][39]
+    midway = charts["Groups by state"]["series"][0]["points"][39]
     assert midway == [40, 640]  # 400 behind a checkpoint, 240 stepped on since
     assert groups["stale"] == rows[-1]["groups/stale"]
-    for name in ("Who waits for whom", "Tokens per second", "Mismatch KL", "Lag KL", "Entropy"):
+    for name in ("Waiting times", "Tokens per second", "Mismatch KL", "Lag KL", "Entropy"):
         assert name in charts
 
 
@@ -219,7 +219,7 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
         file.write('{"seq": 99')
     page = report(run_dir)
     assert "This run has taken 40 of 100 steps" in page.text
-    assert "Metrics.jsonl has a line that is not JSON" in page.text
+    assert "1 line of metrics.jsonl is not valid JSON" in page.text
     assert "one evaluation only" in page.text
     assert "over 200, then 64 problems" in page.text
     assert "--resume" in page.text
@@ -235,7 +235,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, kept: list[str]) -> None:
     page = report(run_dir)
     assert "No evaluation has been written yet." in page.text
     if "metrics.jsonl" not in kept:
-        assert "no step yet" in page.text
+        assert "no completed step yet" in page.text
 
 
 def test_settings_that_are_not_toml(tmp_path: Path) -> None:
@@ -346,12 +346,12 @@ def test_the_books_know_what_is_trained(tmp_path: Path) -> None:
         marker.write_text(json.dumps({"ledger": position}))
     (tmp_path / "checkpoints" / "step_11").mkdir()  # its marker was never written
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
-    books = read_books(tmp_path, [])
-    assert books is not None
-    assert books.groups == {"trained": 2, "stepped": 1, "stale": 1, "live": 1}
-    assert books.attempts == {"trained": 1}
-    assert books.staleness == {1: 2}
-    assert (books.versions, len(books.starts)) == (1, 2)
+    counts = count_ledger(tmp_path, [])
+    assert counts is not None
+    assert counts.groups == {"trained": 2, "stepped": 1, "stale": 1, "live": 1}
+    assert counts.attempts == {"trained": 1}
+    assert counts.staleness == {1: 2}
+    assert (counts.versions, len(counts.starts)) == (1, 2)
 
 
 def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> None:
@@ -362,17 +362,17 @@ def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> N
         {"kind": "group", "event": "put_back", "id": "b"},
     ]
     (tmp_path / "ledger.jsonl").write_text(entries(*before, *after))
-    books = read_books(tmp_path, [])
-    assert books is not None
-    assert (books.groups, books.attempts, books.staleness) == ({"live": 1}, {"live": 1}, {})
+    counts = count_ledger(tmp_path, [])
+    assert counts is not None
+    assert (counts.groups, counts.attempts, counts.staleness) == ({"live": 1}, {"live": 1}, {})
     again = [one for one in stepped if one["event"] == "ended"]
     (tmp_path / "ledger.jsonl").write_text(entries(*before, *after, *again))
     marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
     marker.parent.mkdir(parents=True)
     marker.write_text(json.dumps({"ledger": 99}))
-    books = read_books(tmp_path, [])
-    assert books is not None
-    assert (books.groups, books.attempts, books.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
+    counts = count_ledger(tmp_path, [])
+    assert counts is not None
+    assert (counts.groups, counts.attempts, counts.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
 
 
 def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
@@ -385,10 +385,10 @@ def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
     for line in lines:
         line |= {"version": 1, "oldest": 0, "staleness": 1} if line.get("state") == "stepped" else {}
     (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    books, audit = read_books(run_dir, []), audit_run(run_dir)
-    assert books is not None
-    assert +books.groups == +audit.groups
-    assert +books.attempts == +audit.attempts
+    counts, audit = count_ledger(run_dir, []), audit_run(run_dir)
+    assert counts is not None
+    assert +counts.groups == +audit.groups
+    assert +counts.attempts == +audit.attempts
 
 
 def test_ticks_are_round_and_inside() -> None:

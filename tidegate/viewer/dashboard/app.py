@@ -1,8 +1,8 @@
 """The dashboard's server: a page, its files, and the run as JSON. It accepts GET only.
 
-No request names a file: a step is a number, an episode a line, a group an id that is looked up, and the
-page's own files are a fixed table. Text of models, agents and settings reaches the browser as JSON only and
-is put into the page as text; the content security policy allows no script but the page's own.
+Requests contain no paths: they select steps, episodes and turns by number, groups by id, and the page's files
+from a fixed table. Text of models, agents and settings is sent as JSON and inserted as text; the content
+security policy allows only the page's own scripts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ Tokens = Annotated[int, Query(ge=1, le=20_000)]
 
 
 def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
-    """The app for one run. On a loopback `host` it answers to loopback names alone, so that no page of
-    another site can read the run by pointing its own name here."""
+    """Returns the app for one run.
+
+    On a loopback `host` it accepts only loopback host names, which prevents DNS rebinding by other sites.
+    """
     app = FastAPI(title="tidegate view", docs_url=None, redoc_url=None, openapi_url=None)
     _guard(app, loopback=is_loopback(host))
     _refuse(app)
@@ -61,8 +63,8 @@ def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
 
 
 def serve(run: FollowedRun, listen: Listen, sock: Any) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT. A large run is read while the browser opens."""
-    threading.Thread(target=run.look, daemon=True, name="first look").start()
+    """Serves on a bound socket until SIGTERM or SIGINT. Reads the run while the browser opens."""
+    threading.Thread(target=run.refresh, daemon=True, name="initial read").start()
     run_app(create_app(run, listen.host), sock, listen)
 
 
@@ -73,8 +75,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _json(found: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(found), status, media_type="application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def _refusal(status: int, message: str) -> Response:
@@ -88,11 +90,11 @@ def _guard(app: FastAPI, *, loopback: bool) -> None:
         if loopback and not is_loopback(name):
             response = _refusal(
                 400,
-                f"this page is served to this machine alone, and was asked for as {name!r}; "
-                "open it as http://127.0.0.1 or start it with --host",
+                f"host name {name!r} refused: this page is served to this machine only; "
+                "open it as http://127.0.0.1 or restart it with --host",
             )
         elif request.method not in ("GET", "HEAD"):
-            response = _refusal(405, f"{request.method} is not allowed: a run is only looked at, with GET")
+            response = _refusal(405, f"{request.method} is not allowed: the page is read-only; use GET")
         else:
             response = await answer(request)
         response.headers.update(HEADERS)
@@ -101,17 +103,17 @@ def _guard(app: FastAPI, *, loopback: bool) -> None:
 
 def _refuse(app: FastAPI) -> None:
     @app.exception_handler(NotFound)
-    async def not_there(_: Request, error: NotFound) -> Response:
+    async def not_found(_: Request, error: NotFound) -> Response:
         return _refusal(404, str(error))
 
     @app.exception_handler(RequestValidationError)
-    async def wrong(_: Request, error: RequestValidationError) -> Response:
-        told = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
-        return _refusal(422, f"the address is not right: {told}")
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        problems = (f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors())
+        return _refusal(422, f"invalid query: {'; '.join(problems)}")
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        missing = f"there is nothing at {request.url.path}"
+        missing = f"no such path: {request.url.path}"
         return _refusal(error.status_code, missing if error.status_code == 404 else str(error.detail))
 
     @app.exception_handler(OSError)
@@ -135,11 +137,11 @@ def _serve_page(app: FastAPI) -> None:
 
 
 def page_files() -> dict[str, bytes]:
-    """Everything the page is made of, by name; the charts' style and script are the report's."""
+    """Returns the page's files by name, with the style and script that the report's charts share."""
     viewer = resources.files("tidegate.viewer")
     own = viewer.joinpath("dashboard", "pages")
-    found = [*own.iterdir(), viewer.joinpath("report.css"), viewer.joinpath("report.js")]
-    return {one.name: one.read_bytes() for one in found if Path(one.name).suffix in TYPES}
+    files = [*own.iterdir(), viewer.joinpath("report.css"), viewer.joinpath("report.js")]
+    return {file.name: file.read_bytes() for file in files if Path(file.name).suffix in TYPES}
 
 
 def _serve_run(app: FastAPI, run: FollowedRun) -> None:

@@ -1,11 +1,12 @@
-"""One episode for the page: its turns, their tokens, and why each token was trained on or not.
+"""Data of one episode: its turns, their tokens, and why each token was trained on or not.
 
-What is trained follows the trainer's rule: every path from a root to a last turn that can be trained is one
-sequence, and a token that several sequences share is trained in the first of them.
+Sequences follow the trainer's rule: each path from a root to a trainable leaf is one sequence, and a token
+that several sequences share is trained in the first of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,31 +15,31 @@ from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.records import EpisodeSummary, spans_of
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.formatting import known, printable
-from tidegate.viewer.transcripts import episode as spoken
+from tidegate.viewer.transcripts import episode as transcript_of
 
 Part = Literal["given", "sampled"]
 Record = Mapping[str, Any]
 
 CONTEXT = 8
-"""Ids before a run of tokens that are decoded with it."""
+"""Number of preceding ids that are decoded together with a range of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One sequence that is exported for training: its turns from the root on, and those trained in it."""
+    """One training sequence: its turns from the root on, and those whose tokens it trains (`own`)."""
 
     turns: tuple[int, ...]
     own: frozenset[int]
 
 
 class EpisodeTree:
-    """The turns of a record, by index, each knowing its parent. Damaged turns are left out."""
+    """The turns of a record by index. Invalid turns are skipped."""
 
     def __init__(self, record: Record) -> None:
         turns = record.get("turns")
-        listed = [one for one in turns if isinstance(one, Mapping)] if isinstance(turns, list) else []
+        listed = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
         self.turns: dict[int, Record] = {
-            one["index"]: one for one in listed if isinstance(one.get("index"), int)
+            turn["index"]: turn for turn in listed if isinstance(turn.get("index"), int)
         }
 
     def turn(self, index: int) -> Record:
@@ -47,28 +48,28 @@ class EpisodeTree:
         return self.turns[index]
 
     def path(self, index: int) -> list[int]:
-        """Indices from the root to a turn."""
+        """Returns the indices from the root to a turn."""
         path = [index]
         while (parent := self.turns[path[-1]].get("parent")) in self.turns and parent not in path:
             path.append(parent)
         return path[::-1]
 
     def sequences(self) -> list[Exported]:
-        """The sequences that are exported for training, in order."""
+        """Returns the training sequences in order."""
         usable = [index for index, turn in self.turns.items() if may_train(turn)]
         inner = {parent for index in usable for parent in self.path(index)[:-1]}
-        found = []
+        sequences = []
         done: set[int] = set()
         for leaf in (index for index in usable if index not in inner):
             path = self.path(leaf)
-            own = frozenset(one for one in path if may_train(self.turns[one])) - done
+            own = frozenset(turn for turn in path if may_train(self.turns[turn])) - done
             done |= own
-            found.append(Exported(tuple(path), own))
-        return found
+            sequences.append(Exported(tuple(path), own))
+        return sequences
 
 
 def may_train(turn: Record) -> bool:
-    """Whether a turn was delivered, is not exempt, and holds a token that was sampled freely."""
+    """Returns whether a turn was delivered, is not exempt, and has a token not forced by a grammar."""
     if not turn.get("delivered", True) or turn.get("exempt"):
         return False
     mask = turn.get("output_mask")
@@ -76,14 +77,14 @@ def may_train(turn: Record) -> bool:
 
 
 def ids(turn: Record, part: Part) -> list[int]:
-    found = turn.get("output_ids" if part == "sampled" else "delta_ids")
-    return found if isinstance(found, list) else []
+    part_ids = turn.get("output_ids" if part == "sampled" else "delta_ids")
+    return part_ids if isinstance(part_ids, list) else []
 
 
 def reasons(turn: Record, state: str) -> list[tuple[str, int]]:
-    """For every sampled token whether it was trained, or why not, as (word, count) run by run.
+    """Returns whether the sampled tokens were trained, or why not, as run-length pairs (reason, count).
 
-    The words: `trained`, `grammar` (changed by one), `undelivered`, `exempt`, what became of the group
+    Reasons are `trained`, `grammar` (restricted by a grammar), `undelivered`, `exempt`, the group's state
     (`filtered`, `stale`, `failed`, `cancelled`, `abandoned`, `live`), or `eval`.
     """
     count = len(ids(turn, "sampled"))
@@ -94,48 +95,43 @@ def reasons(turn: Record, state: str) -> list[tuple[str, int]]:
     word = "trained" if state in ("trained", "stepped") else state
     mask = turn.get("output_mask")
     free = mask if isinstance(mask, list) and len(mask) == count else [1] * count
-    found: list[tuple[str, int]] = []
-    for one in (word if allowed else "grammar" for allowed in free):
-        if found and found[-1][0] == one:
-            found[-1] = (one, found[-1][1] + 1)
-        else:
-            found.append((one, 1))
-    return found
+    words = (word if allowed else "grammar" for allowed in free)
+    return [(reason, sum(1 for _ in run)) for reason, run in itertools.groupby(words)]
 
 
 def versions(turn: Record, start: int, end: int) -> list[int | None]:
-    """The policy version of the sampled tokens `start..end`; None where the engine attested none."""
-    found: list[int | None] = [None] * (end - start)
+    """Returns the policy versions of the sampled tokens `start..end`; None if not attested."""
+    column: list[int | None] = [None] * (end - start)
     for version, first, last in spans_of(turn):
         for place in range(max(first, start), min(last, end)):
-            found[place - start] = version
-    return found
+            column[place - start] = version
+    return column
 
 
 def tokens(tree: EpisodeTree, index: int, part: Part, texts: Texts, start: int, most: int) -> dict[str, Any]:
-    """At most `most` tokens of a turn from place `start` on, as columns side by side."""
+    """Returns at most `most` tokens of a turn from index `start` on, as parallel columns."""
     turn = tree.turn(index)
-    every = ids(turn, part)
-    end = min(len(every), start + most)
-    pieces = texts.pieces(every[start:end], _before(tree, turn, part, start))
-    found: dict[str, Any] = {
+    part_ids = ids(turn, part)
+    end = min(len(part_ids), start + most)
+    pieces = texts.pieces(part_ids[start:end], _before(tree, turn, part, start))
+    columns: dict[str, Any] = {
         "start": start,
-        "total": len(every),
-        "ids": every[start:end],
+        "total": len(part_ids),
+        "ids": part_ids[start:end],
         "texts": None if pieces is None else pieces.texts,
         "parts": [] if pieces is None else pieces.parts,
         "special": [] if pieces is None else pieces.special,
     }
     if part == "sampled":
         logprobs = turn.get("logprobs")
-        held = logprobs if isinstance(logprobs, list) else []
-        found["logprobs"] = [known(one) for one in held[start:end]]
-        found["versions"] = versions(turn, start, end)
-    return found
+        values = logprobs if isinstance(logprobs, list) else []
+        columns["logprobs"] = [known(value) for value in values[start:end]]
+        columns["versions"] = versions(turn, start, end)
+    return columns
 
 
 def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int]:
-    """A few ids that stand before place `start` of a part of a turn."""
+    """Returns up to CONTEXT ids before index `start` of a part of a turn."""
     parent = tree.turns.get(turn["parent"]) if turn.get("parent") is not None else None
     before = ids(parent, "sampled")[-CONTEXT:] if parent is not None else []
     if part == "sampled":
@@ -143,10 +139,10 @@ def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int
     return [*before, *ids(turn, part)[max(0, start - CONTEXT) : start]][-CONTEXT:]
 
 
-def turn_words(tree: EpisodeTree, index: int, state: str, belongs: Iterable[int]) -> dict[str, Any]:
-    """What is told of a turn besides its tokens; `belongs` are the numbers of its sequences."""
+def turn_to_wire(tree: EpisodeTree, index: int, state: str, sequences: Iterable[int]) -> dict[str, Any]:
+    """Returns a turn without its tokens; `sequences` are the numbers of its sequences."""
     turn = tree.turns[index]
-    prompt = sum(len(ids(tree.turns[one], part)) for one in tree.path(index)[:-1] for part in PARTS)
+    prompt = sum(len(ids(tree.turns[turn], part)) for turn in tree.path(index)[:-1] for part in PARTS)
     return {
         "index": index,
         "parent": turn.get("parent"),
@@ -165,53 +161,53 @@ def turn_words(tree: EpisodeTree, index: int, state: str, belongs: Iterable[int]
         "sampled": len(ids(turn, "sampled")),
         "spans": spans_of(turn),
         "reasons": reasons(turn, state),
-        "sequences": list(belongs),
+        "sequences": list(sequences),
     }
 
 
 PARTS: Sequence[Part] = ("given", "sampled")
 
 
-def shown(one: EpisodeSummary, record: Record, state: str, texts: Texts, budget: int) -> dict[str, Any]:
-    """An episode: what is known of it, its messages, its turns, and tokens as far as `budget` reaches.
+def episode_to_wire(
+    summary: EpisodeSummary, record: Record, state: str, texts: Texts, budget: int
+) -> dict[str, Any]:
+    """Returns an episode with its messages, turns and at most `budget` tokens.
 
-    Sampled tokens come before given ones where there is no room for all; the rest is asked for by turn.
+    Sampled tokens take precedence over given ones; the page requests missing tokens by turn.
     """
     tree = EpisodeTree(record)
     sequences = tree.sequences()
     turns = {}
     for index in tree.turns:
-        belongs = [number for number, one in enumerate(sequences) if index in one.turns]
-        turns[index] = turn_words(tree, index, state, belongs)
+        members = [number for number, sequence in enumerate(sequences) if index in sequence.turns]
+        turns[index] = turn_to_wire(tree, index, state, members)
     for part in reversed(PARTS):
-        for index, words in turns.items():
-            laid = tokens(tree, index, part, texts, 0, budget)
-            budget -= len(laid["ids"])
-            words[f"{part}_tokens"] = laid
-    parts = record.get("reward_parts")
-    metrics = record.get("metrics")
-    said = spoken(record)
+        for index, turn in turns.items():
+            columns = tokens(tree, index, part, texts, 0, budget)
+            budget -= len(columns["ids"])
+            turn[f"{part}_tokens"] = columns
+    transcript = transcript_of(record)
     return {
-        **one.to_wire(),
+        **summary.to_wire(),
         "state": state,
         "session": printable(record.get("session_id") or ""),
-        "output": said.output,
-        "returned_last_reply": said.returned_last_reply,
-        "answer": said.answer,
+        "output": transcript.output,
+        "returned_last_reply": transcript.returned_last_reply,
+        "answer": transcript.answer,
         "error": printable(record.get("error") or ""),
-        "reward_parts": _numbers(parts),
+        "reward_parts": _numbers(record.get("reward_parts")),
         "agent_reward": known(record.get("agent_reward")),
-        "metrics": _numbers(metrics),
+        "metrics": _numbers(record.get("metrics")),
         "messages": [
             {"role": line.role, "text": line.text, "calls": line.calls, "origin": line.sampled}
-            for line in said.lines
+            for line in transcript.lines
         ],
         "turns": list(turns.values()),
-        "sequences": [{"turns": list(one.turns), "own": sorted(one.own)} for one in sequences],
+        "sequences": [{"turns": list(sequence.turns), "own": sorted(sequence.own)} for sequence in sequences],
         "no_tokenizer": texts.problem,
     }
 
 
-def _numbers(found: object) -> dict[str, float | None]:
-    held = found if isinstance(found, Mapping) else {}
-    return {printable(name): known(value) for name, value in held.items()}
+def _numbers(values: object) -> dict[str, float | None]:
+    items = values.items() if isinstance(values, Mapping) else ()
+    return {printable(name): known(value) for name, value in items}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +17,14 @@ from tidegate.viewer.formatting import known, printable
 Kind = Literal["step", "eval", "failed"]
 
 MOST_SUMMARIES = 400_000
-"""Of all files together; the file that was not looked at for longest is forgotten first."""
+"""Maximum over all files; the least recently used file is dropped first."""
 MOST_RECORDS = 32
 LONGEST_ERROR = 400
 
 
 @dataclass(slots=True)
 class EpisodeSummary:
-    """One record, as a list shows it; `line` is its place in the file, from 0."""
+    """One record as shown in lists; `line` is its index in the file."""
 
     line: int
     offset: int
@@ -53,8 +53,8 @@ class EpisodeSummary:
 
 
 def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> EpisodeSummary:
-    """The words on one record; missing fields are left out, never an error."""
-    turns = [one for one in _list(record.get("turns")) if isinstance(one, Mapping)]
+    """Summarises a record; missing fields are never an error."""
+    turns = [turn for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
     versions = [int(span[0]) for turn in turns for span in spans_of(turn)]
     metadata = record.get("metadata")
     attempt = record.get("attempt") or (metadata.get("attempt") if isinstance(metadata, Mapping) else None)
@@ -84,37 +84,41 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
 
 
 def spans_of(turn: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """The version spans of a turn as (version, start, end); those that are none are left out."""
-    found = [one for one in _list(turn.get("version_spans")) if isinstance(one, list) and len(one) == 3]
-    return [(one[0], one[1], one[2]) for one in found if all(type(part) is int for part in one)]
+    """Returns the version spans of a turn as (version, start, end); skips invalid ones."""
+    spans = [span for span in _list(turn.get("version_spans")) if isinstance(span, list) and len(span) == 3]
+    return [(span[0], span[1], span[2]) for span in spans if all(type(part) is int for part in span)]
 
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def in_slot_order(members: Sequence[EpisodeSummary]) -> list[EpisodeSummary]:
+    return sorted(members, key=lambda member: (member.slot is None, member.slot or 0, member.line))
+
+
 @dataclass(slots=True)
 class RecordFile:
-    """One file's index, brought up to date by `refresh`. A file that only grew is read on, not again."""
+    """One file's index, updated by `refresh`, which reads only the new part of a file that has grown."""
 
     path: Path
     name: str
     summaries: list[EpisodeSummary] = field(default_factory=list)
     groups: dict[str, list[EpisodeSummary]] = field(default_factory=dict)
     seen: tuple[int, int, int] = (0, 0, 0)
-    """What tells one state of the file from another."""
+    """Inode, modification time (ns) and size at the last read."""
     _end: int = 0
     _last: bytes = b""
 
     def refresh(self) -> None:
-        """Raises NotThere where there is no such file."""
+        """Updates the index; raises NotFound if there is no such file."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the with below
         except FileNotFoundError:
-            raise NotFound(f"the run has no {self.name}: {self.path.name} was not written") from None
+            raise NotFound(f"the run has no {self.name}: {self.path.name} does not exist") from None
         with file:
-            found = os.fstat(file.fileno())
-            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            stat = os.fstat(file.fileno())
+            seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if seen == self.seen:
                 return
             if not goes_on(file, self._end, self._last):
@@ -126,34 +130,34 @@ class RecordFile:
                     self._add(summary(len(self.summaries), offset, len(line), record))
             self.seen = seen
 
-    def _add(self, one: EpisodeSummary) -> None:
-        self.summaries.append(one)
-        if one.group:
-            self.groups.setdefault(one.group, []).append(one)
+    def _add(self, episode: EpisodeSummary) -> None:
+        self.summaries.append(episode)
+        if episode.group:
+            self.groups.setdefault(episode.group, []).append(episode)
 
     def read(self, line: int) -> dict[str, Any]:
-        """One whole record. Raises NotThere for a line that the file does not hold."""
+        """Returns a record; raises NotFound if the file has no such line."""
         if not 0 <= line < len(self.summaries):
-            raise NotFound(f"{self.name} has {len(self.summaries)} episodes; there is none at place {line}")
-        one = self.summaries[line]
+            raise NotFound(f"{self.name} has {len(self.summaries)} episodes; there is no episode {line}")
+        episode = self.summaries[line]
         with open(self.path, "rb") as file:
-            found = os.fstat(file.fileno())
-            file.seek(one.offset)
-            record = json_object(file.read(one.length))
-        if found.st_ino != self.seen[0] or record is None:
-            raise NotFound(f"{self.name} is being written again; ask once more")
+            stat = os.fstat(file.fileno())
+            file.seek(episode.offset)
+            record = json_object(file.read(episode.length))
+        if stat.st_ino != self.seen[0] or record is None:
+            raise NotFound(f"{self.name} is being rewritten; try again")
         return record
 
     def group(self, group_id: str) -> list[EpisodeSummary]:
-        """The members of a group in slot order. Raises NotThere."""
-        found = self.groups.get(group_id)
-        if not found:
-            raise NotFound(f"{self.name} holds no group {group_id!r}")
-        return sorted(found, key=lambda one: (one.slot is None, one.slot or 0, one.line))
+        """Returns the episodes of a group in slot order; raises NotFound if there is no such group."""
+        members = self.groups.get(group_id)
+        if not members:
+            raise NotFound(f"{self.name} has no group {group_id!r}")
+        return in_slot_order(members)
 
 
 class Records:
-    """The files of a run's trajectories, with bounded memory. Safe to use from several threads."""
+    """A run's trajectory files, indexed with bounded memory. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / "trajectories"
@@ -162,12 +166,12 @@ class Records:
         self._lock = threading.Lock()
 
     def file(self, kind: Kind, number: int) -> RecordFile:
-        """An up-to-date index. Raises NotThere."""
+        """Returns an up-to-date index; raises NotFound if there is no such file."""
         with self._lock:
             return self._file(kind, number)
 
     def read(self, kind: Kind, number: int, line: int) -> tuple[EpisodeSummary, dict[str, Any]]:
-        """One record and the words on it. Raises NotThere."""
+        """Returns a record and its summary; raises NotFound if there is none."""
         with self._lock:
             file = self._file(kind, number)
             key = (file.path.name, line, file.seen)
@@ -179,20 +183,20 @@ class Records:
             return file.summaries[line], self._read[key]
 
     def numbers(self, kind: Kind) -> list[int]:
-        """The steps for which there is a file, in order."""
-        found = (path.stem.removeprefix(f"{kind}_") for path in self._directory.glob(f"{kind}_*.jsonl"))
-        return sorted(int(one) for one in found if one.isdigit())
+        """Returns the steps for which there is a file, in order."""
+        steps = (path.stem.removeprefix(f"{kind}_") for path in self._directory.glob(f"{kind}_*.jsonl"))
+        return sorted(int(step) for step in steps if step.isdigit())
 
     def _file(self, kind: Kind, number: int) -> RecordFile:
         name = "failed.jsonl" if kind == "failed" else f"{kind}_{number:06d}.jsonl"
-        said = {"failed": "failed episodes", "eval": f"evaluation at step {number}"}
-        file = self._files.get(name) or RecordFile(self._directory / name, said.get(kind, f"step {number}"))
+        names = {"failed": "failed episodes", "eval": f"evaluation at step {number}"}
+        file = self._files.get(name) or RecordFile(self._directory / name, names.get(kind, f"step {number}"))
         file.refresh()
         self._files[name] = file
         self._files.move_to_end(name)
-        while len(self._files) > 1 and self._held() > MOST_SUMMARIES:
+        while len(self._files) > 1 and self._indexed() > MOST_SUMMARIES:
             self._files.popitem(last=False)
         return file
 
-    def _held(self) -> int:
+    def _indexed(self) -> int:
         return sum(len(file.summaries) for file in self._files.values())

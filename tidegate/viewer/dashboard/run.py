@@ -1,4 +1,4 @@
-"""A run whose files the dashboard follows while they grow; it serves concurrent requests."""
+"""Reads a run's files as they grow, for concurrent requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tidegate.viewer.dashboard.records import EpisodeSummary, Records
 from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.ledger_counts import LedgerCounter, LedgerCounts, committed
-from tidegate.viewer.run_files import RunFiles, enter_row, read_settings, run_directory
+from tidegate.viewer.run_files import RunFiles, enter_row, not_json, read_settings, run_directory
 
 FRESH_S = 0.3
-"""Requests within so many seconds of each other look at the files once."""
+"""Minimum time between two reads of the files."""
 QUIET_S = 60.0
-"""A run that has written nothing for so long, and did not say that it ended, is called quiet."""
+"""A run whose ledger has no end, and that wrote nothing for this time, has the status quiet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Changes whenever something was written. `metrics` and `ledger` are bytes read so far."""
+    """Changes whenever a file has changed. `metrics` and `ledger` are the bytes read so far."""
 
     metrics: int
     ledger: int
@@ -39,10 +39,7 @@ class Stamp:
 
 
 class FollowedRun:
-    """The files of one run.
-
-    Raises ConfigError where the directory is not there or holds no run.
-    """
+    """The files of one run; raises ConfigError if the directory does not exist or is not a run."""
 
     def __init__(self, run_dir: Path) -> None:
         run_directory(run_dir)
@@ -51,22 +48,22 @@ class FollowedRun:
         self.texts = Texts(run_dir, None)
         self._config: tuple[int, int] | None = None
         self.records = Records(run_dir)
-        self.book = LedgerGroups()
+        self.ledger = LedgerGroups()
         self._coarse = Downsampled()
-        self._keeper = LedgerCounter()
-        self._metrics = Tail(run_dir / "metrics.jsonl")
-        self._ledger = Tail(run_dir / "ledger.jsonl")
+        self._counter = LedgerCounter()
+        self._metrics_tail = Tail(run_dir / "metrics.jsonl")
+        self._ledger_tail = Tail(run_dir / "ledger.jsonl")
         self._restarts = 0
         self._committed = 0
         self._looked = 0.0
         self.lock = threading.RLock()
-        self._made: dict[str, tuple[Stamp, Any]] = {}
+        self._cache: dict[str, tuple[Stamp, Any]] = {}
         self._read_settings()
 
     def _read_settings(self) -> None:
-        """Again where they changed: a directory may come to hold another run."""
+        """Reads the settings if the file changed: the directory may now belong to another run."""
         config = self.dir / "config.toml"
-        seen = (found.st_ino, found.st_mtime_ns) if (found := _stat(config)) is not None else None
+        seen = (stat.st_ino, stat.st_mtime_ns) if (stat := _stat(config)) is not None else None
         if seen == self._config:
             return
         self._config = seen
@@ -75,8 +72,8 @@ class FollowedRun:
         model = self.files.settings.get("model", {})
         self.texts = Texts(self.dir, str(model.get("path") or "") if isinstance(model, dict) else None)
 
-    def look(self) -> Stamp:
-        """Read what was written since the last time."""
+    def refresh(self) -> Stamp:
+        """Reads what was written since the last call."""
         with self.lock:
             if time.monotonic() - self._looked > FRESH_S:
                 self._read_settings()
@@ -89,84 +86,84 @@ class FollowedRun:
     def _stamp(self) -> Stamp:
         failed = _stat(self.dir / "trajectories" / "failed.jsonl")
         size = 0 if failed is None else failed.st_size
-        return Stamp(self._metrics.offset, self._ledger.offset, self._restarts, self._committed, size)
+        return Stamp(
+            self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self._committed, size
+        )
 
     def _read_metrics(self) -> None:
-        if self._metrics.restarted():
+        if self._metrics_tail.restarted():
             self._restarts += 1
             self.files.rows, self.files.redone = [], []
-        for line in self._metrics.objects():
+        for line in self._metrics_tail.objects():
             enter_row(self.files.rows, self.files.redone, line)
 
     def _read_ledger(self) -> None:
-        if self._ledger.restarted():
+        if self._ledger_tail.restarted():
             self._restarts += 1
-            self.book, self._keeper = LedgerGroups(), LedgerCounter()
-        for entry in self._ledger.objects():
-            self.book.enter(entry)
-            self._keeper.enter(entry)
+            self.ledger, self._counter = LedgerGroups(), LedgerCounter()
+        for entry in self._ledger_tail.objects():
+            self.ledger.enter(entry)
+            self._counter.enter(entry)
 
-    def made(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of the run as it stands, kept until something new was written."""
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns the result of `make`, cached under `name` until a file changes."""
         with self.lock:
-            stamp = self.look()
-            found = self._made.get(name)
-            if found is None or found[0] != stamp:
-                found = (stamp, make())
-                self._made[name] = found
-            return found[1]
+            stamp = self.refresh()
+            entry = self._cache.get(name)
+            if entry is None or entry[0] != stamp:
+                entry = self._cache[name] = (stamp, make())
+            return entry[1]
 
-    def books(self) -> LedgerCounts | None:
-        """None where there is no ledger yet."""
-        if not self._ledger.offset:
+    def counts(self) -> LedgerCounts | None:
+        """Returns the ledger's counts; None if there is no ledger yet."""
+        if not self._ledger_tail.offset:
             return None
-        books: LedgerCounts = self.made("books", lambda: self._keeper.books(self._committed))
-        return books
+        counts: LedgerCounts = self.cached("counts", lambda: self._counter.counts(self._committed))
+        return counts
 
     def curves(self) -> RunFiles:
-        """The run as its charts need it: for a very long one, fewer rows."""
+        """Returns the run for its charts, with fewer rows if it is very long."""
         return self._coarse.of(self.files)
 
     def remarks(self) -> list[str]:
-        """What could not be read."""
-        found = list(self.files.remarks)
-        for tail in (self._metrics, self._ledger):
+        """Returns remarks on unreadable content."""
+        remarks = list(self.files.remarks)
+        for tail in (self._metrics_tail, self._ledger_tail):
             if tail.broken:
-                lines = "a line that is" if tail.broken == 1 else f"{tail.broken} lines that are"
-                found.append(f"{tail.path.name} has {lines} not JSON and left out")
-        return found
+                remarks.append(not_json(tail.path, tail.broken))
+        return remarks
 
     def state_of(self, one: EpisodeSummary) -> str:
-        """What became of an episode, by the ledger where it knows, else as its record says."""
+        """Returns an episode's state, by the ledger if it has the group, else by the record."""
         if one.state is None:
             return "eval"
         if one.state == "stepped" and one.group:
             with self.lock:
-                if self._keeper.is_abandoned(one.group):
+                if self._counter.is_abandoned(one.group):
                     return "abandoned"
-                return self._keeper.group_state(one.group, self._committed) or one.state
+                return self._counter.group_state(one.group, self._committed) or one.state
         return one.state
 
     def group_entry(self, group_id: str) -> GroupEntry | None:
         with self.lock:
-            return self.book.groups.get(group_id)
+            return self.ledger.groups.get(group_id)
 
     def silence(self) -> float | None:
-        """Seconds since the run last wrote its metrics or its ledger; None where it has neither."""
-        found = (_stat(self._metrics.path), _stat(self._ledger.path))
-        times = [one.st_mtime for one in found if one is not None]
+        """Returns the seconds since the last write to metrics or ledger; None if neither exists."""
+        stats = (_stat(self._metrics_tail.path), _stat(self._ledger_tail.path))
+        times = [stat.st_mtime for stat in stats if stat is not None]
         return max(0.0, time.time() - max(times)) if times else None
 
     def status(self) -> str:
-        """`ended`, `running`, or `quiet`: it neither wrote lately nor said that it ended."""
-        if self.book.ended is not None:
+        """Returns `ended`, `running`, or `quiet` if the ledger has no end and no file was written lately."""
+        if self.ledger.ended is not None:
             return "ended"
         silence = self.silence()
         return "quiet" if silence is None or silence > QUIET_S else "running"
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None where there is no such file; it may come or go at any moment."""
+    """Returns None if there is no such file; files may appear or vanish at any time."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -174,8 +171,6 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def list_runs(parent: Path) -> list[Path]:
-    """The directories of runs in a directory, the one that was written to last first."""
-    found = (
-        [path for path in parent.iterdir() if (path / "metrics.jsonl").exists()] if parent.is_dir() else []
-    )
-    return sorted(found, key=lambda path: -(path / "metrics.jsonl").stat().st_mtime)
+    """Returns the run directories in `parent`, the most recently written first."""
+    runs = [path for path in parent.iterdir() if (path / "metrics.jsonl").exists()] if parent.is_dir() else []
+    return sorted(runs, key=lambda path: -(path / "metrics.jsonl").stat().st_mtime)

@@ -13,10 +13,10 @@ BLOCK = 1 << 22
 
 
 class Tail:
-    """The JSON lines of a file, each handed out once.
+    """Returns each JSON line of a growing file once.
 
-    A last line without its end is being written: it is left for the next time. `broken` counts whole
-    lines that are not JSON objects. A file that was replaced or cut is noticed by `restarted`.
+    An incomplete last line is left for the next call. `broken` counts complete lines that are not JSON
+    objects. `restarted` detects that the file was replaced or truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,7 @@ class Tail:
         self._last = b""
 
     def restarted(self) -> bool:
-        """Whether the file is another one than was read so far; it is then read from its start again."""
+        """Returns whether the file was replaced; if so, the next read starts at the beginning."""
         try:
             with open(self.path, "rb") as file:
                 same = goes_on(file, self.offset, self._last)
@@ -37,7 +37,7 @@ class Tail:
         return not same
 
     def objects(self) -> Iterator[dict[str, Any]]:
-        """What was appended since the last time."""
+        """Yields the objects appended since the last call."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the with below
         except FileNotFoundError:
@@ -46,24 +46,24 @@ class Tail:
             for _, line in whole_lines(file, self.offset):
                 self.offset += len(line)
                 self._last = line
-                found = json_object(line)
-                if found is not None:
-                    yield found
+                value = json_object(line)
+                if value is not None:
+                    yield value
                 else:
                     self.broken += bool(line.strip())
 
 
 def goes_on(file: BinaryIO, offset: int, last: bytes) -> bool:
-    """Whether the line that was read last, up to `offset`, still stands there.
+    """Returns whether the last line read still ends at `offset`.
 
-    Inodes and sizes don't tell: both may come again in a file that was written anew.
+    Inode and size are not sufficient: a rewritten file may have the same ones.
     """
     file.seek(offset - len(last))
     return file.read(len(last)) == last
 
 
 def whole_lines(file: BinaryIO, start: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its newline) of every complete line of a binary file from `start` on."""
+    """Yields (offset, line with its newline) of each complete line of a binary file from `start` on."""
     file.seek(start)
     rest = b""
     at = start
@@ -75,13 +75,13 @@ def whole_lines(file: BinaryIO, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """One line as a JSON object; None where it is not one."""
+    """Returns a line as a JSON object; None if it is not one."""
     try:
-        found = orjson.loads(line)
+        value = orjson.loads(line)
     except orjson.JSONDecodeError:
-        # orjson takes neither NaN nor lone surrogates, which other writers leave in their files.
+        # orjson refuses NaN and lone surrogates, which other writers may produce.
         try:
-            found = json.loads(line.decode("utf-8", errors="replace"))
+            value = json.loads(line.decode("utf-8", errors="replace"))
         except ValueError:
             return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -12,7 +12,7 @@ from tidegate.viewer.formatting import printable
 from tidegate.viewer.ledger_counts import newest_checkpoint
 
 LONGEST_CHARACTER = 4
-"""Tokens that one character may be spread over: UTF-8 has at most four bytes."""
+"""Maximum tokens per character: UTF-8 uses at most four bytes."""
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -21,8 +21,8 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Texts side by side with the ids; `parts` are the places of tokens that hold a part of a character
-    only, whose text stands at the token that completes it."""
+    """Texts parallel to the ids. `parts` are the indices of tokens with an incomplete character, whose text
+    is that of the completing token; `special` those of special tokens."""
 
     texts: list[str]
     parts: list[int]
@@ -30,7 +30,7 @@ class Pieces:
 
 
 class Texts:
-    """Decodes the ids of one run. `problem` says why it cannot, in a sentence; ids are then shown bare."""
+    """Decodes the ids of one run. `problem` is the reason if there is no tokenizer; ids are then shown."""
 
     def __init__(self, run_dir: Path, model: str | None) -> None:
         self._run_dir = run_dir
@@ -42,26 +42,26 @@ class Texts:
         self.problem: str | None = None
 
     def pieces(self, ids: Sequence[int], before: Sequence[int] = ()) -> Pieces | None:
-        """The text of each id, following a few ids `before`; None without a tokenizer."""
+        """Returns the text of each id after the ids `before`; None without a tokenizer."""
         decode = self._decoder()
         if decode is None:
             return None
         context = list(before)[-LONGEST_CHARACTER:]
         texts, parts = in_pieces(decode, [*context, *ids], len(context))
-        special = [place for place, one in enumerate(ids) if one in self._special]
+        special = [index for index, token in enumerate(ids) if token in self._special]
         return Pieces([printable(text) for text in texts], parts, special)
 
     def _decoder(self) -> Decode | None:
         with self._lock:
             places = tuple(self._places())
-            # A checkpoint may appear while a run goes on: then it is tried.
+            # Try again when a checkpoint has been written.
             if self._decode is None and places != self._tried:
                 self._tried = places
                 self._load(places)
             return self._decode
 
     def _places(self) -> list[Path]:
-        """Where the tokenizer may lie: with the newest checkpoint, else where the model was."""
+        """Returns possible directories of the tokenizer: the newest checkpoint, then the model's."""
         newest = newest_checkpoint(self._run_dir)
         places = [newest] if newest is not None else []
         if self._model:
@@ -74,26 +74,26 @@ class Texts:
         why = "the settings name no model"
         for place in places:
             if not any((place / name).is_file() for name in FILES):
-                why = f"{place} {'holds none' if place.is_dir() else 'is not there'}"
+                why = f"{place} {'has none' if place.is_dir() else 'does not exist'}"
                 continue
             try:
                 self._decode, self._special = load(place)
                 self.problem = None
                 return
-            except Exception as error:  # noqa: BLE001 - libraries raise what they like; told on the page
+            except Exception as error:  # noqa: BLE001 - shown on the page, whatever the library raises
                 why = f"{place}: {error}"
-        self.problem = printable(f"Tokens are shown as ids, for there is no tokenizer: {why}")[:500]
+        self.problem = printable(f"Tokens are shown as ids because there is no tokenizer: {why}")[:500]
 
 
 def load(directory: Path) -> tuple[Decode, frozenset[int]]:
-    """A function from ids to text, special tokens included, and the ids of those."""
+    """Returns a function from ids to text, including special tokens, and the ids of special tokens."""
     fast = directory / "tokenizer.json"
     if fast.is_file():
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(fast))
         added = tokenizer.get_added_tokens_decoder()
-        special = frozenset(one for one, token in added.items() if token.special)
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
         return (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))), special
     from transformers import AutoTokenizer
 
@@ -103,21 +103,21 @@ def load(directory: Path) -> tuple[Decode, frozenset[int]]:
 
 
 def in_pieces(decode: Decode, ids: Sequence[int], skip: int) -> tuple[list[str], list[int]]:
-    """The text that each id adds to those before it, from place `skip` on.
+    """Returns the text that each id adds to its predecessors, from index `skip` on, and the partial tokens.
 
-    An id is decoded together with a few before it, since some tokenizers drop a leading space at the start
-    of a text, and since a character's bytes may lie in several tokens.
+    Ids are decoded together with their predecessors, because some tokenizers drop a leading space at the
+    start of a text, and because the bytes of a character may be spread over several tokens.
     """
     texts: list[str] = []
     parts: list[int] = []
-    start = read = 0  # text up to `read` has been given out; decoding begins at `start`
+    start = read = 0  # text up to `read` has been returned; decoding begins at `start`
     for place in range(len(ids)):
-        known, longer = decode(list(ids[start:read])), decode(list(ids[start : place + 1]))
+        prefix, longer = decode(list(ids[start:read])), decode(list(ids[start : place + 1]))
         waiting = longer.endswith("\ufffd") and place + 1 - read < LONGEST_CHARACTER
         if waiting and place + 1 < len(ids):
             texts.append("")
             parts.append(place)
             continue
-        texts.append(longer[len(known) :] if longer.startswith(known) else longer)
+        texts.append(longer[len(prefix) :] if longer.startswith(prefix) else longer)
         start, read = read, place + 1
     return texts[skip:], [place - skip for place in parts if place >= skip]

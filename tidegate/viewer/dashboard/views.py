@@ -12,7 +12,7 @@ from tidegate.viewer.chart import Chart
 from tidegate.viewer.dashboard import episode
 from tidegate.viewer.dashboard.errors import NotFound
 from tidegate.viewer.dashboard.eval_results import eval_results
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile
+from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.ledger_counts import STATES
@@ -42,50 +42,50 @@ STEP_COLUMNS = {
 
 def state(run: FollowedRun) -> Wire:
     """Returns the state that changes during a run, small enough to be polled every second or two."""
-    stamp = run.look()
+    stamp = run.refresh()
     planned = run.files.settings.get("trainer", {}).get("steps")
     return {
         "name": run_name(run.files),
         "stamp": str(stamp),
         "step": run.files.last("step"),
         "planned": planned if isinstance(planned, int) else None,
-        "version": run.book.version if run.book.version is not None else run.files.last("version"),
+        "version": run.ledger.version if run.ledger.version is not None else run.files.last("version"),
         "bound": staleness_bound(run.files.settings.get("trainer", {})),
         "status": run.status(),
-        "why": run.book.ended,
+        "why": run.ledger.ended,
         "silence": run.silence(),
         "failed": stamp.failed > 0,
     }
 
 
 def overview(run: FollowedRun) -> Wire:
-    found: Wire = run.made("overview", lambda: _overview(run))
-    return found
+    wire: Wire = run.cached("overview", lambda: _overview(run))
+    return wire
 
 
 def _overview(run: FollowedRun) -> Wire:
-    files, books = run.files, run.books()
+    files, counts = run.files, run.counts()
     curves = run.curves()
     reward = reward_chart(curves)
     bound = staleness_bound(files.settings.get("trainer", {}))
     return {
         "opening": opening(files),
-        "banners": [printable(text) for text in (*banners(files, books, progress=False), *run.remarks())],
+        "banners": [printable(text) for text in (*banners(files, counts, progress=False), *run.remarks())],
         "scores": [asdict(score) for score in scores(files)],
-        "tiles": [asdict(tile) for tile in tiles(files, books)],
+        "tiles": [asdict(tile) for tile in tiles(files, counts)],
         "reward": None if reward is None else _chart(reward),
         "charts": [_chart(chart) for chart in main_charts(curves, bound)],
         "health": [_chart(chart) for chart in health_charts(curves)],
         "books": None
-        if books is None
+        if counts is None
         else {
-            "states": [[state, books.groups[state], books.attempts[state]] for state in STATES],
-            "issued": [books.groups.total(), books.attempts.total()],
-            "staleness": sorted(books.staleness.items()),
-            "outcomes": books.outcomes.most_common(),
-            "reasons": books.reasons.most_common(8),
+            "states": [[state, counts.groups[state], counts.attempts[state]] for state in STATES],
+            "issued": [counts.groups.total(), counts.attempts.total()],
+            "staleness": sorted(counts.staleness.items()),
+            "outcomes": counts.outcomes.most_common(),
+            "reasons": counts.reasons.most_common(8),
         },
-        "quarantined": [asdict(task) for task in run.book.quarantined[-50:]],
+        "quarantined": [asdict(task) for task in run.ledger.quarantined[-50:]],
     }
 
 
@@ -102,7 +102,7 @@ def _chart(chart: Chart) -> Wire:
 
 def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
     """Returns the steps below `before`, the newest first."""
-    run.look()
+    run.refresh()
     with run.lock:
         rows = run.files.rows
         end = len(rows) if before is None else _at(rows, before)
@@ -122,13 +122,13 @@ def _step_row(row: Row) -> Wire:
 
 def step(run: FollowedRun, number: int) -> Wire:
     """Returns a step's metrics and its neighbours; raises NotFound if the run has not taken it."""
-    run.look()
+    run.refresh()
     with run.lock:
         rows = run.files.rows
         at = _at(rows, number)
         row = rows[at] if at < len(rows) and rows[at]["step"] == number else None
-        before = [int(one["step"]) for one in rows[max(0, at - 1) : at] if one["step"] >= 1]
-        after = [int(one["step"]) for one in rows[at + (row is not None) :][:1]]
+        before = [int(row["step"]) for row in rows[max(0, at - 1) : at] if row["step"] >= 1]
+        after = [int(row["step"]) for row in rows[at + (row is not None) :][:1]]
     written = number in run.records.numbers("step")
     if row is None and not written:
         raise NotFound(f"the run has not taken step {number}")
@@ -143,40 +143,39 @@ def step(run: FollowedRun, number: int) -> Wire:
 
 def groups(run: FollowedRun, number: int, which: str | None, start: int, most: int) -> Wire:
     """Returns a step's groups: those trained on, then those dropped while its batch was assembled."""
-    run.look()
+    run.refresh()
     file = run.records.file("step", number)
     counts: dict[str, int] = {}
-    chosen = []
+    selected = []
     for group_id, members in file.groups.items():
         ended = run.state_of(members[0])
         counts[ended] = counts.get(ended, 0) + 1
         if which in (None, ended):
-            chosen.append((group_id, ended, members))
-    page = chosen[start : start + most]
+            selected.append((group_id, ended, members))
+    page = selected[start : start + most]
     return {
         "counts": counts,
-        "total": len(chosen),
-        "groups": [_group_row(run, *one) for one in page],
+        "total": len(selected),
+        "groups": [_group_row(run, *group) for group in page],
         "episodes": len(file.summaries),
     }
 
 
 def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[EpisodeSummary]) -> Wire:
-    ordered = sorted(members, key=lambda one: (one.slot is None, one.slot or 0, one.line))
-    rewards = [one.reward for one in members if one.reward is not None]
+    rewards = [member.reward for member in members if member.reward is not None]
     entry = run.group_entry(group_id)
     return {
         "id": group_id,
         "task": members[0].task,
         "state": ended,
         "members": [
-            {"line": one.line, "slot": one.slot, "reward": one.reward, "outcome": one.outcome}
-            for one in ordered
+            {"line": member.line, "slot": member.slot, "reward": member.reward, "outcome": member.outcome}
+            for member in in_slot_order(members)
         ],
         "mean": statistics.fmean(rewards) if rewards else None,
-        "tokens": statistics.fmean(one.tokens for one in members),
-        "oldest": _least(one.oldest for one in members),
-        "newest": max((one.newest for one in members if one.newest is not None), default=None),
+        "tokens": statistics.fmean(member.tokens for member in members),
+        "oldest": _least(member.oldest for member in members),
+        "newest": max((member.newest for member in members if member.newest is not None), default=None),
         "staleness": None if entry is None else entry.staleness,
         "lost": 0 if entry is None else len(entry.lost),
         "replaces": "" if entry is None else entry.replaces,
@@ -184,12 +183,12 @@ def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Ep
 
 
 def _least(values: Iterable[int | None]) -> int | None:
-    return min((one for one in values if one is not None), default=None)
+    return min((value for value in values if value is not None), default=None)
 
 
 def group(run: FollowedRun, number: int, group_id: str) -> Wire:
-    """One group with its members, its entry in the ledger, and its neighbours in the file."""
-    run.look()
+    """Returns a group with its members, its ledger entry and its neighbours in the file."""
+    run.refresh()
     file = run.records.file("step", number)
     members = file.group(group_id)
     ended = run.state_of(members[0])
@@ -198,7 +197,7 @@ def group(run: FollowedRun, number: int, group_id: str) -> Wire:
     entry = run.group_entry(group_id)
     return {
         **_group_row(run, group_id, ended, members),
-        "members": [one.to_wire() for one in members],
+        "members": [member.to_wire() for member in members],
         "ledger": None if entry is None else entry.to_wire(),
         "before": names[at - 1] if at else None,
         "after": names[at + 1] if at + 1 < len(names) else None,
@@ -206,9 +205,9 @@ def group(run: FollowedRun, number: int, group_id: str) -> Wire:
 
 
 def one_episode(run: FollowedRun, kind: Kind, number: int, line: int, budget: int) -> Wire:
-    run.look()
-    one, record = run.records.read(kind, number, line)
-    return episode.shown(one, record, run.state_of(one), run.texts, budget)
+    run.refresh()
+    summary, record = run.records.read(kind, number, line)
+    return episode.episode_to_wire(summary, record, run.state_of(summary), run.texts, budget)
 
 
 def more_tokens(
@@ -219,9 +218,9 @@ def more_tokens(
 
 
 def evaluations(run: FollowedRun) -> Wire:
-    """The run's own evaluations with their scores, the held-out sets and modes of the first one's file, and
-    what `tidegate eval` found."""
-    run.look()
+    """Returns the run's evaluations, the held-out sets and modes of the first and last one, and the results
+    of `tidegate eval`."""
+    run.refresh()
     with run.lock:
         last = run.files.last("step")
         rows = {
@@ -229,18 +228,18 @@ def evaluations(run: FollowedRun) -> Wire:
             for row in run.files.rows
             if any(key.startswith("eval/") for key in row)
         }
-    written = [one for one in run.records.numbers("eval") if last is None or one <= last]
+    written = [number for number in run.records.numbers("eval") if last is None or number <= last]
     kinds: list[tuple[str, str]] = []
     for number in {*written[:1], *written[-1:]}:
         file = run.records.file("eval", number)
-        kinds += dict.fromkeys((one.eval_set, one.mode) for one in file.summaries)
+        kinds += dict.fromkeys((summary.eval_set, summary.mode) for summary in file.summaries)
     kinds = sorted(dict.fromkeys(kinds), key=lambda kind: (kind[1] == "greedy", kind[0]))
     return {
         "evaluations": [
             {"step": number, "scores": rows.get(number, {}), "written": number in written}
             for number in sorted({*rows, *written})
         ],
-        "kinds": [{"set": one, "mode": mode} for one, mode in kinds],
+        "kinds": [{"set": name, "mode": mode} for name, mode in kinds],
         "results": eval_results(run.dir),
     }
 
@@ -254,19 +253,18 @@ def compared(
     start: int,
     most: int,
 ) -> Wire:
-    """The problems of one held-out set and mode in two evaluations, those that gained most first; or one
-    `task` of them, alone."""
+    """Returns the problems (or only `task`) of a set and mode in two evaluations, largest gain first."""
     first, last = _by_task(run, before, chosen), _by_task(run, after, chosen)
-    found = [(name, _gain(first.get(name), last.get(name))) for name in {**first, **last}]
-    gains = [gain for _, gain in found if gain is not None]
-    found.sort(key=lambda one: (one[1] is None, -(one[1] or 0.0)))
-    wanted = [one for one in found if task in (None, one[0])]
+    tasks = [(name, _gain(first.get(name), last.get(name))) for name in {**first, **last}]
+    gains = [gain for _, gain in tasks if gain is not None]
+    tasks.sort(key=lambda item: (item[1] is None, -(item[1] or 0.0)))
+    selected = [(name, gain) for name, gain in tasks if task in (None, name)]
     rows = [
         {"task": name, "gain": gain, "before": _short(first.get(name)), "after": _short(last.get(name))}
-        for name, gain in wanted[start : start + most]
+        for name, gain in selected[start : start + most]
     ]
     return {
-        "total": len(wanted),
+        "total": len(selected),
         "tasks": rows,
         "better": sum(gain > 0 for gain in gains),
         "same": sum(gain == 0 for gain in gains),
@@ -281,36 +279,37 @@ def _gain(before: EpisodeSummary | None, after: EpisodeSummary | None) -> float 
 
 
 def _by_task(run: FollowedRun, number: int, chosen: tuple[str, str]) -> dict[str, EpisodeSummary]:
-    """The first episode of each task."""
+    """Returns the first episode of each task."""
     file: RecordFile = run.records.file("eval", number)
-    found: dict[str, EpisodeSummary] = {}
-    for one in file.summaries:
-        if (one.eval_set, one.mode) == chosen:
-            found.setdefault(one.task, one)
-    return found
+    episodes: dict[str, EpisodeSummary] = {}
+    for summary in file.summaries:
+        if (summary.eval_set, summary.mode) == chosen:
+            episodes.setdefault(summary.task, summary)
+    return episodes
 
 
-def _short(one: EpisodeSummary | None) -> Wire | None:
-    if one is None:
+def _short(episode: EpisodeSummary | None) -> Wire | None:
+    if episode is None:
         return None
-    return {"line": one.line, "reward": one.reward, "outcome": one.outcome, "tokens": one.tokens}
+    names = ("line", "reward", "outcome", "tokens")
+    return {name: getattr(episode, name) for name in names}
 
 
 def failures(run: FollowedRun, start: int, most: int) -> Wire:
-    """Failed episodes, the newest first; none where the run has written no such file."""
-    run.look()
+    """Returns the failed episodes, newest first; none if the run has no such file."""
+    run.refresh()
     try:
         summaries = run.records.file("failed", 0).summaries
     except NotFound:
         summaries = []
-    books = run.books()
+    counts = run.counts()
     page = summaries[::-1][start : start + most]
     return {
         "total": len(summaries),
-        "episodes": [one.to_wire() for one in page],
-        "reasons": [] if books is None else books.reasons.most_common(20),
-        "outcomes": [] if books is None else books.outcomes.most_common(),
-        "quarantined": [asdict(one) for one in run.book.quarantined],
+        "episodes": [episode.to_wire() for episode in page],
+        "reasons": [] if counts is None else counts.reasons.most_common(20),
+        "outcomes": [] if counts is None else counts.outcomes.most_common(),
+        "quarantined": [asdict(task) for task in run.ledger.quarantined],
     }
 
 
