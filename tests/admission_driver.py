@@ -47,7 +47,7 @@ class Marker:
 
     def checkpoint(self) -> Checkpoint:
         progress = asdict(self.progress)
-        state = {"cursor": progress["cursor"], "tickets": progress["task_slots"], "ledger": self.position}
+        state = {"cursor": progress["cursor"], "tickets": progress["tickets"], "ledger": self.position}
         return Checkpoint(Path(), self.step, state)
 
 
@@ -264,8 +264,8 @@ class World:
             self.check()
 
     def start(self) -> None:
-        task_slot = self.core.next_task_slot()
-        group = self.core.start_group(task_slot, f"task{task_slot.index}")
+        ticket = self.core.next_ticket()
+        group = self.core.start_group(ticket, f"task{ticket.index}")
         if group is None:
             return
         self.oldest[group.id] = self.core.version

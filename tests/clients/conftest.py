@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from tests.clients.house import house
+from tests.clients.support import gateway_server
 from tidegate.gateway.client import GatewayClient
 
 
 @pytest.fixture(scope="session")
 def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with house(tmp_path_factory.mktemp("house")) as url:
+    with gateway_server(tmp_path_factory.mktemp("gateway")) as url:
         yield url
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from tests.clients.house import PROGRAMS, QUESTION, WideEngine, call, python, run_client, scripted
+from tests.clients.support import PROGRAMS, QUESTION, WideEngine, call, python, run_client, scripted
 from tests.fakes import Stage
 from tidegate.types import Sampling, Task
 

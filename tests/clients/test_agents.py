@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import PROGRAMS, python, run_client, scripted
+from tests.clients.support import PROGRAMS, python, run_client, scripted
 from tests.clients.test_agent_frameworks import EXPRESSIONS, SAMPLING, SUM, replies, stage
 from tests.fakes import Stage
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.clients.house import NODE, PROGRAMS, Episode, run_client
+from tests.clients.support import NODE, PROGRAMS, Episode, run_client
 from tests.clients.test_agent_frameworks import EXPRESSIONS, SAMPLING, SUM, stage
 from tests.clients.test_sdks import solved
 from tests.fakes import Stage

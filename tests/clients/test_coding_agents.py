@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import ENVIRONMENTS, NODE, PROGRAMS, Episode, call, scripted
+from tests.clients.support import ENVIRONMENTS, NODE, PROGRAMS, Episode, call, scripted
 from tests.clients.test_command_line import run, work
 from tests.fakes import Stage
 

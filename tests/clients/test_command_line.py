@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import NODE, Episode, call, run_client, scripted
+from tests.clients.support import NODE, Episode, call, run_client, scripted
 from tests.fakes import FakeEngine, Stage
 from tidegate.types import Sampling, Task
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import NODE, PROGRAMS, QUESTION, call, python, run_client, scripted
+from tests.clients.support import NODE, PROGRAMS, QUESTION, call, python, run_client, scripted
 from tests.clients.test_sdks import solved
 from tidegate.gateway.client import GatewayClient
 from tidegate.types import Task

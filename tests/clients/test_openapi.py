@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.clients.house import ENVIRONMENTS, scripted
+from tests.clients.support import ENVIRONMENTS, scripted
 from tests.fakes import Stage
 from tidegate.types import Sampling, Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients.house import PROGRAMS, Episode, python, run_client
+from tests.clients.support import PROGRAMS, Episode, python, run_client
 from tidegate.gateway.client import GatewayClient
 from tidegate.types import Sampling
 

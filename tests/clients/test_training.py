@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import ENVIRONMENTS, REPO
+from tests.clients.support import ENVIRONMENTS, REPO
 from tests.e2e.runs import SMALL, held, metrics
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(700)]

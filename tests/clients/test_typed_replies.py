@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.house import PROGRAMS, QUESTION, python, run_client, scripted
+from tests.clients.support import PROGRAMS, QUESTION, python, run_client, scripted
 from tidegate.types import Sampling, Task
 
 pytestmark = pytest.mark.clients

@@ -25,7 +25,7 @@ from tidegate.cli import (
     view,
     vllm,
 )
-from tidegate.cli.verbs import CommandParser
+from tidegate.cli.commands import CommandParser
 from tidegate.errors import STOPPED, StartError, TidegateError
 
 COMMANDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory
 
 
 def add(subparsers: Subparsers) -> None:

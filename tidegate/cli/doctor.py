@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 from tidegate.service.secrecy import shield_process
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.service.secrecy import shield_process
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.cli.verbs import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.secrecy import shield_process
 

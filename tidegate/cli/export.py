@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory
 
 DESCRIPTION = """\
 Write a run's training episodes for other tools. --sft writes chats (JSONL, one conversation per line);

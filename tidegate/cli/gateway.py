@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError
 from tidegate.service.secrecy import receive_secrets, shield_process
 

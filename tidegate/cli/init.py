@@ -6,7 +6,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 
 
 def add(subparsers: Subparsers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidegate.cli import rag_build, rag_serve
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 
 ACTIONS = (rag_build, rag_serve)
 

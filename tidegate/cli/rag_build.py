@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 
 DESCRIPTION = """\
 Build a retrieval index: documents on disk, vectors, BM25, or both. Rows are {"id", "contents"} (the title in

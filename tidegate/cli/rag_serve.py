@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 
 
 def add(actions: Subparsers) -> None:

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory
 
 if TYPE_CHECKING:
     from tidegate.trainer.replay import Replayed

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 
 if TYPE_CHECKING:
     from tidegate.simulation.scenario import Scenario

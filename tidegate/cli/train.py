@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tidegate.cli.verbs import Subparsers
+from tidegate.cli.commands import Subparsers
 from tidegate.errors import ConfigError
 from tidegate.service.secrecy import shield_process
 

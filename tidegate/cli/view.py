@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.verbs import RUNS, Subparsers, add_address, run_directory
+from tidegate.cli.commands import RUNS, Subparsers, add_address, run_directory
 from tidegate.errors import ConfigError, StartError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidegate.cli.verbs import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 
 
 def add(subparsers: Subparsers) -> None:

@@ -84,8 +84,8 @@ class SimulatedRun:
 
     def _start_groups(self) -> None:
         while self._core.blocked_by() is None:
-            task_slot = self._core.next_task_slot()
-            group = self._core.start_group(task_slot, f"t{task_slot.index}")
+            ticket = self._core.next_ticket()
+            group = self._core.start_group(ticket, f"t{ticket.index}")
             if group is None:
                 continue
             self._attempts[group.id] = {}

@@ -285,7 +285,7 @@ class Run:
             "version": self.admission.version,
             "highest_version": self.admission.version,
             "cursor": progress.cursor,
-            "tickets": [asdict(task_slot) for task_slot in progress.task_slots],
+            "tickets": [asdict(ticket) for ticket in progress.tickets],
         }
         self.ledger.sync()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)

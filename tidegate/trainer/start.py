@@ -13,7 +13,7 @@ from tidegate.errors import ConfigError, NothingToDo
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskSlot
+from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskTicket
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
@@ -163,13 +163,13 @@ class Start:
     def _state(self, name: str, phase: Phase) -> GroupState:
         issued, attempts = self.past.groups[name].issued, self.past.live_attempts(name)
         slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
-        return GroupState(name, issued["task"], TaskSlot(issued["index"]), slots, phase)
+        return GroupState(name, issued["task"], TaskTicket(issued["index"]), slots, phase)
 
 
 def _progress(state: Mapping[str, Any]) -> AdmissionProgress:
     """Return the admission progress in a checkpoint's marker."""
-    task_slots = [TaskSlot(**task_slot) for task_slot in state["tickets"]]
-    return AdmissionProgress(state["cursor"], task_slots)
+    tickets = [TaskTicket(**ticket) for ticket in state["tickets"]]
+    return AdmissionProgress(state["cursor"], tickets)
 
 
 async def take_over(

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from tests.clients.house import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, process
+from tests.clients.support import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, process
 from tests.fakes import served
 from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS

@@ -30,7 +30,7 @@ from tidegate.trainer.admission.state import (
     GroupState,
     Phase,
     Slot,
-    TaskSlot,
+    TaskTicket,
 )
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.types import Outcome
@@ -72,7 +72,7 @@ class Admission:
         self.outage = Outage(record)
         self._record = record
         self._cursor = 0
-        self._recycled: deque[TaskSlot] = deque()
+        self._recycled: deque[TaskTicket] = deque()
         self._reserved = version
         self._number = 0
         self._running = 0
@@ -109,17 +109,17 @@ class Admission:
         to_train = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
         return (self.rules.steps - self.steps_done) * self.rules.groups_per_batch - to_train
 
-    def next_task_slot(self) -> TaskSlot:
+    def next_ticket(self) -> TaskTicket:
         """Return the next task slot: recycled ones first, then new ones."""
         if self._recycled:
             return self._recycled.popleft()
-        return self._new_task_slot()
+        return self._new_ticket()
 
-    def _new_task_slot(self) -> TaskSlot:
+    def _new_ticket(self) -> TaskTicket:
         self._cursor += 1
-        return TaskSlot(self._cursor - 1)
+        return TaskTicket(self._cursor - 1)
 
-    def start_group(self, task_slot: TaskSlot, task: str) -> GroupState | None:
+    def start_group(self, ticket: TaskTicket, task: str) -> GroupState | None:
         """Issue a group. Returns None, and uses up the task slot, if the task is quarantined."""
         if task in self.quarantined:
             return None
@@ -127,14 +127,14 @@ class Admission:
             raise LedgerError(f"cannot start a group for task {task}: {blocked}")
         self._number += 1
         slots = [Slot() for _ in range(self.rules.group_size)]
-        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, task_slot, slots)
+        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots)
         self.groups[group.id] = group
         self._running += len(slots)
         self.group_counts[State.LIVE] += 1
         self._record(
             entry(
-                "group", "issued", id=group.id, task=task, index=task_slot.index,
-                version=self.version, replaces=task_slot.replaces,
+                "group", "issued", id=group.id, task=task, index=ticket.index,
+                version=self.version, replaces=ticket.replaces,
             )
         )  # fmt: skip
         return group
@@ -233,9 +233,9 @@ class Admission:
 
     def cancel_group(self, group_id: str) -> None:
         """End a group as `cancelled`, as the run stops; a resumed run issues its task again."""
-        task_slot = self.groups[group_id].task_slot
+        ticket = self.groups[group_id].ticket
         self._end_group(self.groups[group_id], State.CANCELLED)
-        self._recycled.append(TaskSlot(task_slot.index, None, task_slot.stale_retries))
+        self._recycled.append(TaskTicket(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
@@ -347,9 +347,9 @@ class Admission:
         self._end_group(
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )
-        task_slot = group.task_slot
-        if task_slot.stale_retries < self.rules.max_stale_retries:
-            self._recycled.append(TaskSlot(task_slot.index, group.id, task_slot.stale_retries + 1))
+        ticket = group.ticket
+        if ticket.stale_retries < self.rules.max_stale_retries:
+            self._recycled.append(TaskTicket(ticket.index, group.id, ticket.stale_retries + 1))
 
     def reserve_version(self, step: int) -> int:
         """Reserve the next version number for the weights after `step`.
@@ -380,14 +380,14 @@ class Admission:
     def progress(self) -> AdmissionProgress:
         """Return the cursor and the task slots that are outstanding or recycled."""
         groups = self.groups.values()
-        outstanding = [group.task_slot for group in groups if group.phase is not Phase.UNPUBLISHED]
+        outstanding = [group.ticket for group in groups if group.phase is not Phase.UNPUBLISHED]
         return AdmissionProgress(self._cursor, [*self._recycled, *outstanding])
 
     def restore(self, progress: AdmissionProgress) -> None:
         """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch."""
         self._cursor = progress.cursor
         self._recycled = deque(
-            TaskSlot(task_slot.index, None, task_slot.stale_retries) for task_slot in progress.task_slots
+            TaskTicket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
 
     def resume_group(self, group: GroupState) -> None:
@@ -401,9 +401,9 @@ class Admission:
         for number, slot in enumerate(group.slots):
             if slot.done is not None:
                 self._attempts[slot.done] = (group.id, number)
-        while self._cursor <= group.task_slot.index:
-            self._recycled.append(self._new_task_slot())
-        self._recycled = deque(slot for slot in self._recycled if slot.index != group.task_slot.index)
+        while self._cursor <= group.ticket.index:
+            self._recycled.append(self._new_ticket())
+        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != group.ticket.index)
 
     # ------------------------------------------------------------------ ledger entries
 

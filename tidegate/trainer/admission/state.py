@@ -12,7 +12,7 @@ from tidegate.types import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSlot:
+class TaskTicket:
     """Permission to start one group: the task's index in the training split, and the group it replaces."""
 
     index: int
@@ -55,7 +55,7 @@ class GroupState:
 
     id: str
     task: str
-    task_slot: TaskSlot
+    ticket: TaskTicket
     slots: list[Slot]
     phase: Phase = Phase.RUNNING
     oldest: int | None = None
@@ -94,4 +94,4 @@ class AdmissionProgress:
     """Admission state in a checkpoint, from which a resumed run continues with the same tasks."""
 
     cursor: int = 0
-    task_slots: list[TaskSlot] = field(default_factory=list)
+    tickets: list[TaskTicket] = field(default_factory=list)

@@ -120,7 +120,7 @@ class Batcher:
         if group.id not in self.admission.groups:  # never issued, or ended during the lease call
             await self.gateway.ack(self.admission.epoch, group.lease_id, UNKNOWN)
             return None
-        answer = self.answer(self.admission.groups[group.id].task_slot.index)
+        answer = self.answer(self.admission.groups[group.id].ticket.index)
         for trajectory in group.trajectories:
             trajectory.answer = answer
         self.add(group)

@@ -18,7 +18,7 @@ from tidegate.errors import GatewayError, NoUsableEpisodesError, TidegateError, 
 from tidegate.gateway.client import GatewayClient, SessionSummary
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict
-from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskSlot
+from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskTicket
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.records.dead_letters import Attempted
@@ -71,7 +71,7 @@ class Rollout:
                 self._wake.clear()
                 self._raise_if_broken()
                 while not self._stopped and self.admission.blocked_by() is None:
-                    self._start(self.admission.next_task_slot())
+                    self._start(self.admission.next_ticket())
                 await self._wake.wait()
         finally:
             await self.stop()
@@ -87,9 +87,9 @@ class Rollout:
             failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
             raise NoUsableEpisodesError(f"training stopped: {why}{failure}")
 
-    def _start(self, task_slot: TaskSlot) -> None:
-        task = self._task(task_slot.index)
-        group = self.admission.start_group(task_slot, task.id)
+    def _start(self, ticket: TaskTicket) -> None:
+        task = self._task(ticket.index)
+        group = self.admission.start_group(ticket, task.id)
         if group is None:  # quarantined
             self._skipped += 1
             if self._skipped > MAX_QUARANTINED_IN_A_ROW:
@@ -130,7 +130,7 @@ class Rollout:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
                 if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
-                    await self._drop(group.id, State.FAILED, group.task_slot.index)
+                    await self._drop(group.id, State.FAILED, group.ticket.index)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.successful_attempts()]
             await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
@@ -224,7 +224,7 @@ class Rollout:
 
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
         """End groups that `version` makes stale, given their oldest sampled version, and drop them."""
-        indices = {group_id: self.admission.groups[group_id].task_slot.index for group_id in oldest}
+        indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
         for group_id, sampled in oldest.items():
             running = self._running.get(group_id)
             self.admission.end_stale(group_id, version, sampled)

@@ -11,7 +11,7 @@ from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
-from tidegate.trainer.admission.state import AdmissionProgress, TaskSlot
+from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.recovery import LedgerState
 from tidegate.trainer.start import Start, admission_rules
@@ -33,8 +33,8 @@ class Driver:
         self.core = Admission(rules(**changes), self.book.append)
 
     def start(self) -> str:
-        task_slot = self.core.next_task_slot()
-        group = self.core.start_group(task_slot, f"task{task_slot.index}")
+        ticket = self.core.next_ticket()
+        group = self.core.start_group(ticket, f"task{ticket.index}")
         assert group is not None
         return group.id
 
@@ -109,14 +109,14 @@ def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
     driver.core.version = driver.core._reserved = 1
     assert driver.core.select_batch() is None
     assert driver.ends() == {"stale": 2}
-    again = driver.core.next_task_slot()
-    assert again == TaskSlot(0, first, 1)
-    assert driver.core.next_task_slot() == TaskSlot(1, second, 1)
+    again = driver.core.next_ticket()
+    assert again == TaskTicket(0, first, 1)
+    assert driver.core.next_ticket() == TaskTicket(1, second, 1)
     group = driver.core.start_group(again, "task0")
     assert group is not None
     assert driver.book[-1]["replaces"] == first
     driver.core.end_stale(group.id)
-    assert driver.core.next_task_slot() == TaskSlot(2), "its budget is spent: another task takes the place"
+    assert driver.core.next_ticket() == TaskTicket(2), "its budget is spent: another task takes the place"
 
 
 def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
@@ -140,7 +140,7 @@ def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
         )
     assert verdicts == [AttemptVerdict.RETRY, AttemptVerdict.RETRY, AttemptVerdict.FAILED]
     assert driver.core.quarantined == {"task0"}
-    assert driver.core.start_group(TaskSlot(0), "task0") is None
+    assert driver.core.start_group(TaskTicket(0), "task0") is None
     assert driver.ends("attempt") == {"failed": 3}
     assert driver.ends() == {"failed": 1}
 
@@ -255,18 +255,18 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     driver = Driver(max_staleness=5)
     driver.start(), driver.start()
     progress = driver.core.progress()
-    assert progress == AdmissionProgress(2, [TaskSlot(0), TaskSlot(1)])
+    assert progress == AdmissionProgress(2, [TaskTicket(0), TaskTicket(1)])
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.abandoned = {7, 8}
-    assert [resumed.next_task_slot().index for _ in range(3)] == [0, 1, 2]
+    assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
     assert resumed.admissible(6)
     assert not resumed.admissible(7)
     assert not resumed.admissible(8)
     assert resumed.admissible(9)
     assert not resumed.admissible(6, 7), "a token of the lineage that was left, beside an older one"
     assert not resumed.admissible(6, 9), "whoever has such tokens on both sides may have some in between"
-    group = resumed.start_group(TaskSlot(0), "task0")
+    group = resumed.start_group(TaskTicket(0), "task0")
     assert group is not None
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
 
@@ -274,10 +274,10 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
 def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
     driver = Driver()
     first = driver.start()
-    index = driver.core.groups[first].task_slot.index
+    index = driver.core.groups[first].ticket.index
     driver.core.cancel_group(first)
-    assert [task_slot.index for task_slot in driver.core.progress().task_slots] == [index]
-    assert driver.core.next_task_slot() == TaskSlot(
+    assert [ticket.index for ticket in driver.core.progress().tickets] == [index]
+    assert driver.core.next_ticket() == TaskTicket(
         index, None, 0
     )  # not as its replacement: nothing was stale
     assert driver.ends() == {"cancelled": 1}
@@ -301,9 +301,9 @@ def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced()
 
 def test_a_resumed_run_starts_the_groups_of_the_steps_that_are_left() -> None:
     resumed = Admission(rules(max_staleness=5, steps=10), lambda _: None, epoch=2, version=9, step=9)
-    for task_slot in range(2):
+    for ticket in range(2):
         assert resumed.blocked_by() is None
-        resumed.start_group(resumed.next_task_slot(), f"task{task_slot}")
+        resumed.start_group(resumed.next_ticket(), f"task{ticket}")
     assert resumed.blocked_by() is not None
 
 
@@ -370,7 +370,7 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     assert again.restore_admission(driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
     again.lift_quarantine = True
     core = again.restore_admission(driver.book.append, driver.core.rules, {}).admission
-    assert core.start_group(core.next_task_slot(), task) is not None
+    assert core.start_group(core.next_ticket(), task) is not None
     assert {"event": "lifted", "task": task}.items() <= driver.book[-2].items()
     past.apply({**driver.book[-2], "seq": len(driver.book)})
     assert past.quarantined == set(), "the next resume knows of it too"

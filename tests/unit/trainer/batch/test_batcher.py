@@ -33,7 +33,7 @@ class Gateway:
     acked: list[tuple[str, str]] = field(default_factory=list)
 
     async def lease(self, *_: Any) -> list[Group]:
-        group = self.admission.start_group(self.admission.next_task_slot(), f"t{len(self.rewards)}")
+        group = self.admission.start_group(self.admission.next_ticket(), f"t{len(self.rewards)}")
         assert group is not None
         for slot in range(2):
             self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)

@@ -55,8 +55,8 @@ def run_dir(tmp_path: Path) -> Path:
 def _step(run_dir: Path, core: Admission, step: int) -> None:
     found = []
     for number in range(2):
-        task_slot = core.next_task_slot()
-        group = core.start_group(task_slot, f"task{task_slot.index}")
+        ticket = core.next_ticket()
+        group = core.start_group(ticket, f"task{ticket.index}")
         assert group is not None
         if number == 0:
             core.end_attempt(core.start_attempt(group.id, 0), Outcome.TIMEOUT, "slow")

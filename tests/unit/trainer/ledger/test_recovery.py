@@ -15,7 +15,7 @@ from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, LedgerError
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.admission.state import BatchSelection, Phase, TaskSlot
+from tidegate.trainer.admission.state import BatchSelection, Phase, TaskTicket
 from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
@@ -170,7 +170,7 @@ def test_a_group_behind_the_marker_goes_on_and_its_task_is_not_issued_again() ->
     assert [group.id for group in opened.leased] == ["b"]
     assert core.groups["b"].phase is Phase.LEASED
     assert (core.group_counts["live"], core.attempt_counts["live"], core.group_counts["stepped"]) == (1, 2, 0)
-    assert [core.next_task_slot() for _ in range(3)] == [TaskSlot(1), TaskSlot(3), TaskSlot(4)]
+    assert [core.next_ticket() for _ in range(3)] == [TaskTicket(1), TaskTicket(3), TaskTicket(4)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
     assert ends(book) == {"b": "stale"}, why
     assert ends(book, "attempt") == {"b.0.1": "stale", "b.1.1": "stale"}
     assert (opened.leased, opened.stale) == ([], ["b"])
-    assert opened.admission.next_task_slot() == TaskSlot(0, "b", 1)
+    assert opened.admission.next_ticket() == TaskTicket(0, "b", 1)
 
 
 def test_what_had_not_ended_goes_on_where_its_tokens_are_and_is_cancelled_elsewhere() -> None:

@@ -62,7 +62,7 @@ def process(announce: Path, *arguments: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def house(folder: Path) -> Iterator[str]:
+def gateway_server(folder: Path) -> Iterator[str]:
     """Runs a gateway with the embedded engine and the bundled model; yields its URL."""
     model = str(BASE_MODEL)
     with (
