@@ -1,4 +1,4 @@
-"""What the documents name is there: files, links, verbs and their flags, settings, make's targets."""
+"""Files, links, commands, settings and targets that documents name exist; so do names in docstrings."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def code(text: str) -> Iterator[str]:
     yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
-def verb_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
-    """The parser of a verb, or of one of its actions; fails where there is none."""
+def subparser(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """The parser of a command, or of one of its actions; fails where there is none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and words:
-            assert words[0] in action.choices, f"there is no verb {words[0]!r}"
-            return verb_of(action.choices[words[0]], words[1:])
+            assert words[0] in action.choices, f"there is no command {words[0]!r}"
+            return subparser(action.choices[words[0]], words[1:])
     return parser
 
 
@@ -75,14 +75,14 @@ def test_files_that_are_named_are_there(path: Path) -> None:
 
 
 @each_document
-def test_verbs_flags_and_settings_are_there(path: Path) -> None:
+def test_commands_flags_and_settings_exist(path: Path) -> None:
     for line in code(path.read_text()):
         for command in re.findall(r"(?:^|[ /])tidegate ([a-z][^|;#&]*)", line):
             words = command.split()
-            verb = verb_of(_parser(), words)
+            parser = subparser(_parser(), words)
             for flag in re.findall(r"(?<![\w-])--([\w.-]+)", command):
-                known = f"--{flag}" in verb._option_string_actions
-                setting = verb.get_default("takes_settings") and is_setting(flag)
+                known = f"--{flag}" in parser._option_string_actions
+                setting = parser.get_default("takes_settings") and is_setting(flag)
                 assert known or setting, f"tidegate {words[0]} has no --{flag}"
         for name in re.findall(
             r"^(?:run|model|engine|gateway|agent|sampling|trainer|eval)\.(?!p[yt]$)[a-z_]+$", line

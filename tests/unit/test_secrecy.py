@@ -55,7 +55,7 @@ def test_a_process_that_is_shielded_is_read_by_no_other_of_its_user() -> None:
     waiting = "print(flush=True); import sys; sys.stdin.read()"
     for shield, readable in (
         ("", True),
-        ("from tidegate.service.secrecy import *; shield_process();", False),
+        ("from tidegate.service.process_secrets import *; shield_process();", False),
     ):
         process = subprocess.Popen(
             [sys.executable, "-c", shield + waiting],
@@ -160,7 +160,7 @@ async def test_a_command_as_another_user_reads_neither_the_run_nor_its_processes
     made = [
         sys.executable,
         "-c",
-        f"import sys, pathlib; from tidegate.service.secrecy import *; {making}",
+        f"import sys, pathlib; from tidegate.service.process_secrets import *; {making}",
         str(run),
     ]
     await asyncio.to_thread(subprocess.run, made, check=True)

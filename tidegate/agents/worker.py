@@ -32,7 +32,7 @@ from tidegate.agents.base import Agent, Result, Session, load_agent
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.service.address import reachable_address
 from tidegate.service.parent_death import continue_at_parent_exit
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 

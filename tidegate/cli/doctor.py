@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError, GatewayError
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 
 log = logging.getLogger("tidegate.engine")
 JOIN_S = 5.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.commands import Subparsers, run_directory
 from tidegate.errors import STOPPED, ConfigError
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings

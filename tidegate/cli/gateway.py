@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
 from tidegate.errors import ConfigError
-from tidegate.service.secrecy import receive_secrets, shield_process
+from tidegate.service.process_secrets import receive_secrets, shield_process
 
 if TYPE_CHECKING:
     from tidegate.gateway.groups.rewards import Rewarder

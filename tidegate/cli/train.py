@@ -6,7 +6,7 @@ import argparse
 
 from tidegate.cli.commands import Subparsers
 from tidegate.errors import ConfigError
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 
 
 def add(subparsers: Subparsers) -> None:

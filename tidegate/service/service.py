@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import StartError
-from tidegate.service.secrecy import send_secrets
+from tidegate.service.process_secrets import send_secrets
 from tidegate.service.serve import Listen, bind
 
 LOOPBACK = "127.0.0.1"
@@ -38,7 +38,7 @@ class Service:
         arguments: called at each start, so that a restarted engine gets the current weights.
         directory: holds the log and the announced address, in `logs/`.
         port: 0 takes a free one; a restart keeps it.
-        secrets: passed through an inherited socket, as other processes can read command lines (`secrecy`).
+        secrets: passed through an inherited socket, as other processes can read command lines.
         name: distinguishes several services of one verb.
         shares_log: log to the owner's output instead of a file.
         host: the owner itself listens here, so that calls during a restart wait instead of being refused.

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     new: list[Message]
     tools: list[Any] | None = None
     sampled: str | None = None
-    cut: bool = False
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,26 @@ def check_conformance(renderer: Renderer) -> ConformanceReport:
 
 
 def _battery() -> Iterator[Case]:
-    ask, reply, more = [_user("What is 2 + 3?")], _assistant("It is 5."), _user("And 4 + 4?")
+    question, reply, more = [_user("What is 2 + 3?")], _assistant("It is 5."), _user("And 4 + 4?")
     one, two = _calls(1), _calls(2)
-    yield Case("a question", ask, reply, [more])
+    yield Case("a question", question, reply, [more])
     yield Case(
-        "a question, with a system prompt and tools", [_system("Be brief."), *ask], reply, [more], _TOOLS
+        "a question, with a system prompt and tools", [_system("Be brief."), *question], reply, [more], _TOOLS
     )
-    yield Case("two questions at once", ask, reply, [more, _user("And 1 + 1?")])
-    yield Case("a system message in the middle", ask, reply, [_system("Be brief."), more])
-    yield Case("a reply that the client wrote", ask, reply, [more, _assistant("8"), _user("Sure?")])
-    yield Case("nothing: another reply", ask, reply, [])
-    yield Case("a tool's result", ask, one, _results(one), _TOOLS)
-    yield Case("results of parallel calls", ask, two, _results(two), _TOOLS)
-    yield Case("a tool's result and a question", ask, one, [*_results(one), more], _TOOLS)
-    yield Case("after a cut reply", ask, reply, [more], cut=True)
-    yield Case("after an empty reply", ask, _assistant(""), [more])
+    yield Case("two questions at once", question, reply, [more, _user("And 1 + 1?")])
+    yield Case("a system message in the middle", question, reply, [_system("Be brief."), more])
+    yield Case("a reply that the client wrote", question, reply, [more, _assistant("8"), _user("Sure?")])
+    yield Case("nothing: another reply", question, reply, [])
+    yield Case("a tool's result", question, one, _results(one), _TOOLS)
+    yield Case("results of parallel calls", question, two, _results(two), _TOOLS)
+    yield Case("a tool's result and a question", question, one, [*_results(one), more], _TOOLS)
+    yield Case("after a truncated reply", question, reply, [more], truncated=True)
+    yield Case("after an empty reply", question, _assistant(""), [more])
     thought = "<think>\nTwo and three.\n</think>\n\nIt is 5."
-    yield Case("after reasoning", ask, _assistant(thought), [more], sampled=thought)
-    yield Case("Unicode", ask, _assistant(_UNICODE), [_user(_UNICODE)])
-    yield Case("whitespace at the edges", ask, reply, [_user(_EDGES)])
-    yield Case("whitespace at a reply's edges", ask, _assistant(_EDGES), [more], sampled=_EDGES)
+    yield Case("after reasoning", question, _assistant(thought), [more], sampled=thought)
+    yield Case("Unicode", question, _assistant(_UNICODE), [_user(_UNICODE)])
+    yield Case("whitespace at the edges", question, reply, [_user(_EDGES)])
+    yield Case("whitespace at a reply's edges", question, _assistant(_EDGES), [more], sampled=_EDGES)
 
 
 def _check_case(renderer: Renderer, case: Case) -> CaseResult:
@@ -136,7 +136,7 @@ def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]
     A reasoning model may reason or not, so: the reply as the template renders a last one, and as a past one.
     `prompt` is the length of the prompt in characters.
     """
-    end = [] if case.cut else renderer.encode(renderer.turn_end)
+    end = [] if case.truncated else renderer.encode(renderer.turn_end)
     if case.sampled is not None:
         yield [*renderer.encode(case.sampled), *end]
         return
@@ -144,7 +144,7 @@ def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]
     if text is not None:
         ids = renderer.encode(text)
         stop = next((at for at, token in enumerate(ids) if token in renderer.stop_ids), None)
-        yield [*ids, *end] if stop is None else ids[: stop if case.cut else stop + 1]
+        yield [*ids, *end] if stop is None else ids[: stop if case.truncated else stop + 1]
     rendered = _render_all(renderer, case)
     with contextlib.suppress(Unrenderable):
         suffix = renderer.codec.decode_all(_encode_suffix(renderer, case, None))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import ray
 
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 from tidegate.service.service import Service
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, set_gloo_interface
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache

@@ -14,7 +14,7 @@ import ray
 
 from tidegate.errors import StartError
 from tidegate.observer import Observer
-from tidegate.service.secrecy import shield_process
+from tidegate.service.process_secrets import shield_process
 from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
 from tidegate.trainer.cluster.observer_relay import Event, ObserverRelay

@@ -185,10 +185,10 @@ class _Process:
         process._reader = asyncio.create_task(process._read(), name="agents' events")
         return process
 
-    def send_run(self, job_id: str, order: Mapping[str, Any]) -> asyncio.Future[AgentResult]:
+    def send_run(self, job_id: str, command: Mapping[str, Any]) -> asyncio.Future[AgentResult]:
         ended: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self._waiting[job_id] = ended
-        self._send({"op": "run", "job": job_id, **order})
+        self._send({"op": "run", "job": job_id, **command})
         return ended
 
     def send_cancel(self, job_id: str) -> None:
@@ -213,9 +213,9 @@ class _Process:
         if self._reader is not None:
             await self._reader
 
-    def _send(self, order: Mapping[str, Any]) -> None:
+    def _send(self, command: Mapping[str, Any]) -> None:
         # Writes to an exited child are lost; `_read` ends its runs.
-        self._commands.write(json.dumps(order).encode() + b"\n")
+        self._commands.write(json.dumps(command).encode() + b"\n")
 
     async def _wait_until_ready(self, use: str, log_path: Path) -> None:
         try:
