@@ -269,9 +269,9 @@ async def test_tool_calls_that_nobody_reads(patient: Patient) -> None:
         (Fault("no_logprobs"), "engine_no_logprobs", "the engine at .* returned no logprobs"),
         (Fault("no_versions"), "engine_no_versions", "attests no weight version"),
         (Fault("version", "default"), "engine_bad_versions", "which is not a number"),
-        (Fault("version", "7"), "engine_two_versions", "serves version '0', and sampled with '7'"),
+        (Fault("version", "7"), "engine_two_versions", "reports version '0', but sampled with '7'"),
         (Fault("status", 400), "engine_refuses", "answered 400 to POST .*/generate.*as asked"),
-        (Fault("garbage"), "engine_refuses", "with what is not JSON"),
+        (Fault("garbage"), "engine_refuses", "with invalid JSON"),
         (Fault("drop"), "engine_unreachable", "no engine answers at"),
     ],
     ids=lambda one: one.kind if isinstance(one, Fault) else "",
@@ -298,7 +298,7 @@ async def test_an_engine_that_hangs(patient: Patient, monkeypatch: pytest.Monkey
 
 async def test_an_engine_that_makes_logprobs_up(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fakes.logprob_of", lambda token, position: 0.0)
-    assert "logprob 0 for all of" in (await patient.examine())["engine_bad_logprobs"].text
+    assert "logprob 0 for all 12 tokens" in (await patient.examine())["engine_bad_logprobs"].text
 
 
 async def test_an_engine_of_another_model(patient: Patient) -> None:

@@ -49,7 +49,7 @@ def test_a_published_model_needs_no_files() -> None:
 
 
 def test_an_unknown_model_without_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/config\.json is not there"):
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json does not exist"):
         read_shape(tmp_path / "nowhere")
 
 
@@ -63,7 +63,7 @@ def test_a_config_that_is_no_decoders_is_named(tmp_path: Path, content: str) -> 
 def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: incomplete safetensors file"):
         read_shape(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     assert two["weights"] == alone["weights"] == 2 * gpus["weights"]
     assert two["activations"] == 2 * alone["activations"] == 2 * gpus["activations"]
     settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
-    assert "the run's process and 2 followers of it, on cuda" in describe(settings)
+    assert "the run's process and 2 more ranks, on cuda" in describe(settings)
     assert "each of 3 GPUs" in describe(settings)
 
 
@@ -152,7 +152,7 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
     settings = settings_of(tmp_path / "Qwen3-0.6B", tmp_path / "runs", gateway={"admin_key": "s3cret"})
     text = describe(settings)
     assert "596,049,920 parameters" in text
-    assert "tokenizer_config.json is not there" in text
+    assert "tokenizer_config.json does not exist" in text
     assert "s3cret" not in text
     assert "tidegate engine --model" in text
     assert list(tmp_path.iterdir()) == []
@@ -191,7 +191,7 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "in all on cpu" in done.stdout
+    assert "total on cpu" in done.stdout
     assert sorted(one.name for one in tmp_path.iterdir()) == ["agent.py"]
 
 

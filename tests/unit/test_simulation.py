@@ -97,7 +97,7 @@ def test_the_bound_holds_and_every_token_is_accounted_for(bound: int | None, int
     figures = world.run()
     assert figures.staleness_max <= (bound if bound is not None else 10_000)
     flying = sum(one.sampled for group in world._attempts.values() for one in group.values())
-    tally = world._tally
+    tally = world._counts
     assert tally.sampled == pytest.approx(tally.trained + sum(tally.lost.values()) + flying)
     assert 0 < figures.goodput <= 1
 
@@ -276,7 +276,7 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
         (["--agent.failed", "1.5"], "agent.failed"),
         (["--steps", "1"], "steps = 1"),
         (["--rules.min_group_size", "9"], "more than group_size = 8"),
-        (["--plot", "picture.gif"], "ends in .png, .svg, .pdf"),
+        (["--plot", "picture.gif"], "must end in one of .png, .svg, .pdf"),
         (["--plot", "/nowhere/picture.png"], "no such directory"),
     ],
 )

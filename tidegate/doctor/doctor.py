@@ -16,7 +16,7 @@ from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
-from tidegate.doctor.template import ASKED
+from tidegate.doctor.template import QUESTION
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
@@ -28,10 +28,10 @@ from tidegate.trainer.processes.local import LocalProcesses
 
 @dataclass(slots=True)
 class Examination:
-    """One examination of one configuration; `run` is called once.
+    """Checks one configuration; `run` is called once.
 
-    `tell` hears of each finding at once. The processes that are started log to `folder`/logs, and end
-    with `run`.
+    `tell` is called with each finding as soon as it exists. Started processes write their logs to
+    `folder`/logs and are stopped before `run` returns.
     """
 
     settings: Settings
@@ -41,30 +41,30 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
 
     async def run(self) -> list[Finding]:
-        self._say(check_install(self.settings))
-        if not self._say([check_port(self.settings)]):
+        self._report(check_install(self.settings))
+        if not self._report([check_port(self.settings)]):
             self._take_another_port()
         found, renderer = await asyncio.to_thread(check_model, self.settings)
-        self._say(found)
+        self._report(found)
         found, environment = await asyncio.to_thread(check_environment, self.settings, renderer)
-        if not self._say(found):
-            self._skip("rewards", "the environment must be sound first")
+        if not self._report(found):
+            self._skip("rewards", "the environment has an error")
             environment = None
         if environment is not None:
-            self._say(await asyncio.to_thread(check_rewards, environment))
+            self._report(await asyncio.to_thread(check_rewards, environment))
         async with contextlib.AsyncExitStack() as stack:
             await self._with_processes(stack, renderer, environment)
         return self.findings
 
-    def _say(self, findings: Sequence[Finding]) -> bool:
-        """Tell what was found; whether there is no error among it."""
+    def _report(self, findings: Sequence[Finding]) -> bool:
+        """Reports findings; returns whether none of them is an error."""
         for finding in findings:
             self.findings.append(finding)
             self.tell(finding)
         return not failed(list(findings))
 
     def _skip(self, check: str, why: str) -> None:
-        self._say([note(check, "skipped", f"not tried: {why}")])
+        self._report([note(check, "skipped", f"skipped: {why}")])
 
     def _take_another_port(self) -> None:
         """Provides a replacement so that the other checks can run."""
@@ -75,16 +75,16 @@ class Examination:
         self, stack: contextlib.AsyncExitStack, renderer: Renderer | None, environment: Environment | None
     ) -> None:
         if renderer is None:
-            self._skip("engine", "the model directory must be whole first")
+            self._skip("engine", "the model directory is incomplete")
             return
         urls = await self._engines(stack)
-        prompt: list[int] = renderer.encode_prompt(ASKED, None, {}).tolist()
+        prompt: list[int] = renderer.encode_prompt(QUESTION, None, {}).tolist()
         temperature = self.settings.sampling.temperature
-        well = [self._say(await check_engine(url, prompt, temperature, renderer)) for url in urls]
-        if not urls or not all(well):
-            self._skip("episode", "an engine must work first")
+        healthy = [self._report(await check_engine(url, prompt, temperature, renderer)) for url in urls]
+        if not urls or not all(healthy):
+            self._skip("episode", "no engine works")
         elif environment is None:
-            self._skip("episode", "the environment must be sound first")
+            self._skip("episode", "the environment has an error")
         else:
             await self._try_agent(stack, urls, environment, renderer)
 
@@ -99,7 +99,7 @@ class Examination:
         try:
             return [await engine.start()]
         except StartError as failure:
-            self._say([error("engine", "engine_does_not_start", str(failure))])
+            self._report([error("engine", "engine_does_not_start", str(failure))])
             return []
 
     async def _try_agent(
@@ -112,15 +112,15 @@ class Examination:
         gateway = await self._gateway(stack, urls)
         worker = await self._worker(stack)
         if gateway is None or worker is None:
-            self._skip("episode", "gateway and agent must start first")
+            self._skip("episode", "gateway or agent could not start")
             return
         for number, task in enumerate(first_tasks(environment, self.episodes)):
             try:
                 episode = await run_episode(self.settings, gateway, worker, task, f"episode-{number}")
             except (GatewayError, StartError) as failure:
-                self._say([error("episode", "episode_failed", f"the episode could not be run: {failure}")])
+                self._report([error("episode", "episode_failed", f"the episode could not be run: {failure}")])
                 return
-            self._say(judge_episode(episode, self.settings, renderer))
+            self._report(judge_episode(episode, self.settings, renderer))
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
         key = admin_key(self.settings)
@@ -134,9 +134,9 @@ class Examination:
                 await client.add_engine(url)
             await client.health()
         except (StartError, GatewayError) as failure:
-            self._say([error("gateway", "gateway_does_not_start", str(failure))])
+            self._report([error("gateway", "gateway_does_not_start", str(failure))])
             return None
-        self._say([ok("gateway", f"serves at {client.url}")])
+        self._report([ok("gateway", f"serves at {client.url}")])
         return client
 
     async def _worker(self, stack: contextlib.AsyncExitStack) -> AgentWorker | None:
@@ -144,8 +144,8 @@ class Examination:
         try:
             worker = await AgentWorker.start(agent.use, agent.options, self.folder / "logs" / "agent.log")
         except (ConfigError, StartError) as failure:
-            self._say([error("agent", "agent_unloadable", f"your agent cannot be loaded: {failure}")])
+            self._report([error("agent", "agent_unloadable", f"your agent cannot be loaded: {failure}")])
             return None
         stack.push_async_callback(worker.close)
-        self._say([ok("agent", f"{agent.use} is loaded")])
+        self._report([ok("agent", f"{agent.use} is loaded")])
         return worker

@@ -1,4 +1,4 @@
-"""Does an engine really give back ids, logprobs and versions, and are they plausible?"""
+"""Checks that an engine returns ids, logprobs and versions, and that they are plausible."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOKENS = 16
 INFO_S = 10.0
 GENERATE_S = 60.0
 IMPROBABLE = -60.0
-"""Less likely than e^-60: no token is sampled so."""
+"""Lowest plausible logprob of a sampled token."""
 
 
 async def check_engine(
     url: str, prompt: Sequence[int], temperature: float, renderer: Renderer
 ) -> list[Finding]:
-    """One reply of an engine, read without mercy. `prompt` is token ids."""
+    """Requests one reply of an engine for the token ids `prompt`, and returns the findings."""
     try:
         async with aiohttp.ClientSession() as http:
             info = await _json(http, "GET", url + "/model_info", None, INFO_S)
@@ -37,7 +37,7 @@ async def check_engine(
                 "engine",
                 "engine_hangs",
                 f"the engine at {url} does not answer in time",
-                "is it paused, or loading?",
+                "check whether it is paused or still loading",
             )
         ]
     except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as failure:
@@ -50,7 +50,7 @@ async def check_engine(
 async def _json(
     http: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, seconds: float
 ) -> dict[str, Any]:
-    """Raises ValueError where the answer is an error, or no JSON object."""
+    """Raises ValueError if the response is an error, or not a JSON object."""
     async with asyncio.timeout(seconds), http.request(method, url, json=body) as response:
         answer = await response.read()
         if response.status != 200:
@@ -58,12 +58,12 @@ async def _json(
                 f"answered {response.status} to {method} {url}: {answer[:300].decode(errors='replace')}"
             )
         try:
-            found = orjson.loads(answer)
+            value = orjson.loads(answer)
         except orjson.JSONDecodeError:
-            raise ValueError(f"answered {method} {url} with what is not JSON: {answer[:100]!r}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"answered {method} {url} with no JSON object")
-        return found
+            raise ValueError(f"answered {method} {url} with invalid JSON: {answer[:100]!r}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"answered {method} {url} without a JSON object")
+        return value
 
 
 def _request(prompt: Sequence[int], temperature: float) -> dict[str, Any]:
@@ -86,23 +86,27 @@ def judge_reply(url: str, reply: dict[str, Any], info: dict[str, Any], renderer:
     """Findings on the reply of one `/generate` call."""
     meta = reply.get("meta_info")
     ids = reply.get("output_ids")
-    if not isinstance(meta, dict) or not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if (
+        not isinstance(meta, dict)
+        or not isinstance(ids, list)
+        or not all(type(token) is int for token in ids)
+    ):
         return [
             error(
                 "engine",
                 "engine_no_ids",
-                f"the engine at {url} returned no output_ids; it must speak SGLang's /generate",
+                f"the engine at {url} returned no output_ids; it must implement SGLang's /generate",
             )
         ]
     if not ids:
         return [error("engine", "engine_no_ids", f"the engine at {url} returned an empty reply")]
-    found = [
+    findings = [
         *_logprobs(url, ids, meta.get("output_token_logprobs")),
         *_versions(url, len(ids), meta, info),
         *_text(url, ids, reply.get("text"), renderer),
     ]
     version = meta.get("weight_version")
-    return found or [ok("engine", f"{url}: ids, logprobs and versions come back (version {version})")]
+    return findings or [ok("engine", f"{url} returns ids, logprobs and versions (version {version})")]
 
 
 def _logprobs(url: str, ids: list[int], pairs: Any) -> Iterator[Finding]:
@@ -111,36 +115,36 @@ def _logprobs(url: str, ids: list[int], pairs: Any) -> Iterator[Finding]:
             "engine",
             "engine_no_logprobs",
             f"the engine at {url} returned no logprobs",
-            "it must honour return_logprob",
+            "it must support return_logprob",
         )
         return
     try:
         values = [float(pair[0]) for pair in pairs]
-        told = [pair[1] for pair in pairs]
+        logprob_ids = [pair[1] for pair in pairs]
     except (TypeError, ValueError, IndexError, KeyError):
         yield error(
             "engine", "engine_no_logprobs", f"the engine at {url} returned no logprobs for some tokens"
         )
         return
-    if told != ids:
+    if logprob_ids != ids:
         yield error(
             "engine",
             "engine_other_logprobs",
-            f"the engine at {url} returned logprobs of other tokens than its output_ids",
+            f"the engine at {url} returned logprobs of tokens that are not its output_ids",
         )
     if not all(map(math.isfinite, values)) or max(values) > 1e-4 or min(values) < IMPROBABLE:
-        strange = next(one for one in values if not math.isfinite(one) or one > 1e-4 or one < IMPROBABLE)
+        strange = next(x for x in values if not math.isfinite(x) or x > 1e-4 or x < IMPROBABLE)
         yield error(
             "engine",
             "engine_bad_logprobs",
-            f"the engine at {url} returned the logprob {strange:g}, which no sampled token has",
+            f"the engine at {url} returned the implausible logprob {strange:g}",
         )
     elif len(ids) > 3 and len(set(values)) == 1:
         yield error(
             "engine",
             "engine_bad_logprobs",
             f"the engine at {url} returned the logprob {values[0]:g} "
-            f"for all of {len(ids)} tokens: it makes them up, or samples greedily",
+            f"for all {len(ids)} tokens: they are not computed, or sampling is greedy",
         )
 
 
@@ -173,19 +177,19 @@ def _versions(url: str, length: int, meta: dict[str, Any], info: dict[str, Any])
         yield error(
             "engine",
             "engine_bad_versions",
-            f"the engine at {url} attests versions of {at} tokens, and gave {length}: {spans}",
+            f"the engine at {url} attests versions of {at} tokens, but returned {length}: {spans}",
         )
     elif read_version(info.get("weight_version")) != read_version(spans[-1]["version"]):
         yield warning(
             "engine",
             "engine_two_versions",
-            f"the engine at {url} says that it serves version "
-            f"{info.get('weight_version')!r}, and sampled with {spans[-1]['version']!r}",
+            f"the engine at {url} reports version {info.get('weight_version')!r}, "
+            f"but sampled with {spans[-1]['version']!r}",
         )
 
 
 def _text(url: str, ids: list[int], text: Any, renderer: Renderer) -> Iterator[Finding]:
-    """An engine that reads its own ids otherwise than the gateway does serves another model."""
+    """Compares the engine's text with the gateway's decoding; they differ if it serves another model."""
     if not isinstance(text, str) or not text:
         return
     try:
@@ -196,13 +200,12 @@ def _text(url: str, ids: list[int], text: Any, renderer: Renderer) -> Iterator[F
         yield warning(
             "engine",
             "engine_other_tokenizer",
-            f"the engine at {url} reads its tokens as "
-            f"{text[:40]!r}, model.path's tokenizer as {ours[:40]!r}: they may be different "
-            "models",
+            f"the engine at {url} decodes its tokens as {text[:40]!r}, model.path's tokenizer as "
+            f"{ours[:40]!r}: they may be different models",
             "serve the model that model.path names",
         )
 
 
 def _plain(text: str) -> str:
-    """Without blanks, and without characters that a cut left half."""
+    """Removes whitespace and incomplete characters."""
     return "".join(text.replace("\ufffd", "").split())

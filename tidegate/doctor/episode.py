@@ -1,4 +1,4 @@
-"""One real episode of the agent, through the gateway and an engine, and what is to be said of it."""
+"""Runs one episode of the agent through the gateway and an engine, and checks its result."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ ERROR_SHOWN = 400
 
 @dataclass(frozen=True, slots=True)
 class TrialEpisode:
-    """What the agent did by its own process's account, and what the gateway recorded."""
+    """The result that the agent's process reported, and the gateway's record."""
 
-    told: AgentResult
+    agent_result: AgentResult
     summary: SessionSummary
     trajectory: Trajectory
     refusals: dict[str, int]
-    overridden: dict[str, int]
-    """Calls by the sampling parameter of the agent's that had no effect."""
     """Calls that the gateway refused, by code."""
+    overridden: dict[str, int]
+    """Calls with a sampling parameter that had no effect, by parameter."""
 
 
 async def run_episode(
     settings: Settings, gateway: GatewayClient, worker: AgentWorker, task: Task, name: str
 ) -> TrialEpisode:
-    """Open a session, run the agent on it, finish it. Raises GatewayError, StartError."""
+    """Opens a session, runs the agent and finishes the session. Raises GatewayError, StartError."""
     sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
     before = await gateway.metrics()
     access = await gateway.open_session(
         task=task, sampling=sampling, deadline_s=settings.agent.deadline_s, seed=0
     )
-    told = await worker.run(
+    result = await worker.run(
         name,
         task.view(),
         base_url=access.base_url,
@@ -49,87 +49,87 @@ async def run_episode(
     )
     summary = await gateway.finish(
         access.session_id,
-        output=told.output,
-        outcome=told.outcome,
-        reward=told.reward,
-        metrics=told.metrics,
-        error=told.error,
+        output=result.output,
+        outcome=result.outcome,
+        reward=result.reward,
+        metrics=result.metrics,
+        error=result.error,
     )
     trajectory = await gateway.trajectory(access.session_id)
     after = await gateway.metrics()
     new = [_new(before, after, name) for name in ("refusals_total", "overridden_parameters_total")]
-    return TrialEpisode(told, summary, trajectory, *new)
+    return TrialEpisode(result, summary, trajectory, *new)
 
 
 def _new(before: str, after: str, name: str) -> dict[str, int]:
-    """What a counter of the gateway's grew by, by its label; without what did not grow."""
-    known = counted(before, name)
-    new = {label: number - known.get(label, 0) for label, number in counted(after, name).items()}
+    """Returns the increase of a gateway counter by label, without labels that did not increase."""
+    old = counted(before, name)
+    new = {label: number - old.get(label, 0) for label, number in counted(after, name).items()}
     return {label: number for label, number in new.items() if number}
 
 
 def counted(prometheus: str, name: str) -> dict[str, int]:
-    """A counter with one label, from the gateway's metrics."""
-    found = {}
+    """Returns a counter with one label from the gateway's metrics."""
+    counts = {}
     for line in prometheus.splitlines():
         family, _, rest = line.partition("{")
         if family == f"tidegate_gateway_{name}":
             label, _, number = rest.partition('="')[2].rpartition('"} ')
-            found[label] = int(float(number))
-    return found
+            counts[label] = int(float(number))
+    return counts
 
 
 def judge_episode(episode: TrialEpisode, settings: Settings, renderer: Renderer) -> list[Finding]:
-    """Everything that is to be said of one episode."""
-    found = [*_ending(episode, settings), *_refused(episode), *_overridden(episode)]
+    """Returns the findings of one episode."""
+    findings = [*_ending(episode, settings), *_refused(episode), *_overridden(episode)]
     turns = episode.trajectory.turns
     if turns:
-        found += [
+        findings += [
             *_length(turns, settings),
             *_tool_calls(turns, settings, renderer),
             *_branches(turns),
             *_delivery(episode),
             *_version(episode),
         ]
-    if failed(found):
-        return found
+    if failed(findings):
+        return findings
     summary = episode.summary
     reward = "no reward" if summary.reward is None else f"reward {summary.reward:g}"
     text = (
         f"one episode: {_count(len(turns), 'reply', 'replies')}, {summary.sampled_tokens} tokens, {reward}, "
         f"{summary.seconds:.1f} s"
     )
-    return [*found, ok("episode", text)]
+    return [*findings, ok("episode", text)]
 
 
 def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
-    told, summary = episode.told, episode.summary
-    why = (summary.error or told.error or "")[:ERROR_SHOWN].strip()
+    result, summary = episode.agent_result, episode.summary
+    why = (summary.error or result.error or "")[:ERROR_SHOWN].strip()
     silent = "" if episode.trajectory.turns or episode.refusals else "; it never called the gateway"
     if summary.outcome is Outcome.INFRA_ERROR:
         yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
-    elif told.outcome is Outcome.TIMEOUT and "blocked" in (told.error or ""):
+    elif result.outcome is Outcome.TIMEOUT and "blocked" in (result.error or ""):
         yield error(
             "episode",
             "agent_blocked",
             f"your agent blocked its process: {why}{silent}",
-            "make it a plain (not async) function, or await what takes time",
+            "make it a plain (not async) function, or await its slow operations",
         )
-    elif told.outcome is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
+    elif result.outcome is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
         yield error(
             "episode",
             "agent_hung",
-            f"your agent hung: it had not ended by its deadline of {settings.agent.deadline_s:g} s{silent}",
-            "raise agent.deadline_s if it needs more",
+            f"your agent hung: it did not return by its deadline of {settings.agent.deadline_s:g} s{silent}",
+            "raise agent.deadline_s if it needs more time",
         )
-    elif told.outcome is Outcome.CANCELLED:
+    elif result.outcome is Outcome.CANCELLED:
         yield error(
             "episode",
             "agent_exited",
-            f"your agent ended its own process: {why}{silent}",
+            f"your agent exited its process: {why}{silent}",
             "an agent returns its output; it must not exit",
         )
-    elif told.outcome is Outcome.AGENT_ERROR:
+    elif result.outcome is Outcome.AGENT_ERROR:
         yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
     elif not any(turn.delivered for turn in episode.trajectory.turns) and episode.refusals:
         yield error("episode", "all_refused", f"your agent got no reply: {why}")
@@ -137,24 +137,24 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
         yield error(
             "episode",
             "never_called",
-            "your agent never called the gateway, or never took a reply",
+            "your agent never called the gateway, or disconnected before each reply",
             "it must use session.base_url and session.api_key (a program: OPENAI_BASE_URL, OPENAI_API_KEY)",
         )
     elif summary.outcome is Outcome.REWARD_ERROR:
         yield error("episode", "reward_failed", f"the episode has no reward: {why}")
-    elif told.output is None:
+    elif result.output is None:
         yield warning(
             "episode",
             "agent_no_output",
-            "your agent returned no output: rewards see None",
+            "your agent returned no output: rewards receive None",
             "return the answer as text",
         )
 
 
 def _hint(episode: TrialEpisode) -> str:
     if "context_length_exceeded" in episode.refusals:
-        return "its prompt is longer than the engine's context (engine.max_context of an embedded one)"
-    if not episode.trajectory.turns and "Connection" in (episode.told.error or ""):
+        return "its prompt exceeds the engine's context (engine.max_context of embedded engines)"
+    if not episode.trajectory.turns and "Connection" in (episode.agent_result.error or ""):
         return "it must call session.base_url, not an address of its own"
     return ""
 
@@ -165,7 +165,7 @@ def _refused(episode: TrialEpisode) -> Iterator[Finding]:
             "episode",
             "calls_refused",
             f"the gateway refused {_count(number, 'call', 'calls')} of your agent: {code}",
-            "the error it got says why",
+            "the response to the call contains the reason",
         )
 
 
@@ -174,8 +174,8 @@ def _overridden(episode: TrialEpisode) -> Iterator[Finding]:
         yield note(
             "episode",
             "sampling_overridden",
-            f"your agent's {', '.join(sorted(episode.overridden))} had no effect: training samples by the "
-            "section sampling and by seeds of its own, so that the logprobs are the policy's",
+            f"your agent's {', '.join(sorted(episode.overridden))} had no effect: training uses the settings "
+            "of [sampling] and its own seeds, so that the logprobs are those of the policy",
         )
 
 
@@ -200,12 +200,12 @@ def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
             "episode",
             "cut_by_length",
             f"{text}: sampling.max_tokens = {most}, {_context(settings)}",
-            "raise the one that is too small",
+            "raise the limit that is too low",
         )
 
 
 def _tokens(turns: list[Turn], last: Turn) -> int:
-    """Tokens of a turn's prompt and reply."""
+    """Returns the number of tokens of a turn's prompt and reply."""
     own = len(last.delta_ids) + len(last.output_ids)
     return own if last.parent is None else own + _tokens(turns, turns[last.parent])
 
@@ -223,7 +223,7 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
             "episode",
             "tool_calls_malformed",
             f"tool calls could not be parsed in {len(bad)} of {len(turns)} replies: {text!r}",
-            "a weak model has to learn it; a strong one writes another form: see gateway.tool_parser",
+            "a weak model has to learn the format; for a strong one, check gateway.tool_parser",
         )
     texts = [renderer.decode(turn.output_ids.tolist()) for turn in turns if turn.parse is None]
     unread = [text for text in texts if any(marker in text for marker in MARKERS)]
@@ -250,9 +250,9 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
         yield warning(
             "episode",
             "every_turn_branches",
-            "your agent re-words history, so that every turn is a "
-            f"branch ({reason}): each is trained as a sequence of its own, at its own cost",
-            "send past replies back as they came: message.model_dump(exclude_none=True)",
+            "your agent rewrites the history, so every turn is a "
+            f"branch ({reason}), trained as a separate sequence",
+            "send past replies back unchanged: message.model_dump(exclude_none=True)",
         )
     else:
         yield note(
@@ -264,12 +264,12 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
 
 def _delivery(episode: TrialEpisode) -> Iterator[Finding]:
     lost = sum(not turn.delivered for turn in episode.trajectory.turns)
-    if lost and episode.told.outcome is None:
+    if lost and episode.agent_result.outcome is None:
         yield warning(
             "episode",
             "undelivered",
             f"your agent did not wait for {_count(lost, 'reply', 'replies')}; "
-            "what it did not take is never trained on",
+            "undelivered replies are not trained on",
         )
 
 
@@ -279,7 +279,7 @@ def _version(episode: TrialEpisode) -> Iterator[Finding]:
         yield error(
             "episode",
             "version_unknown",
-            "the engine attested no version for some tokens: they are never admitted to training",
+            "the engine attested no version for some tokens, so they cannot be trained on",
         )
 
 

@@ -1,4 +1,4 @@
-"""Is what Tidegate needs installed, and can it listen where it is told to?"""
+"""Checks the installed packages, and whether the gateway's address is free."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ OLDEST_PYTHON = (3, 11)
 
 
 def check_install(settings: Settings) -> list[Finding]:
-    """Python, the packages that are needed with their versions, and torch where something needs it."""
-    found = []
+    """Checks the versions of Python and of the required packages, and torch."""
+    findings = []
     if sys.version_info < OLDEST_PYTHON:
-        found.append(
-            error("install", "old_python", f"Python {platform.python_version()} is too old: 3.11 is needed")
+        findings.append(
+            error("install", "old_python", f"Python {platform.python_version()} is too old: 3.11 is required")
         )
-    wanted = _requirements()
-    if wanted is None:
-        found.append(
+    required = _requirements()
+    if required is None:
+        findings.append(
             note(
-                "install", "not_installed", "tidegate runs from its source, so its packages were not checked"
+                "install",
+                "not_installed",
+                "tidegate runs from source without installation; packages not checked",
             )
         )
-    for requirement in wanted or ():
-        found += _package(requirement)
-    if not found:
-        found.append(ok("install", f"tidegate {__version__}, Python {platform.python_version()}, packages"))
-    return [*found, _torch(settings)]
+    for requirement in required or ():
+        findings += _package(requirement)
+    if not findings:
+        findings.append(
+            ok("install", f"tidegate {__version__}, Python {platform.python_version()}, packages")
+        )
+    return [*findings, _torch(settings)]
 
 
 def _requirements() -> list[Requirement] | None:
@@ -43,15 +47,15 @@ def _requirements() -> list[Requirement] | None:
         lines = metadata.requires("tidegate") or []
     except metadata.PackageNotFoundError:
         return None
-    found = []
+    requirements = []
     for line in lines:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found.append(requirement)
-    return found
+            requirements.append(requirement)
+    return requirements
 
 
 def _package(requirement: Requirement) -> list[Finding]:
@@ -62,7 +66,7 @@ def _package(requirement: Requirement) -> list[Finding]:
         return [error("install", "package_missing", f"the package {name} is missing", f"pip install {name}")]
     if requirement.specifier.contains(version, prereleases=True):
         return []
-    text = f"{name} {version} is installed; {requirement.specifier} is needed"
+    text = f"{name} {version} is installed; {requirement.specifier} is required"
     return [error("install", "package_version", text, f"pip install '{name}{requirement.specifier}'")]
 
 
@@ -73,7 +77,7 @@ def _torch(settings: Settings) -> Finding:
         pass
     fix = "pip install 'tidegate[train]'"
     if settings.engine.urls:
-        return warning("install", "no_torch", "torch is not installed: this machine can't train", fix)
+        return warning("install", "no_torch", "torch is not installed: this machine cannot train", fix)
     return error(
         "install",
         "no_torch",
@@ -83,7 +87,7 @@ def _torch(settings: Settings) -> Finding:
 
 
 def check_port(settings: Settings) -> Finding:
-    """Whether the gateway could listen where the settings say."""
+    """Checks whether the gateway can listen on its configured address."""
     gateway = settings.gateway
     where = f"{gateway.host}:{gateway.port}"
     try:
@@ -93,6 +97,6 @@ def check_port(settings: Settings) -> Finding:
             "port",
             "port_taken",
             f"the port is taken, or the address is not this machine's: {failure}",
-            "gateway.port = 0 takes a free one",
+            "gateway.port = 0 selects a free port",
         )
-    return ok("port", "the gateway takes a free port" if gateway.port == 0 else f"{where} is free")
+    return ok("port", "the gateway selects a free port" if gateway.port == 0 else f"{where} is free")

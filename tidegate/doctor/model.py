@@ -1,4 +1,4 @@
-"""Is the model directory whole?"""
+"""Checks that the model directory is complete and usable."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from tidegate.gateway.rendering.renderer import Renderer
 
 
 def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
-    """The directory, its tokenizer and its template; the renderer where there can be one."""
+    """Checks the directory, its tokenizer and its template; returns the renderer if it can be loaded."""
     model = settings.model.path
-    found = list(_files(model))
-    if found:
-        return found, None
+    findings = _files(model)
+    if findings:
+        return findings, None
     if not has_template(model):
         return [
             error(
                 "model",
                 "no_chat_template",
                 f"the model directory {model} has no chat template",
-                "use the chat (instruct) model, or put a chat_template.jinja there",
+                "use the chat (instruct) model, or add a chat_template.jinja",
             )
         ], None
     try:
         renderer = Renderer.load(model)
     except StartError as failure:
         return [error("model", "tokenizer_unreadable", str(failure))], None
-    found = _tokenizer(renderer, model) or [ok("model", f"{model}: weights, tokenizer and chat template")]
-    return [*found, *check_template(renderer, settings.gateway.tool_parser)], renderer
+    findings = _tokenizer(renderer, model) or [ok("model", f"{model}: weights, tokenizer and chat template")]
+    return [*findings, *check_template(renderer, settings.gateway.tool_parser)], renderer
 
 
 def _files(model: Path) -> list[Finding]:
-    fix = "model.path is a directory in Hugging Face format; paths are relative to where this is started"
+    fix = "model.path is a directory in Hugging Face format, relative to the current directory"
     if not model.is_dir():
         return [error("model", "no_model", f"model.path = {model}: there is no such directory", fix)]
-    found = [
+    findings = [
         error("model", "model_incomplete", f"the model directory {model} has no {name}", fix)
         for name in ("config.json", "tokenizer_config.json")
         if not (model / name).is_file()
     ]
     if not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
-        found.append(error("model", "model_incomplete", f"the model directory {model} has no weights", fix))
-    return found
+        findings.append(
+            error("model", "model_incomplete", f"the model directory {model} has no weights", fix)
+        )
+    return findings
 
 
 def has_template(model: Path) -> bool:
-    """Whether a model directory has a chat template, in any of the places where there may be one."""
+    """Returns whether a model directory has a chat template, in any of the supported files."""
     if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     return bool(_read(model / "tokenizer_config.json").get("chat_template"))
@@ -59,20 +61,20 @@ def has_template(model: Path) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
-    found = []
+    findings = []
     if not renderer.stop_ids:
-        found.append(
+        findings.append(
             error(
                 "model",
                 "no_end_of_turn",
-                f"{model}: no token ends a reply, so all of them would run to max_tokens",
+                f"{model}: no token ends a reply, so every reply would have max_tokens tokens",
                 "set eos_token_id in generation_config.json",
             )
         )
@@ -80,12 +82,12 @@ def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
     size = (config.get("text_config") or config).get("vocab_size")
     highest = max([*renderer.encode("What is 2 + 3?"), *renderer.stop_ids])
     if isinstance(size, int) and highest >= size:
-        found.append(
+        findings.append(
             error(
                 "model",
                 "vocabulary",
-                f"{model}: its tokenizer gives the id {highest}, and its weights have {size} tokens",
-                "tokenizer and weights are of different models",
+                f"{model}: its tokenizer has the id {highest}, but its weights have only {size} tokens",
+                "use the tokenizer and weights of the same model",
             )
         )
-    return found
+    return findings

@@ -9,7 +9,7 @@ from tidegate.gateway.rendering.conformance import CaseResult, check_conformance
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Message
 
-ASKED: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
+QUESTION: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
 TOOL = {
     "type": "function",
     "function": {
@@ -21,63 +21,73 @@ TOOL = {
 
 
 def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Finding]:
-    """The prefix property: what follows a reply is put after the ids that were sampled.
+    """Checks the prefix property: new messages can be appended to the sampled ids.
 
-    Where a template can't do that, the gateway renders every turn whole: correct, but a sequence of its
-    own, trained at its own cost.
+    Without it, the gateway renders every turn completely: correct, but each turn is a separate training
+    sequence.
     """
     try:
-        first = renderer.encode_prompt(ASKED, None, {}).tolist()
+        first = renderer.encode_prompt(QUESTION, None, {}).tolist()
     except ApiError as failure:
-        return [error("template", "template_fails", f"it fails on a plain question: {failure}")]
-    certificate = check_conformance(renderer)
-    form, why = choose(tool_parser, renderer.render_text)
-    found = [ok("template", f"tool calls are read as {form.name}: {why}")]
-    if exact := certificate.with_verdict("exact"):
-        found.append(ok("template", f"exact: {_kinds(exact)}"))
-    if branches := certificate.with_verdict("branch"):
-        found.append(
+        return [error("template", "template_fails", f"rendering a plain question fails: {failure}")]
+    report = check_conformance(renderer)
+    tool_format, why = choose(tool_parser, renderer.render_text)
+    findings = [ok("template", f"tool-call format {tool_format.name}: {why}")]
+    if exact := report.with_verdict("exact"):
+        findings.append(ok("template", f"exact: {_kinds(exact)}"))
+    if branches := report.with_verdict("branch"):
+        findings.append(
             warning(
                 "template",
                 "template_branches",
-                f"every such turn becomes a branch: {_told(branches)}",
-                "give the model a template that writes replies as they are",
+                f"these turns become branches: {_with_reasons(branches)}",
+                "use a template that renders replies unchanged",
             )
         )
-    if kept := certificate.with_verdict("prefix_kept"):
-        found.append(
-            note("template", "template_rewrites", f"the gateway keeps what was recorded: {_told(kept)}")
+    if kept := report.with_verdict("prefix_kept"):
+        findings.append(
+            note(
+                "template",
+                "template_rewrites",
+                f"the gateway keeps the recorded prefix: {_with_reasons(kept)}",
+            )
         )
-    if refused := certificate.with_verdict("refused"):
-        found.append(note("template", "template_refuses", f"it takes no such history: {_told(refused)}"))
-    if not certificate.escapes_special_tokens:
-        found.append(
+    if refused := report.with_verdict("refused"):
+        findings.append(
+            note(
+                "template",
+                "template_refuses",
+                f"the template refuses these histories: {_with_reasons(refused)}",
+            )
+        )
+    if not report.escapes_special_tokens:
+        findings.append(
             warning(
                 "template",
                 "control_tokens",
-                "what users and tools write as control tokens becomes control tokens: they could end a turn",
-                "take them out of what your tools return",
+                "control tokens in the text of users and tools are not escaped, so they could end a turn",
+                "remove control tokens from the results of your tools",
             )
         )
-    if renderer.encode_prompt(ASKED, [TOOL], {}).tolist() == first:
-        found.append(
+    if renderer.encode_prompt(QUESTION, [TOOL], {}).tolist() == first:
+        findings.append(
             warning(
                 "template",
                 "template_without_tools",
-                "the chat template leaves tools out: the model never hears of them",
+                "the chat template omits tools: the model does not receive their descriptions",
                 "describe the tools in a system message, or use a template with tools",
             )
         )
-    return found
+    return findings
 
 
-def _kinds(judgements: list[CaseResult]) -> str:
-    return ", ".join(one.kind for one in judgements)
+def _kinds(results: list[CaseResult]) -> str:
+    return ", ".join(result.kind for result in results)
 
 
-def _told(judgements: list[CaseResult]) -> str:
-    """Kinds with their reasons, those with one reason together."""
+def _with_reasons(results: list[CaseResult]) -> str:
+    """Returns the kinds of results with their reasons, grouped by reason."""
     by_reason: dict[str, list[CaseResult]] = {}
-    for one in judgements:
-        by_reason.setdefault(one.reason, []).append(one)
+    for result in results:
+        by_reason.setdefault(result.reason, []).append(result)
     return "; ".join(f"{_kinds(kinds)} ({why})" for why, kinds in by_reason.items())

@@ -1,4 +1,4 @@
-"""pass@k, and how sure a mean is."""
+"""Estimates pass@k, and means with confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK = 100
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over `tasks` tasks with its interval at `level`, and how that was made."""
+    """A mean over `tasks` tasks with its confidence interval at `level`, and the interval's method."""
 
     mean: float
     low: float
@@ -33,7 +33,7 @@ class Estimate:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that at least one of k samples is right, estimated without bias from `right` of `samples`.
+    """Returns the unbiased estimate that at least one of k samples is right, from `right` of `samples`.
 
     1 − C(n − c, k) ÷ C(n, k), as a product (Chen et al. 2021, arXiv:2107.03374, equation 1). Raises
     ValueError unless 1 ≤ k ≤ samples and 0 ≤ right ≤ samples.
@@ -46,27 +46,26 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value a task, with its interval.
+    """Returns the mean of one value per task, with its confidence interval.
 
-    Where every value is 0 or 1, Wilson's score interval (Wilson 1927, JASA 22:209), which is right for
-    few tasks and for means at the ends too; else the percentiles of RESAMPLES bootstrap resamples of the
-    tasks (Efron 1979), so that the samples of one task are not taken for independent ones. Raises
-    ValueError without values.
+    If every value is 0 or 1, Wilson's score interval (Wilson 1927, JASA 22:209), which is accurate for
+    few tasks and for means near 0 and 1; else the percentiles of RESAMPLES bootstrap resamples of the
+    tasks (Efron 1979), because samples of one task are not independent. Raises ValueError without values.
     """
     if not len(values):
-        raise ValueError("there is nothing to estimate from")
-    found = np.asarray(values, dtype=np.float64)
-    if bool(np.isin(found, (0.0, 1.0)).all()):
-        low, high = wilson(int(found.sum()), len(found))
-        return Estimate(float(found.mean()), low, high, len(found), "Wilson score interval")
-    low, high = bootstrap(found)
-    return Estimate(
-        float(found.mean()), low, high, len(found), f"bootstrap over tasks, {RESAMPLES} resamples"
-    )
+        raise ValueError("cannot estimate a mean without values")
+    array = np.asarray(values, dtype=np.float64)
+    if bool(np.isin(array, (0.0, 1.0)).all()):
+        low, high = wilson(int(array.sum()), len(array))
+        method = "Wilson score interval"
+    else:
+        low, high = bootstrap(array)
+        method = f"bootstrap over tasks, {RESAMPLES} resamples"
+    return Estimate(float(array.mean()), low, high, len(array), method)
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """The score interval of a share at LEVEL."""
+    """Returns the score interval of a share at LEVEL."""
     share, z2 = right / total, _Z**2
     centre = share + z2 / (2 * total)
     half = _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
@@ -75,7 +74,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
-    """The percentile interval of the mean at LEVEL; `values` has shape [tasks]."""
+    """Returns the percentile interval of the mean at LEVEL; `values` has shape [tasks]."""
     rng = np.random.default_rng(seed)
     size = len(values)
     means = np.concatenate(

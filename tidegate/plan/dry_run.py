@@ -20,8 +20,7 @@ MASK = "…"
 def describe(
     settings: Settings, *, resume: bool = False, fresh: bool = False, cluster: str | None = None
 ) -> str:
-    """The resolved settings, the processes and their place on a cluster, the memory and disk, and what is
-    still missing."""
+    """Returns the resolved settings, processes, placement, memory and disk, and what prevents the start."""
     shown = settings
     if settings.gateway.admin_key is not None:
         gateway = settings.gateway.model_copy(update={"admin_key": MASK})
@@ -42,7 +41,7 @@ def describe(
 
 
 def processes(settings: Settings) -> Iterator[str]:
-    """Each process as its command line, without the addresses that are chosen at the start."""
+    """Yields the command line of each process, without the addresses that are chosen at the start."""
     if settings.engine.urls:
         yield f"engine    runs already: {', '.join(settings.engine.urls)}"
     else:
@@ -52,13 +51,13 @@ def processes(settings: Settings) -> Iterator[str]:
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer
-    others = f" and {trainer.ranks - 1} followers of it" if trainer.ranks > 1 else ""
+    others = f" and {trainer.ranks - 1} more ranks" if trainer.ranks > 1 else ""
     yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"
 
 
 def _placement(settings: Settings, cluster: str | None) -> Iterator[str]:
     if cluster is not None:
-        yield f"\n# On the Ray cluster ({cluster}): a bundle a line; what shares one is on one node"
+        yield f"\n# On the Ray cluster ({cluster}): one bundle per line, each on one node"
         yield from Placement.of(settings).lines()
 
 
@@ -83,7 +82,7 @@ def _memory(settings: Settings) -> Iterator[str]:
     yield from map(_line, items)
     for device in dict.fromkeys(item.device for item in items):
         total = sum(item.size for item in items if item.device == device)
-        yield f"{'in all on ' + device:<21}{readable(total):>9}{_physical(device)}"
+        yield f"{'total on ' + device:<21}{readable(total):>9}{_physical(device)}"
     yield from map(_line, disk_plan(settings, shape))
 
 
@@ -95,19 +94,19 @@ def _missing_files(settings: Settings) -> Iterator[str]:
     model = settings.model.path
     for needed in ("config.json", "tokenizer_config.json"):
         if not (model / needed).is_file():
-            yield f"model.path = {model}: {needed} is not there"
+            yield f"model.path = {model}: {needed} does not exist"
 
 
 def _run_directory(settings: Settings, resume: bool, fresh: bool) -> Iterator[str]:
-    held = (settings.run_dir / "ledger.jsonl").exists()
-    if resume and not held:
-        yield f"{settings.run_dir} holds no run to resume; leave --resume out to start one"
-    elif held and not resume and not fresh:
-        yield f"{settings.run_dir} holds a run already: --resume goes on with it, --fresh sets it aside"
+    exists = (settings.run_dir / "ledger.jsonl").exists()
+    if resume and not exists:
+        yield f"{settings.run_dir} holds no run to resume; omit --resume to start one"
+    elif exists and not resume and not fresh:
+        yield f"{settings.run_dir} holds a run already: --resume continues it, --fresh renames it"
 
 
 def _physical(device: str) -> str:
-    """What the machine has, where that can be known without asking a driver."""
+    """Returns the machine's memory; empty for other devices than the CPU."""
     if device != "cpu" or not hasattr(os, "sysconf"):
         return ""
     return f"   this machine has {readable(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"

@@ -5,9 +5,9 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 
 - weights: P · b. The trainer holds float32, the engine its `dtype`.
 - gradients: 4 · P; AdamW's two moments: 8 · P, both float32. With LoRA of rank r these are of r · (in + out)
-  parameters a linear layer instead of P, which come to the weights; activations are counted as without,
-  which is too much, as no layer's own gradient is needed.
-- key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this as it is needed.
+  parameters per linear layer instead of P, which are added to the weights. Activations are estimated as
+  without LoRA, which is an upper bound.
+- key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this on demand.
 - prefixes: keys and values of earlier sequences, kept up to the engine's bound.
 - activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
   a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
@@ -18,7 +18,7 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 - logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
   gradient), in float32.
 
-What PyTorch itself takes (some 0.3 GB of host memory a process, 0.5 GB on a GPU) comes on top.
+PyTorch itself needs about 0.3 GB of host memory per process and 0.5 GB per GPU in addition.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tidegate.errors import ConfigError
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_BFLOAT16 = 0.7
-"""What activations take where products are in bfloat16, of what they take in float32."""
+"""Size of activations computed in bfloat16, relative to float32."""
 LOGITS_AT_ONCE = 2**26
-"""As in the trainer: more logits than these are computed in pieces."""
+"""Maximum logits computed at once, as in the trainer."""
 
 # From the config.json that Qwen publishes with each, so that a plan can be made before a download.
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "model_type": "qwen3"}
@@ -57,7 +57,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder's shape, as far as memory depends on it."""
+    """The dimensions of a decoder that determine its memory."""
 
     layers: int
     hidden: int
@@ -70,13 +70,13 @@ class Shape:
     qk_norm: bool = False
     qkv_bias: bool = False
     source: str = ""
-    """Where it was read."""
+    """File or model name from which the shape was read."""
     stored: int | None = None
-    """Parameters counted in the weights' own headers, where they are there."""
+    """Number of parameters by the weights' headers; None if there are no weights."""
 
     @property
     def parameters(self) -> int:
-        """Counted in the weights' headers; without them by the shape (dense Llama, Qwen2 and Qwen3)."""
+        """Number of parameters by the weights' headers, else by the shape (dense Llama, Qwen2 and Qwen3)."""
         return self.stored if self.stored is not None else self.counted
 
     @property
@@ -89,8 +89,7 @@ class Shape:
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
-        """LoRA's parameters beside these linear layers (all, if none is named; by the names that Llama and
-        Qwen give them)."""
+        """Returns the number of LoRA parameters of the `targets` (names as in Llama and Qwen; none: all)."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         ends = {
             "q_proj": self.hidden + query, "k_proj": self.hidden + key, "v_proj": self.hidden + key,
@@ -105,7 +104,7 @@ class Shape:
         return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
 
     def activation_bytes(self, tokens: int, dtype: str = "float32", *, recomputed: bool = False) -> int:
-        """Kept for the backward pass of one microbatch."""
+        """Returns the bytes kept for the backward pass of one microbatch."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = 6 * self.hidden + 6 * query + 2 * key + 4 * self.intermediate
         share = IN_BFLOAT16 if dtype == "bfloat16" else 1.0
@@ -118,9 +117,9 @@ class Shape:
 
 
 def read_shape(model: Path) -> Shape:
-    """The shape that a model directory's config.json gives; a well-known model's if it is not there yet.
+    """Returns the shape by a model directory's config.json, else that of a published model of this name.
 
-    Raises ConfigError where neither is known, or the config is not that of a dense decoder.
+    Raises ConfigError if there is neither, or if the config is not that of a dense decoder.
     """
     file = model / "config.json"
     if file.is_file():
@@ -128,8 +127,8 @@ def read_shape(model: Path) -> Shape:
     known = PUBLISHED.get(model.name.lower())
     if known is None:
         raise ConfigError(
-            f"{file} is not there, so the memory plan cannot be made; "
-            f"without it only {', '.join(PUBLISHED)} are known"
+            f"no memory plan: {file} does not exist, and {model.name} is none of the known models "
+            f"{', '.join(PUBLISHED)}"
         )
     return _shape(known, f"the published {model.name}")
 
@@ -155,22 +154,22 @@ def _shape(config: Mapping[str, Any], source: str, stored: int | None = None) ->
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{source}: no memory plan, since {error.args[0]!r} is not as in a plain decoder's config"
+            f"{source}: no memory plan, because the config of a plain decoder is expected: {error.args[0]!r}"
         ) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{file}: not a JSON object")
-    return found
+    return value
 
 
 def _stored_parameters(model: Path) -> int | None:
-    """Numbers in a directory's safetensors, from their headers alone (8 bytes of length, then JSON)."""
+    """Counts the parameters in a directory's safetensors by their headers (8 bytes of length, then JSON)."""
     total = 0
     for file in model.glob("*.safetensors"):
         with file.open("rb") as opened:
@@ -178,14 +177,14 @@ def _stored_parameters(model: Path) -> int | None:
                 (length,) = struct.unpack("<Q", opened.read(8))
                 header = json.loads(opened.read(length))
             except (struct.error, ValueError):
-                raise ConfigError(f"{file}: not a whole safetensors file") from None
-        total += sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+                raise ConfigError(f"{file}: incomplete safetensors file") from None
+        total += sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
     return total or None
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the plan: `size` bytes on `device`, and how they were worked out."""
+    """One line of the plan: `size` bytes on `device`, and their calculation (`how`)."""
 
     device: str
     owner: str
@@ -195,15 +194,15 @@ class Item:
 
 
 def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """What engine and trainer will hold, in the order it is shown."""
+    """Returns the memory of engine and trainer, in display order."""
     engine, trainer = settings.engine, settings.trainer
     number = shape.parameters
-    held = f"{number:,} parameters"
+    counted = f"{number:,} parameters"
     items = []
     if not engine.urls and engine.kind == "embedded":
         size = BYTES[engine.dtype]
-        each = [
-            Item(engine.device, "engine", "weights", f"{held} × {size} B", number * size),
+        per_engine = [
+            Item(engine.device, "engine", "weights", f"{counted} × {size} B", number * size),
             Item(
                 engine.device, "engine", "KV cache",
                 f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
@@ -211,16 +210,16 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                 shape.kv_bytes(engine.max_slots, engine.max_context, engine.dtype),
             ),
             Item(
-                engine.device, "engine", "prefixes", "at most, of earlier sequences",
+                engine.device, "engine", "prefixes", "maximum, for earlier sequences",
                 engine.prefix_cache_mb * 2**20,
             ),
         ]  # fmt: skip
-        items += each * engine.count
+        items += per_engine * engine.count
     return items + _trainer_plan(trainer, shape)
 
 
 def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
-    """Of the trainer: its ranks share host memory, and have a GPU each."""
+    """Returns the trainer's memory; ranks share host memory, and use one GPU each."""
     tokens, device, ranks = trainer.microbatch_tokens, trainer.device, trainer.ranks
     passes, parts = 1, 1
     if ranks > 1 and device == "cpu":
@@ -243,7 +242,7 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
         _activations(trainer, shape, device, passes, each),
         Item(
             device, "trainer", "logits",
-            f"about, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3{each}",
+            f"estimate, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3{each}",
             passes * shape.logit_bytes(tokens),
         ),
     ]  # fmt: skip
@@ -252,29 +251,29 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
 def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: int, each: str) -> Item:
     tokens, dtype = trainer.microbatch_tokens, trainer.compute_dtype
     size = shape.activation_bytes(tokens, dtype, recomputed=trainer.activation_checkpointing)
-    how = f"about, of {tokens:,} tokens a microbatch"
+    how = f"estimate for {tokens:,} tokens per microbatch"
     if dtype == "bfloat16":
         size, how = size + BYTES[dtype] * shape.parameters, f"{how}, and weights in bfloat16"
     return Item(device, "trainer", "activations", how + each, passes * size)
 
 
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """What the run directory will hold: two published versions, the best one, and checkpoints with AdamW's
-    moments, and with LoRA the adapter."""
+    """Returns the size of the run directory: two published versions, the best one, and checkpoints with
+    AdamW's moments and, with LoRA, the adapter."""
     trainer, number = settings.trainer, shape.parameters
-    kept, where = trainer.keep_checkpoints, str(settings.run_dir)
+    count, where = trainer.keep_checkpoints, str(settings.run_dir)
     size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"
     if trainer.lora.rank:
         beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
         size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
     return [
         Item(where, "disk", "published and best", f"3 × {number:,} × 4 B", 3 * number * FLOAT32),
-        Item(where, "disk", "checkpoints", f"{kept} × {how}", kept * size),
+        Item(where, "disk", "checkpoints", f"{count} × {how}", count * size),
     ]
 
 
 def readable(size: int) -> str:
-    """Bytes as `134 MB`, in powers of ten."""
+    """Formats bytes as `134 MB`, in powers of ten."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:

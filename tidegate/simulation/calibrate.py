@@ -1,4 +1,4 @@
-"""Makes a scenario from a real run's files: speed of its engines, episodes, trainer and rules."""
+"""Derives a scenario from a run's files: engine speed, episodes, trainer and rules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tidegate.simulation.scenario import (
 from tidegate.trainer.ledger.ledger import read_ledger
 from tidegate.trainer.records.metrics import read_metrics
 
-KEPT = 4096
-"""Episodes to draw from; more make no difference."""
+MAX_EPISODES = 4096
+"""Maximum episodes to draw from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +46,63 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """An episode's replies in order, the seconds of its session, and those before its first request."""
+    """An episode's replies in order, its session's duration, and the time before its first request."""
 
     samples: list[Sample]
     seconds: float
     setup: float
 
     def turns(self, overhead: float) -> tuple[SimulatedTurn, ...]:
-        """Away after the last reply is what the session's time leaves: reward and finishing."""
+        """Returns the turns; the time after the last reply includes reward and finishing."""
         first, last = self.samples[0], self.samples[-1]
-        gaps = [max(0.0, after.started - one.ended) for one, after in pairwise(self.samples)]
+        gaps = [max(0.0, after.started - before.ended) for before, after in pairwise(self.samples)]
         rest = max(0.0, self.seconds - self.setup - (last.ended - first.started))
         return tuple(
-            SimulatedTurn(one.prompt, one.tokens, overhead + away, self.setup if one is first else 0.0)
-            for one, away in zip(self.samples, [*gaps, rest], strict=True)
+            SimulatedTurn(
+                sample.prompt, sample.tokens, overhead + away, self.setup if sample is first else 0.0
+            )
+            for sample, away in zip(self.samples, [*gaps, rest], strict=True)
         )
 
 
 @dataclass(slots=True)
-class Book:
-    """What the ledger says: final states, and when each attempt was issued."""
+class LedgerSummary:
+    """Counts of final states, and the time at which each attempt was issued."""
 
     groups: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
     issued: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run_dir: Path) -> Book:
-        book = cls()
-        for one in read_ledger(run_dir / "ledger.jsonl"):
-            if one["event"] == "ended" and one["kind"] != "run":
-                (book.groups if one["kind"] == "group" else book.attempts)[one["state"]] += 1
-            elif one["event"] == "issued" and one["kind"] == "attempt":
-                book.issued[one["id"]] = one["time"]
-        return book
+    def of(cls, run_dir: Path) -> LedgerSummary:
+        ledger = cls()
+        for entry in read_ledger(run_dir / "ledger.jsonl"):
+            if entry["event"] == "ended" and entry["kind"] != "run":
+                (ledger.groups if entry["kind"] == "group" else ledger.attempts)[entry["state"]] += 1
+            elif entry["event"] == "issued" and entry["kind"] == "attempt":
+                ledger.issued[entry["id"]] = entry["time"]
+        return ledger
 
 
 def scenario_of(run_dir: Path) -> Scenario:
-    """What the files of a run say; raises TidegateError where they say too little."""
+    """Returns a scenario like the run; raises TidegateError if it has too few steps or episodes."""
     settings = load_settings(run_dir / "config.toml")
     rows = [row for row in read_metrics(run_dir) if "time/update" in row]
-    book = Book.of(run_dir)
-    episodes = [_recording(one, book) for one in _episodes(run_dir)]
-    episodes = [one for one in episodes if one.samples]
+    ledger = LedgerSummary.of(run_dir)
+    episodes = [_recording(episode, ledger) for episode in _episodes(run_dir)]
+    episodes = [episode for episode in episodes if episode.samples]
     if len(rows) < 3 or len(episodes) < 16:
         raise TidegateError(
             f"{run_dir}: {len(rows)} steps and {len(episodes)} episodes are too few to calibrate with"
         )
-    engine, overhead = engine_of(settings, [sample for one in episodes for sample in one.samples])
+    engine, overhead = engine_of(settings, [sample for episode in episodes for sample in episode.samples])
     return Scenario(
         steps=settings.trainer.steps,
         engine=engine,
         agent=AgentModel(
-            episodes=tuple(one.turns(overhead) for one in episodes[:KEPT]),
-            failed=_share(book.attempts, "failed"),
-            alike=_share(book.groups, "filtered"),
+            episodes=tuple(episode.turns(overhead) for episode in episodes[:MAX_EPISODES]),
+            failed=_share(ledger.attempts, "failed"),
+            alike=_share(ledger.groups, "filtered"),
             max_concurrency=settings.agent.max_concurrency,
         ),
         trainer=_trainer(rows),
@@ -117,49 +119,49 @@ def _episodes(run_dir: Path) -> Iterator[dict[str, Any]]:
                 raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
 
 
-def _recording(episode: dict[str, Any], book: Book) -> Recording:
+def _recording(episode: dict[str, Any], ledger: LedgerSummary) -> Recording:
     samples = [
         Sample(turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]))
         for turn in episode["turns"]
         if turn.get("started")
     ]
-    samples.sort(key=lambda one: one.started)
-    issued = book.issued.get(episode["metadata"].get("attempt", ""))
+    samples.sort(key=lambda sample: sample.started)
+    issued = ledger.issued.get(episode["metadata"].get("attempt", ""))
     setup = max(0.0, samples[0].started - issued) if samples and issued is not None else 0.0
     return Recording(samples, episode["seconds"], setup)
 
 
 def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
-    """The decoding model that explains the replies' durations best, and each reply's fixed overhead.
+    """Fits the decoding model to the replies' durations; returns it and the fixed overhead per reply.
 
-    Least squares over seconds = overhead + read · p + tokens · (a + c · b), b being the mean number of
-    replies under way meanwhile on one engine and `read` the prompt tokens of all that came to it meanwhile,
-    its own included: they are read before anybody's next token. A term that comes out negative is left out.
+    Least squares over seconds = overhead + read · p + tokens · (a + c · b), where b is the mean number of
+    concurrent replies on one engine, and `read` the prompt tokens of all replies that start meanwhile,
+    including its own, because an engine reads prompts before it decodes. Negative terms are dropped.
     """
     engines = len(settings.engine.urls) or settings.engine.count
-    at_once = _overlap(samples) / engines
-    tokens = np.array([one.tokens for one in samples])
+    concurrent = _overlap(samples) / engines
+    tokens = np.array([sample.tokens for sample in samples])
     columns = {
         "overhead": np.ones(len(samples)),
         "read": _read_meanwhile(samples) / engines,
         "iteration": tokens,
-        "request": tokens * at_once,
+        "request": tokens * concurrent,
     }
-    found = _non_negative(columns, np.array([one.seconds for one in samples]))
+    fit = _non_negative(columns, np.array([sample.seconds for sample in samples]))
     model = EngineModel(
         count=engines,
         slots=settings.engine.max_slots,
-        iteration_s=max(found["iteration"], 1e-7),
-        request_s=found["request"],
-        prompt_token_s=found["read"],
+        iteration_s=max(fit["iteration"], 1e-7),
+        request_s=fit["request"],
+        prompt_token_s=fit["read"],
     )
-    return model, found["overhead"]
+    return model, fit["overhead"]
 
 
 def _overlap(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """How many replies were under way on average during each one, itself included; shape [samples]."""
-    starts = sorted(one.started for one in samples)
-    ends = sorted(one.ended for one in samples)
+    """Returns the mean number of concurrent replies during each reply, itself included; shape [samples]."""
+    starts = sorted(sample.started for sample in samples)
+    ends = sorted(sample.ended for sample in samples)
     sum_starts, sum_ends = np.cumsum([0.0, *starts]), np.cumsum([0.0, *ends])
 
     def area(moment: float) -> float:
@@ -167,33 +169,35 @@ def _overlap(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]
         begun, ended = bisect.bisect_right(starts, moment), bisect.bisect_right(ends, moment)
         return float((begun * moment - sum_starts[begun]) - (ended * moment - sum_ends[ended]))
 
-    return np.array([(area(one.ended) - area(one.started)) / max(one.seconds, 1e-6) for one in samples])
+    return np.array(
+        [(area(reply.ended) - area(reply.started)) / max(reply.seconds, 1e-6) for reply in samples]
+    )
 
 
 def _read_meanwhile(samples: Sequence[Sample]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The prompt tokens of the replies that began during each one, itself included; shape [samples]."""
-    ordered = sorted(samples, key=lambda one: one.started)
-    starts = [one.started for one in ordered]
-    known = np.cumsum([0.0, *(one.prompt for one in ordered)])
+    """Returns the prompt tokens of the replies that start during each reply, itself included; [samples]."""
+    ordered = sorted(samples, key=lambda sample: sample.started)
+    starts = [sample.started for sample in ordered]
+    total = np.cumsum([0.0, *(sample.prompt for sample in ordered)])
     return np.array(
         [
-            known[bisect.bisect_right(starts, one.ended)] - known[bisect.bisect_left(starts, one.started)]
-            for one in samples
+            total[bisect.bisect_right(starts, reply.ended)] - total[bisect.bisect_left(starts, reply.started)]
+            for reply in samples
         ]
     )
 
 
-def _non_negative(columns: dict[str, Any], wanted: Any) -> dict[str, float]:
-    """Least squares without negative coefficients: the most negative column goes, until none is."""
+def _non_negative(columns: dict[str, Any], target: Any) -> dict[str, float]:
+    """Least squares that repeatedly drops the column with the most negative coefficient."""
     left = dict(columns)
     while True:
-        found, *_ = np.linalg.lstsq(np.stack(list(left.values()), axis=1), wanted, rcond=None)
-        worst = int(np.argmin(found))
-        if found[worst] >= 0 or len(left) == 1:
+        solution, *_ = np.linalg.lstsq(np.stack(list(left.values()), axis=1), target, rcond=None)
+        worst = int(np.argmin(solution))
+        if solution[worst] >= 0 or len(left) == 1:
             break
         del left[list(left)[worst]]
     return dict.fromkeys(columns, 0.0) | {
-        name: max(0.0, float(value)) for name, value in zip(left, found, strict=True)
+        name: max(0.0, float(value)) for name, value in zip(left, solution, strict=True)
     }
 
 
@@ -202,7 +206,7 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
         "step": np.ones(len(rows)),
         "token": np.array([row["tokens/trained"] for row in rows], dtype=float),
     }
-    found = _non_negative(columns, np.array([row["time/update"] for row in rows]))
+    fit = _non_negative(columns, np.array([row["time/update"] for row in rows]))
     plain = [row for row in rows if "eval/reward" not in row] or rows
     between = [
         row["time/step"] - row["time/update"] - row.get("time/publish", 0.0) - row["time/wait_for_batch"]
@@ -210,15 +214,15 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
     ]
     published = [row["time/publish"] for row in rows if row.get("time/publish") is not None]
     return TrainerModel(
-        step_s=found["step"],
-        token_s=found["token"],
+        step_s=fit["step"],
+        token_s=fit["token"],
         publish_s=float(np.median(published)) if published else 0.0,
         between_s=max(0.0, float(np.median(between))),
     )
 
 
 def admission_rules(settings: Settings) -> RuleModel:
-    """The rules that a run of these settings has."""
+    """Returns the admission rules of a run with these settings."""
     trainer = settings.trainer
     return RuleModel(
         groups_per_batch=trainer.groups_per_batch,
@@ -232,6 +236,6 @@ def admission_rules(settings: Settings) -> RuleModel:
 
 
 def _share(counts: Counter[str], state: str) -> float:
-    """Among those that came to an end of their own."""
+    """Returns the share of a state among the items that were not cancelled."""
     total = sum(counts.values()) - counts["cancelled"]
     return counts[state] / total if total else 0.0

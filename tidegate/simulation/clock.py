@@ -14,14 +14,14 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 
-    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._events, (self.now + seconds, self._number, happen))
+        heapq.heappush(self._events, (self.now + seconds, self._number, event))
 
     def step(self) -> bool:
-        """Let the next event happen; False where there is none."""
+        """Runs the next event; returns False if there is none."""
         if not self._events:
             return False
-        self.now, _, happen = heapq.heappop(self._events)
-        happen()
+        self.now, _, event = heapq.heappop(self._events)
+        event()
         return True

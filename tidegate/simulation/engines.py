@@ -1,7 +1,7 @@
 """Simulated engines: continuous batching as processor sharing.
 
-An engine with b running requests gives each of them a token every `iteration_s + b · request_s`. Its
-requests' progress is one common number, so an arrival or a departure costs O(log b), not O(b).
+An engine with b running requests samples a token for each of them every `iteration_s + b · request_s`.
+All requests share one progress counter, so adding or removing a request costs O(log b), not O(b).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _FEW = 8
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
-    """One reply on its way. `done` is called when its last token is there."""
+    """One reply. `done` is called when its last token has been sampled."""
 
     prompt: float
     tokens: float
     done: Callable[[], None]
     begun: Callable[[], None]
-    """Called when its first token is about to be sampled."""
+    """Called before its first token is sampled."""
     engine: SimulatedEngine | None = None
     target: float = 0.0
-    """The engine's progress at which it is done."""
+    """Progress of the engine at which the request is done."""
     running: bool = False
     gone: bool = False
     sampled: float = 0.0
-    """Of it, where it was cancelled or moved."""
+    """Tokens sampled before it was cancelled."""
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedEngine:
-    """One engine; `pause` and `resume` bracket a publish, `up` is False while it is lost."""
+    """One engine. A publish calls `pause` and `resume`; `up` is False after a failure."""
 
     clock: Clock
     model: EngineModel
@@ -86,22 +86,22 @@ class SimulatedEngine:
         self._fill()
         self._schedule()
 
-    def lose(self) -> list[SimulatedRequest]:
-        """It died: its requests, with what is left of them, are somebody else's now."""
+    def fail(self) -> list[SimulatedRequest]:
+        """Fails the engine; returns its requests with their remaining tokens, for other engines."""
         self._advance()
         self.up = False
-        left = [one for _, _, one in self._heap if not one.gone]
+        left = [request for _, _, request in self._heap if not request.gone]
         for request in left:
             request.tokens = max(1.0, request.target - self._progress)
-        orphans = left + list(self.queue)
+        requests = left + list(self.queue)
         self._heap.clear()
         self.queue.clear()
         self.running, self._debt = 0, 0.0
         self._stamp += 1
-        return orphans
+        return requests
 
-    def revive(self) -> None:
-        """It is back; what queued here while no engine at all was up begins."""
+    def recover(self) -> None:
+        """Brings the engine back, and starts requests that were queued while no engine was up."""
         self._advance()
         self.up = True
         self._fill()
@@ -111,7 +111,7 @@ class SimulatedEngine:
         return self.model.iteration_s + self.running * self.model.request_s
 
     def _advance(self) -> None:
-        """Bring progress up to now: prompts first, tokens with what time is left."""
+        """Updates progress to the current time: prompts first, then tokens in the remaining time."""
         passed, self._at = self.clock.now - self._at, self.clock.now
         if self.paused or not self.running or not self.up:
             return
@@ -139,7 +139,7 @@ class SimulatedEngine:
         self._fill()
 
     def _schedule(self) -> None:
-        """Have the next reply's end happen; what was scheduled before is void."""
+        """Schedules the end of the next reply, and invalidates what was scheduled before."""
         self._stamp += 1
         while self._heap and self._heap[0][2].gone:
             heapq.heappop(self._heap)
@@ -154,7 +154,7 @@ class SimulatedEngine:
             return
         self._advance()
         request = heapq.heappop(self._heap)[2]
-        self._progress = max(self._progress, request.target)  # what rounding left out
+        self._progress = max(self._progress, request.target)  # corrects rounding
         request.gone = True
         self._leave(request)
         self._schedule()
@@ -163,7 +163,7 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class Pool:
-    """All engines. A new session sits on the least loaded of a few, and stays there."""
+    """All engines. A session is assigned to the least loaded of a few engines."""
 
     clock: Clock
     model: EngineModel
@@ -175,13 +175,13 @@ class Pool:
         self.engines = [SimulatedEngine(self.clock, self.model) for _ in range(self.model.count)]
         if self.model.failures_per_hour > 0:
             for engine in self.engines:
-                self._doom(engine)
+                self._schedule_failure(engine)
 
-    def seat(self) -> SimulatedEngine:
-        """The least loaded engine; among many, the better one of two (as good, and cheap to find)."""
+    def assign(self) -> SimulatedEngine:
+        """Returns the least loaded engine; among many engines, the less loaded of two random ones."""
         choice = self.engines if len(self.engines) <= _FEW else self.rng.sample(self.engines, 2)
-        up = [one for one in choice if one.up] or [one for one in self.engines if one.up]
-        return min(up or self.engines, key=lambda one: one.load)
+        up = [engine for engine in choice if engine.up] or [engine for engine in self.engines if engine.up]
+        return min(up or self.engines, key=lambda engine: engine.load)
 
     def pause(self) -> None:
         for engine in self.engines:
@@ -194,18 +194,18 @@ class Pool:
     def busy_s(self) -> float:
         return sum(engine.busy_s for engine in self.engines)
 
-    def _doom(self, engine: SimulatedEngine) -> None:
+    def _schedule_failure(self, engine: SimulatedEngine) -> None:
         self.clock.after(
             self.rng.expovariate(self.model.failures_per_hour / 3600), lambda: self._lose(engine)
         )
 
     def _lose(self, engine: SimulatedEngine) -> None:
         self.lost += 1
-        for request in engine.lose():
+        for request in engine.fail():
             request.running = False
-            self.seat().add(request)
-        self.clock.after(self.model.recover_s, lambda: self._back(engine))
+            self.assign().add(request)
+        self.clock.after(self.model.recover_s, lambda: self._recover(engine))
 
-    def _back(self, engine: SimulatedEngine) -> None:
-        engine.revive()
-        self._doom(engine)
+    def _recover(self, engine: SimulatedEngine) -> None:
+        engine.recover()
+        self._schedule_failure(engine)

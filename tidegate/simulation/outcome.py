@@ -14,25 +14,25 @@ from tidegate.simulation.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over all steps but the first tenth, in which the pipeline fills."""
+    """Means over all steps except the first tenth, in which the pipeline fills."""
 
     steps: int
     seconds: float
-    """Of simulated time."""
+    """Simulated time."""
     step_s: float
     trained_tokens_per_s: float
     sampled_tokens_per_s: float
     goodput: float
-    """Trained ÷ sampled tokens, of the whole run."""
+    """Trained ÷ sampled tokens over the whole run."""
     staleness_mean: float
-    """Of the trained groups, at the cut."""
+    """Mean staleness of the trained groups when their batch was assembled."""
     staleness_max: int
     engines_busy: float
-    """Share of the engines' time in which they had a request running."""
+    """Share of the engines' time with running requests."""
     trainer_waits: float
-    """Share of the time in which the trainer waited for a batch."""
+    """Share of the time that the trainer waited for a batch."""
     lost: dict[str, float]
-    """Share of the sampled tokens that was not trained on, by cause."""
+    """Shares of the sampled tokens that were not trained on, by cause."""
     engines_lost: int
 
     def to_wire(self) -> dict[str, Any]:
@@ -41,12 +41,12 @@ class Figures:
 
 @dataclass(slots=True)
 class SimulationCounts:
-    """Counts while it goes on."""
+    """Counts during a simulation."""
 
     clock: Clock
     pool: Pool
     begun: int = 0
-    """The step from which figures count; 0: they don't yet."""
+    """First step that counts for the figures; 0 before that."""
     sampled: float = 0.0
     trained: float = 0.0
     lost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -64,13 +64,15 @@ class SimulationCounts:
         self.trained += tokens
 
     def figures(self, steps: int, scenario: Scenario) -> Figures:
-        """Raises TidegateError where nothing was trained at all."""
+        """Returns the figures; raises TidegateError if no group was trained on."""
         seconds, sampled, trained, busy, waited = (
             now - before for now, before in zip(self._marks(), self._from, strict=True)
         )
         counted, groups = steps - self.begun, self.staleness.total()
         if counted <= 0 or seconds <= 0 or not groups:
-            raise TidegateError("the simulated run trained on nothing: every attempt fails, or every group")
+            raise TidegateError(
+                "the simulated run trained on nothing: all attempts fail, or all groups are filtered or stale"
+            )
         return Figures(
             steps=counted,
             seconds=seconds,

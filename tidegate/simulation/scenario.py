@@ -19,11 +19,11 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class Spread(SettingsSection):
-    """A log-normal length or duration, cut off at `longest`."""
+    """A log-normal length or duration, limited to `longest`."""
 
     median: Annotated[float, Field(ge=0)]
     sigma: Annotated[float, Field(ge=0)] = 0.0
-    """Of the logarithm: 0 is constant, 1 has a mean of 1.65 medians and a 99th percentile of 10."""
+    """Standard deviation of the logarithm; 1 has a mean of 1.65 medians and a 99th percentile of 10."""
     longest: Positive = math.inf
 
     def draw(self, rng: random.Random) -> float:
@@ -33,8 +33,8 @@ class Spread(SettingsSection):
 
 
 class SimulatedTurn(NamedTuple):
-    """One reply: after `before_s`, `prompt` new tokens are read, `tokens` sampled, then the agent is away
-    for `away_s`."""
+    """One reply: after `before_s`, `prompt` new tokens are read and `tokens` sampled; the agent then takes
+    `away_s` until its next request."""
 
     prompt: float
     tokens: float
@@ -47,15 +47,15 @@ class EngineModel(SettingsSection):
 
     count: Count = 1
     slots: Count = 64
-    """Requests that one engine decodes at the same time; the others queue."""
+    """Requests that one engine decodes concurrently; the others queue."""
     iteration_s: Positive = 0.01
-    """Of a decoding iteration, whatever its size."""
+    """Fixed time of a decoding iteration."""
     request_s: Seconds = 0.0
-    """What each running request adds to an iteration."""
+    """Additional time of an iteration per running request."""
     prompt_token_s: Seconds = 0.0
-    """To read one new prompt token; the others wait meanwhile."""
+    """Time to read one new prompt token, during which decoding waits."""
     failures_per_hour: Seconds = 0.0
-    """Of one engine; its requests go on elsewhere, their prompts read again."""
+    """Failures of one engine; its requests move to other engines, which read their prompts again."""
     recover_s: Seconds = 60.0
 
 
@@ -63,20 +63,20 @@ class AgentModel(SettingsSection):
     """Episodes: as recorded (`episodes`), or drawn turn by turn."""
 
     setup: Spread = Spread(median=0)
-    """From an attempt's start to its first request."""
+    """Time from an attempt's start to its first request."""
     turns: Spread = Spread(median=1)
     prompt: Spread = Spread(median=100)
     tokens: Spread = Spread(median=100)
     away: Spread = Spread(median=0)
-    """Tools and the agent's own work after a reply."""
+    """Time for tools and the agent's work after a reply."""
     episodes: tuple[tuple[SimulatedTurn, ...], ...] = ()
-    """Recorded ones to draw from, instead of the spreads."""
+    """Recorded episodes to draw from, instead of the spreads."""
     failed: Share = 0.0
-    """Attempts that end in an error and are tried again."""
+    """Share of attempts that fail and are repeated."""
     alike: Share = 0.0
-    """Groups whose rewards are all alike: filtered, and replaced by others."""
+    """Share of groups with equal rewards, which are filtered and replaced."""
     max_concurrency: Count = 1 << 30
-    """Attempts at the same time."""
+    """Maximum concurrent attempts."""
 
     def draw(self, rng: random.Random) -> Sequence[SimulatedTurn]:
         if self.episodes:
@@ -96,25 +96,25 @@ class TrainerModel(SettingsSection):
     """Optimiser steps, and the publish that follows."""
 
     count: Count = 1
-    """Accelerators; a step's tokens are shared among them."""
+    """Accelerators, which share a step's tokens."""
     step_s: Seconds = 0.0
-    """Of a step, whatever its size."""
+    """Fixed time of a step."""
     token_s: Seconds = 1e-4
-    """What each sampled token of the batch adds on one accelerator."""
+    """Additional time per sampled token of the batch on one accelerator."""
     publish_s: Seconds = 0.0
-    """Engines stand still for so long."""
+    """Time for which a publish pauses the engines."""
     between_s: Seconds = 0.0
-    """What else a step takes of the loop: records, checkpoints."""
+    """Time between steps for records and checkpoints."""
 
 
 class RuleModel(SettingsSection):
-    """Admission's rules, by the names of the trainer's settings."""
+    """Admission rules, with the names of the trainer's settings."""
 
     groups_per_batch: Count = 16
     group_size: Annotated[int, Field(ge=2)] = 8
     min_group_size: Annotated[int, Field(ge=2)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] | None = 2
-    """None: no bound."""
+    """None means no bound."""
     publish_interval: Count = 1
     max_attempts: Count = 3
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
@@ -129,7 +129,7 @@ class RuleModel(SettingsSection):
 
 
 class Scenario(SettingsSection):
-    """All of it. `steps` optimiser steps are simulated; figures leave the first tenth out."""
+    """A complete scenario of `steps` optimiser steps; the figures omit the first tenth."""
 
     seed: int = 0
     steps: Annotated[int, Field(ge=2)] = 100
@@ -152,6 +152,6 @@ class Scenario(SettingsSection):
         )
 
     def with_(self, **sections: dict[str, object]) -> Scenario:
-        """A copy in which some keys of some sections differ: `with_(rules={"max_staleness": 4})`."""
+        """Returns a copy with changed keys, for example `with_(rules={"max_staleness": 4})`."""
         changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=changed)

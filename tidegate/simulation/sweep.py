@@ -19,7 +19,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One scenario of a sweep, and what it came to."""
+    """One scenario of a sweep with its figures."""
 
     engines: int
     trainers: int
@@ -33,7 +33,7 @@ def sweep(
     bounds: Sequence[Bound],
     progress: Callable[[Cell], None] = lambda _: None,
 ) -> Iterator[Cell]:
-    """Every split (engines, trainers) with every staleness bound, in this order."""
+    """Simulates every split (engines, trainers) with every staleness bound, in this order."""
     for engines, trainers in splits:
         for bound in bounds:
             one = scenario.with_(
@@ -45,13 +45,13 @@ def sweep(
 
 
 def splits_of(accelerators: int, parts: int = 8) -> list[tuple[int, int]]:
-    """Ways to give `accelerators` to engines and trainers: in up to `parts` equal steps."""
+    """Returns ways to divide `accelerators` between engines and trainers, in up to `parts` equal steps."""
     step = max(1, accelerators // parts)
-    return [(accelerators - one, one) for one in range(step, accelerators, step)]
+    return [(accelerators - trainers, trainers) for trainers in range(step, accelerators, step)]
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Plain text; the best throughput is marked. `vs sync` is against staleness 0 of the same split."""
+    """Formats a table; `vs sync` is the throughput relative to staleness 0 of the same split."""
     best = max(cells, key=lambda one: one.figures.trained_tokens_per_s)
     synchronous = {one.engines: one.figures.trained_tokens_per_s for one in cells if one.staleness == 0}
     lines = [
@@ -72,17 +72,17 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError where nothing could be drawn there."""
+    """Raises ConfigError if a plot cannot be written to the path."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'tidegate[train]'")
     if path.suffix.lower() not in PICTURES:
-        raise ConfigError(f"--plot {path}: the name ends in {', '.join(PICTURES)}")
+        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(PICTURES)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no such directory")
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Throughput and goodput: over the staleness bound, a line a split; or over splits, a line a bound."""
+    """Plots throughput and goodput over splits, one line per bound, or over the bounds of a single split."""
     from matplotlib.figure import Figure  # an extra; slow to import
 
     splits = list(dict.fromkeys((one.engines, one.trainers) for one in cells))

@@ -1,8 +1,8 @@
 """The simulated run: agents, gateway and trainer around the admission core that real runs use.
 
-The order of things is that of `trainer/rollout` and `trainer/loop`: groups start while admission lets
-them, ready groups are leased only while the trainer waits for a batch, a publish first ends what it
-would make too stale, then stops the engines.
+Events are ordered as in `trainer/rollout` and `trainer/loop`: groups start while admission allows it, ready
+groups are leased only while the trainer waits for a batch, and a publish first ends the groups that it would
+make too stale, then pauses the engines.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BACKOFF_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class SimulatedAttempt:
-    """One episode under way."""
+    """One running episode."""
 
     id: str
     group: str
     slot: int
     turns: Sequence[SimulatedTurn]
     failing: bool
-    seat: SimulatedEngine | None = None
-    """Where its requests go, from the first one on."""
+    engine: SimulatedEngine | None = None
+    """The engine of its requests, assigned at the first one."""
     at: int = 0
     sampled: float = 0.0
     oldest: int | None = None
@@ -52,9 +52,9 @@ class SimulatedRun:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.scenario.seed)
-        self._core = Admission(self.scenario.admission_rules(), _unwritten)
+        self._core = Admission(self.scenario.admission_rules(), _discard_entry)
         self._pool = Pool(self.clock, self.scenario.engine, self._rng)
-        self._tally = SimulationCounts(self.clock, self._pool)
+        self._counts = SimulationCounts(self.clock, self._pool)
         self._attempts: dict[str, dict[str, SimulatedAttempt]] = {}
         self._ready: deque[str] = deque()
         self._waiting = True
@@ -64,9 +64,9 @@ class SimulatedRun:
     _rng: random.Random = field(init=False)
     _core: Admission = field(init=False)
     _pool: Pool = field(init=False)
-    _tally: SimulationCounts = field(init=False)
+    _counts: SimulationCounts = field(init=False)
     _attempts: dict[str, dict[str, SimulatedAttempt]] = field(init=False)
-    """Of every group that is running or ready: its attempts that run or stand."""
+    """Running and successful attempts of each running or ready group, by group and attempt id."""
     _ready: deque[str] = field(init=False)
     _waiting: bool = field(init=False)
     _waits_since: float = field(init=False)
@@ -76,9 +76,9 @@ class SimulatedRun:
         warm = max(1, self.scenario.steps // 10)
         self._start_groups()
         while self._step < self.scenario.steps and not self._core.no_progress_reason() and self.clock.step():
-            if self._step == warm and not self._tally.begun:
-                self._tally.begin(warm)
-        return self._tally.figures(self._step, self.scenario)
+            if self._step == warm and not self._counts.begun:
+                self._counts.begin(warm)
+        return self._counts.figures(self._step, self.scenario)
 
     # -- agents ----------------------------------------------------------------------------------
 
@@ -100,13 +100,13 @@ class SimulatedRun:
         )  # fmt: skip
         self._attempts[group][attempt.id] = attempt
         if (setup := attempt.turns[0].before_s) > 0:
-            self.clock.after(setup, lambda: self._ask(attempt))
+            self.clock.after(setup, lambda: self._request_reply(attempt))
         else:
-            self._ask(attempt)
+            self._request_reply(attempt)
 
-    def _ask(self, attempt: SimulatedAttempt) -> None:
+    def _request_reply(self, attempt: SimulatedAttempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
-            return  # its group ended meanwhile
+            return  # the group ended meanwhile
         turn = attempt.turns[attempt.at]
 
         def begun() -> None:
@@ -116,20 +116,20 @@ class SimulatedRun:
         def done() -> None:
             attempt.request = None
             attempt.sampled += turn.tokens
-            self._tally.sampled += turn.tokens
-            self.clock.after(turn.away_s, lambda: self._next(attempt))
+            self._counts.sampled += turn.tokens
+            self.clock.after(turn.away_s, lambda: self._next_turn(attempt))
 
         attempt.request = SimulatedRequest(turn.prompt, turn.tokens, done, begun)
-        if attempt.seat is None or not attempt.seat.up:
-            attempt.seat = self._pool.seat()
-        attempt.seat.add(attempt.request)
+        if attempt.engine is None or not attempt.engine.up:
+            attempt.engine = self._pool.assign()
+        attempt.engine.add(attempt.request)
 
-    def _next(self, attempt: SimulatedAttempt) -> None:
+    def _next_turn(self, attempt: SimulatedAttempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
             return
         attempt.at += 1
         if attempt.at < len(attempt.turns):
-            self._ask(attempt)
+            self._request_reply(attempt)
         else:
             self._end(attempt)
 
@@ -137,67 +137,67 @@ class SimulatedRun:
         outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
         verdict = self._core.end_attempt(attempt.id, outcome)
         if attempt.failing:
-            self._tally.lost["failed"] += attempt.sampled
+            self._counts.lost["failed"] += attempt.sampled
             del self._attempts[attempt.group][attempt.id]
         if verdict is AttemptVerdict.RETRY:
-            self.clock.after(BACKOFF_S, lambda: self._again(attempt))
+            self.clock.after(BACKOFF_S, lambda: self._retry(attempt))
         elif verdict is AttemptVerdict.FAILED:
-            self._forget(attempt.group, "failed")
+            self._discard(attempt.group, "failed")
             self._start_groups()
         else:
             if verdict is AttemptVerdict.READY:
                 self._ready.append(attempt.group)
                 if self._waiting:
                     self._gather()
-            self._start_groups()  # its place is free
+            self._start_groups()  # a slot is free
 
-    def _again(self, attempt: SimulatedAttempt) -> None:
+    def _retry(self, attempt: SimulatedAttempt) -> None:
         if attempt.group in self._attempts:
             self._start_attempt(attempt.group, attempt.slot)
 
-    def _forget(self, group: str, why: str) -> list[SimulatedAttempt]:
-        """The group is over: what still runs is aborted, what was sampled is lost to `why`."""
+    def _discard(self, group: str, why: str) -> list[SimulatedAttempt]:
+        """Aborts the group's running attempts, and counts its sampled tokens as lost to `why`."""
         attempts = list(self._attempts.pop(group).values())
         for attempt in attempts:
             if attempt.request is not None and attempt.request.engine is not None:
                 attempt.request.engine.cancel(attempt.request)
-                self._tally.sampled += attempt.request.sampled
+                self._counts.sampled += attempt.request.sampled
                 attempt.sampled += attempt.request.sampled
-            self._tally.lost[why] += attempt.sampled
+            self._counts.lost[why] += attempt.sampled
         return attempts
 
     # -- the trainer -----------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Lease what is ready, filter, cut; as `trainer/batches` does while the trainer waits."""
+        """Leases and filters ready groups and assembles a batch, as `trainer/batch` does."""
         while self._ready:
             group = self._ready.popleft()
             if group not in self._core.groups:
                 continue
-            standing = self._core.groups[group].successful_attempts()
-            oldest = [self._attempts[group][one].oldest for one in standing]
-            self._core.lease(group, min((one for one in oldest if one is not None), default=None))
+            attempts = self._core.groups[group].successful_attempts()
+            oldest = [self._attempts[group][attempt].oldest for attempt in attempts]
+            self._core.lease(group, min((version for version in oldest if version is not None), default=None))
             if self._rng.random() < self.scenario.agent.alike:
                 self._core.filter_group(group)
-                self._forget(group, "filtered")
+                self._discard(group, "filtered")
         for group in self._core.sweep():
-            self._forget(group, "stale")
+            self._discard(group, "stale")
         selection = self._core.select_batch()
         if selection is not None:
             self._waiting = False
-            self._tally.waited_s += self.clock.now - self._waits_since
+            self._counts.waited_s += self.clock.now - self._waits_since
             self._train(selection)
         self._start_groups()
 
     def _train(self, selection: BatchSelection) -> None:
         tokens = sum(one.sampled for group in selection.groups for one in self._attempts.pop(group).values())
         model = self.scenario.trainer
-        self._tally.batch(selection.staleness, tokens)
+        self._counts.batch(selection.staleness, tokens)
         self.clock.after(
-            model.step_s + tokens * model.token_s / model.count, lambda: self._stepped(selection)
+            model.step_s + tokens * model.token_s / model.count, lambda: self._on_step_done(selection)
         )
 
-    def _stepped(self, selection: BatchSelection) -> None:
+    def _on_step_done(self, selection: BatchSelection) -> None:
         self._step += 1
         self._core.step(selection, self._step)
         self._core.commit()
@@ -215,12 +215,12 @@ class SimulatedRun:
         }
         for group in self._core.will_be_stale(version, sampled):
             self._core.end_stale(group, version, sampled[group])
-            self._forget(group, "stale")
+            self._discard(group, "stale")
         self._start_groups()
         self._pool.pause()
-        self.clock.after(self.scenario.trainer.publish_s, lambda: self._live(version))
+        self.clock.after(self.scenario.trainer.publish_s, lambda: self._on_published(version))
 
-    def _live(self, version: int) -> None:
+    def _on_published(self, version: int) -> None:
         self._core.mark_live(version)
         self._pool.resume()
         self._start_groups()
@@ -234,5 +234,5 @@ class SimulatedRun:
         self.clock.after(self.scenario.trainer.between_s, wait)
 
 
-def _unwritten(_: LedgerEntry) -> None:
-    """The simulated book: admission keeps the counts itself."""
+def _discard_entry(_: LedgerEntry) -> None:
+    """Discards ledger entries."""

@@ -56,7 +56,7 @@ def test_which_interval_is_told() -> None:
     means = estimate([0.5, 0.25, 1.0])
     assert means.method.startswith("bootstrap over tasks")
     assert means.low < means.mean < means.high
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="without values"):
         estimate([])
 
 
