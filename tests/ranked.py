@@ -47,7 +47,7 @@ def main(directory: Path, rank: int) -> None:
     policy = init.join(rank, dist.FileStore(str(directory / "store"), init.settings.ranks))
     found = {}
     for name, changed in variants.items():
-        settings = init.settings.model_copy(update=changed)
+        settings = type(init.settings)(**{**init.settings.model_dump(), **changed})
         found[name] = train(type(policy).load(init.model, settings), batches)
     if rank == 0:
         torch.save(found, directory / "found.pt")
