@@ -83,7 +83,7 @@ def test_a_missing_directory_an_empty_one_and_a_missing_shard(live: Any, tmp_pat
     with pytest.raises(WeightsError, match="not a safetensors index"):
         read_weights(live, tmp_path)
     index.write_text(json.dumps({"weight_map": {NORM: "part-1.safetensors"}}))
-    with pytest.raises(WeightsError, match=r"part-1\.safetensors.*not there"):
+    with pytest.raises(WeightsError, match=r"part-1\.safetensors.*missing"):
         read_weights(live, tmp_path)
 
 
