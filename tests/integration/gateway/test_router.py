@@ -151,15 +151,19 @@ async def test_a_router_is_one_engine_whose_workers_take_the_control_calls(
         assert (row["url"], row["control"], row["healthy"]) == (front, workers, True)
         assert row["limit"] == 2 * 2 * 64, "twice the slots of both"
 
-        async def opened() -> tuple[str, AsyncOpenAI]:
+        async def opened(seed: int) -> tuple[str, AsyncOpenAI]:
+            """A session whose reply does not begin with `<think>`, after which all text is reasoning."""
             access = await client.open_session(
-                task=Task("t", "none", []), deadline_s=120, sampling=Sampling(0.8, max_tokens=LENGTH)
+                task=Task("t", "none", []),
+                deadline_s=120,
+                sampling=Sampling(0.8, max_tokens=LENGTH),
+                seed=seed,
             )
             llm = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
             return access.session_id, await stack.enter_async_context(llm)
 
         # A publish to the workers in mid-reply, in the mode that needs the gateway to continue.
-        sessions = [await opened() for _ in range(4)]
+        sessions = [await opened(seed) for seed in range(4)]
         before = await totals(workers)
         calls = [asyncio.create_task(chat(llm, i % 2 == 0, LENGTH)) for i, (_, llm) in enumerate(sessions)]
         while not all(now > then + 10 for now, then in zip(await totals(workers), before, strict=True)):
@@ -181,7 +185,7 @@ async def test_a_router_is_one_engine_whose_workers_take_the_control_calls(
 
         # A client that leaves: the abort goes to the workers, for the router knows no such call.
         await control(workers, "/pause_generation", {"mode": "in_place"})
-        _, llm = await opened()
+        _, llm = await opened(4)
         leaving = asyncio.create_task(chat(llm, False, LENGTH))
         await until(workers, lambda requests: requests == 1)
         leaving.cancel()
@@ -191,6 +195,6 @@ async def test_a_router_is_one_engine_whose_workers_take_the_control_calls(
         # One worker dies: the router and the gateway go on with the other one.
         processes[0].kill()
         await processes[0].wait()
-        _, llm = await opened()
+        _, llm = await opened(4)
         assert await chat(llm, False, 4)
         assert (await client.list_engines())[0]["healthy"]
