@@ -44,6 +44,15 @@ async def test_changed_tools_are_an_explicit_branch(stage: Stage) -> None:
     assert 'branches_total{reason="tools"} 1' in await stage.client.metrics()
 
 
+async def test_the_reason_of_a_branch_with_a_long_text_names_the_edited_message(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    await llm.chat.completions.create(model="m", messages=ASK)
+    edited = [*ASK, {"role": "assistant", "content": "word " * 850}, {"role": "user", "content": "Go on."}]
+    await llm.chat.completions.create(model="m", messages=edited)
+    second = (await finished(stage, access)).turns[1]
+    assert second.branch == "edited: message 2 (assistant) is not the recorded reply"
+
+
 async def _named_twice(stage: Stage, said: str, **changed: object) -> list[tuple[int | None, str | None]]:
     """Three turns of a client that changes every past reply; where each turn belongs, and why."""
     access, llm = await opened(stage)

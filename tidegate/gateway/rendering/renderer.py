@@ -41,6 +41,9 @@ _STEP = 2**16
 class LargeText(Exception):
     """A text is too long to encode on the event loop."""
 
+    branch_reason: str | None = None
+    """Why the request is a branch, if it was attached: attached again, it is compared with itself."""
+
 
 class Renderer:
     """Renders prompts with a model's tokenizer and template. Thread-safe; performs no I/O."""

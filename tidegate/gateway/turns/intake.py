@@ -127,15 +127,17 @@ class Intake:
         """Returns the call for a request. Raises ApiError."""
         try:
             return self._turns.call(self._session, request, inline=not self._large)
-        except LargeText:
+        except LargeText as error:
+            branch_reason = error.branch_reason
             await self._lock()
-        return self._turns.call(self._session, request, await self._render_in_thread(request))
+        return self._turns.call(self._session, request, await self._render_in_thread(request, branch_reason))
 
-    async def _render_in_thread(self, request: TurnRequest) -> Rendered:
+    async def _render_in_thread(self, request: TurnRequest, branch_reason: str | None = None) -> Rendered:
         prompts, session = self._turns.prompts, self._session
-        return await self._threads.run(
-            self._large, prompts.render, session, request, prompts.attach(session, request)
-        )
+        attachment = prompts.attach(session, request)
+        if attachment is not None and attachment.branch_reason is not None and branch_reason is not None:
+            attachment = attachment._replace(branch_reason=branch_reason)
+        return await self._threads.run(self._large, prompts.render, session, request, attachment)
 
     async def digest(self, position: bytes, body: RawBody) -> bytes:
         """Hashes the body and a request's position in it."""

@@ -86,9 +86,12 @@ class TurnPipeline:
             if rendered is None:
                 if not inline:
                     raise LargeText
-                rendered = self.prompts.render(
-                    session, request, self.prompts.attach(session, request), inline=True
-                )
+                attachment = self.prompts.attach(session, request)
+                try:
+                    rendered = self.prompts.render(session, request, attachment, inline=True)
+                except LargeText as error:
+                    error.branch_reason = None if attachment is None else attachment.branch_reason
+                    raise
             call = self.prompts.prepare(session, request, rendered, token_budget)
             session.calls.add(call)
             self._start(session, call, self._generate(session, call))
