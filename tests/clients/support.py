@@ -159,3 +159,11 @@ async def run_client(
         result = await CommandAgent(command, env).run(task.view(), session)
     await client.finish(access.session_id, output=result.output)
     return Episode(result.output or "", await client.trajectory(access.session_id))
+
+
+async def run_both_ways(
+    client: GatewayClient, command: Sequence[str], *, task: Task, sampling: Sampling
+) -> list[Episode]:
+    """Runs a command in two sessions at the same time: with whole replies, and with streamed ones."""
+    runs = [run_client(client, [*command, way], task=task, sampling=sampling) for way in ("whole", "stream")]
+    return await asyncio.gather(*runs)

@@ -5,14 +5,21 @@ The replies are scripted, because the bundled model writes neither thoughts nor 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
 
-from tests.clients.support import PROGRAMS, QUESTION, WideEngine, call, python, run_client, scripted
+from tests.clients.support import (
+    PROGRAMS,
+    QUESTION,
+    WideEngine,
+    call,
+    python,
+    run_both_ways,
+    scripted,
+)
 from tests.fakes import Stage
 from tidegate.types import Sampling, Task
 
@@ -100,12 +107,9 @@ async def test_an_agent_framework_calls_tools_over_two_questions(
     whole: list[int | None],
     streamed: list[int | None],
 ) -> None:
-    """Whole and streamed replies run in parallel, each in its own session."""
     command = [python(environment), str(PROGRAMS / program), dialect]
-    runs = [
-        run_client(stage.client, [*command, way], task=SUM, sampling=SAMPLING) for way in ("whole", "stream")
-    ]
-    for episode, parents in zip(await asyncio.gather(*runs), (whole, streamed), strict=True):
+    episodes = await run_both_ways(stage.client, command, task=SUM, sampling=SAMPLING)
+    for episode, parents in zip(episodes, (whole, streamed), strict=True):
         first, second = episode.saw["answers"]
         assert first.endswith("#### 140")
         assert second.endswith("Yes, it is.")

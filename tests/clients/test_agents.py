@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.clients.support import PROGRAMS, python, run_client, scripted
+from tests.clients.support import PROGRAMS, python, run_both_ways, run_client, scripted
 from tests.clients.test_agent_frameworks import EXPRESSIONS, SAMPLING, SUM, replies, stage
 from tests.fakes import Stage
 
@@ -49,12 +48,9 @@ async def test_an_agent_calls_tools(
     whole: list[int | None],
     streamed: list[int | None],
 ) -> None:
-    """Whole and streamed replies run in parallel, each in its own session."""
     command = [python(environment), str(PROGRAMS / program), dialect]
-    runs = [
-        run_client(stage.client, [*command, way], task=SUM, sampling=SAMPLING) for way in ("whole", "stream")
-    ]
-    for episode, parents in zip(await asyncio.gather(*runs), (whole, streamed), strict=True):
+    episodes = await run_both_ways(stage.client, command, task=SUM, sampling=SAMPLING)
+    for episode, parents in zip(episodes, (whole, streamed), strict=True):
         [answer] = episode.saw["answers"]
         assert answer.endswith("#### 140")
         assert sorted(episode.saw["calls"]) == sorted(EXPRESSIONS), "parallel calls may run in any order"

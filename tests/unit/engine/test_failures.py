@@ -11,16 +11,6 @@ from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.errors import EngineError
 
 
-@pytest.fixture
-def decoder() -> Remembering:
-    return Remembering()
-
-
-@pytest.fixture
-def scheduler(decoder: Remembering) -> Scheduler:
-    return Scheduler(decoder, max_slots=4, version="0", deliver=lambda _: None)
-
-
 def test_a_chunk_that_cannot_be_computed_fails_its_request_alone(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:

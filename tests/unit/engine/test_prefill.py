@@ -9,16 +9,6 @@ from tidegate.engine.scheduling import running_batch
 from tidegate.engine.scheduling.scheduler import Scheduler
 
 
-@pytest.fixture
-def decoder() -> Remembering:
-    return Remembering()
-
-
-@pytest.fixture
-def scheduler(decoder: Remembering) -> Scheduler:
-    return Scheduler(decoder, max_slots=4, version="0", deliver=lambda _: None)
-
-
 def test_prefill_batches_are_bounded_and_of_like_length(
     decoder: Remembering, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,6 @@ from tidegate.engine.scheduling.scheduler import Scheduler
 
 
 @pytest.fixture
-def decoder() -> Remembering:
-    return Remembering()
-
-
-@pytest.fixture
 def delivered() -> list[list[Generation]]:
     return []
 
