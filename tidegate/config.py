@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
 from tidegate.settings.sections import DirectoryName, HttpUrl, SettingsSection, load
@@ -36,10 +37,10 @@ class ModelSettings(SettingsSection):
     """Model directory in Hugging Face format: weights, config, tokenizer with a chat template."""
 
 
-ToolParser = Literal[
-    "auto", "hermes", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "llama3_json", "mistral", "granite",
-    "none",
-]  # fmt: skip
+def _tool_parser(name: str) -> str:
+    if name not in TOOL_PARSERS:
+        raise ValueError(f"{name!r} is not one of {', '.join(TOOL_PARSERS)}")
+    return name
 
 
 EMBEDDED_ONLY = ("device", "dtype", "threads", "max_slots", "max_context", "prefix_cache_mb")
@@ -116,7 +117,7 @@ class GatewaySettings(SettingsSection):
     """Key of the gateway's control routes; required if the gateway listens beyond loopback."""
     shards: Annotated[int, Field(ge=1)] = 1
     """Gateway processes that share the sessions behind one address. A resumed run keeps their number."""
-    tool_parser: ToolParser = "auto"
+    tool_parser: Annotated[str, AfterValidator(_tool_parser)] = "auto"
     """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
     structured_output: Literal["text", "grammar"] = "text"
     """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses

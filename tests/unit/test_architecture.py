@@ -34,6 +34,7 @@ CORE = {
 MOST_MODULES = 14
 """In a folder; `cli` has a file for each verb."""
 ALLOWED = {
+    "config": {"gateway.parsing.tool_calls.registry"},
     "gateway": set(),
     "engine": set(),
     "agents": {"rag.client"},
@@ -240,6 +241,15 @@ def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_settings_import_nothing_heavy() -> None:
+    code = (
+        "import sys, tidegate.config\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy', 'aiohttp'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.gateway.parsing.parts import Part, PlainParser, ToolCall
-from tidegate.gateway.parsing.tool_calls import hermes
+from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 
 
 def read(*pieces: str) -> tuple[str, list[ToolCall], str | None]:
-    parser = hermes.FORMAT.parser(())
+    parser = HERMES.parser(())
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     content = "".join(part for part in parts if isinstance(part, str))
     return content, [part for part in parts if isinstance(part, ToolCall)], parser.status
@@ -103,7 +103,7 @@ def test_the_pieces_do_not_matter(pieces: list[str], data: st.DataObject) -> Non
 def test_nothing_is_lost(pieces: list[str]) -> None:
     """Put the calls back as text: but for whitespace it is what the model wrote."""
     text = "".join(pieces)
-    parser = hermes.FORMAT.parser(())
+    parser = HERMES.parser(())
     parts = [*parser.feed(text), *parser.finish()]
     again = "".join(part if isinstance(part, str) else block("f", {"x": 1}) for part in parts)
     assert "".join(again.split()) == "".join(text.split())

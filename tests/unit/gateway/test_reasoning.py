@@ -12,7 +12,7 @@ from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.parsing.parts import Part, PlainParser, Reasoning, ToolCall
 from tidegate.gateway.parsing.reasoning import ReasoningParser
 from tidegate.gateway.parsing.reply import ReplyReader
-from tidegate.gateway.parsing.tool_calls import hermes
+from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 from tidegate.gateway.rendering.renderer import Renderer
 
 RENDERER = Renderer(make_tokenizer("qwen2"))
@@ -21,7 +21,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def read(*pieces: str, begun: bool = False) -> tuple[str, str, int]:
     """Reasoning, content and how many calls."""
-    parser = ReasoningParser(hermes.FORMAT.parser(()), begun)
+    parser = ReasoningParser(HERMES.parser(()), begun)
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part for part in parts if isinstance(part, str))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.parsing.parts import PlainParser
 from tidegate.gateway.parsing.reply import Detokenizer, ReplyReader, StopCutter
-from tidegate.gateway.parsing.tool_calls import hermes
+from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 from tidegate.gateway.rendering.renderer import Renderer
 
 TOKENIZER = make_tokenizer("qwen2")
@@ -73,7 +73,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cut
 
 def test_a_reply_as_a_message() -> None:
     text = 'So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    reader = ReplyReader(RENDERER.decode, (), hermes.FORMAT.parser(()))
+    reader = ReplyReader(RENDERER.decode, (), HERMES.parser(()))
     for one in RENDERER.encode(text):
         reader.push([one])
     reader.finish()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.families import FAMILIES, family_renderer
-from tidegate.config import ToolParser
+from tidegate.config import GatewaySettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part, ToolCall, ToolUse
 from tidegate.gateway.parsing.reply import ReplyReader
 from tidegate.gateway.parsing.tool_calls.base import forced_start, single_call_stop
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, NONE, choose
-from tidegate.gateway.parsing.tool_calls.typed_arguments import parse_value
+from tidegate.gateway.parsing.tool_calls.tagged_formats import parse_value
 
 TOOLS = [
     {
@@ -295,7 +296,16 @@ def test_a_form_may_be_set_and_must_be_known() -> None:
     assert choose("none", renderer.render_text).format is NONE
     with pytest.raises(ConfigError, match=r"'hermess' is unknown; use one of auto, hermes, .*, none"):
         choose("hermess", renderer.render_text)
-    assert set(get_args(ToolParser)) == {"auto", "none", *FORMATS}
+
+
+@pytest.mark.parametrize("name", ["auto", "none", *FORMATS])
+def test_the_settings_know_every_form(name: str) -> None:
+    assert GatewaySettings(tool_parser=name).tool_parser == name
+
+
+def test_the_settings_refuse_an_unknown_form() -> None:
+    with pytest.raises(ValidationError, match=r"'hermess' is not one of auto, hermes, .*, none"):
+        GatewaySettings(tool_parser="hermess")
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,1 +1,1 @@
-"""Tool-call formats, one module each; `registry` lists them."""
+"""Tool-call formats; `registry` lists them."""

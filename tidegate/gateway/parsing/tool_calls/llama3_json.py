@@ -6,24 +6,38 @@ or a JSON answer, so it is held back until its end.
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import orjson
 
 from tidegate.gateway.parsing.parts import Part, ToolCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_calls import all_or_none, load_json_values, read_call
+from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, json_start, read_call
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 
 
 def _read(text: str, _: Tools) -> list[ToolCall] | None:
-    return all_or_none([_call(value) for value in load_json_values(text, ";")])
+    return all_or_none([_call(value) for value in _load_json_values(text)])
+
+
+def _load_json_values(text: str) -> list[Any]:
+    """Parses JSON values separated by `;` or whitespace; returns [] if anything else occurs."""
+    decoder = json.JSONDecoder()
+    values: list[Any] = []
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (json.JSONDecodeError, RecursionError):
+            return []
+        values.append(value)
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return values
 
 
 def _call(value: Any) -> ToolCall | None:
-    """Read a call; an object without arguments is taken for a JSON answer."""
+    """Reads a call; an object without arguments is taken for a JSON answer."""
     is_call = isinstance(value, dict) and any(key in value for key in _KEYS)
     return read_call(value, _KEYS) if is_call else None
 
@@ -57,20 +71,11 @@ class LlamaParser:
             return self._blocks.finish()
         calls = _read(self._held, self._tools)
         if calls is None:
-            self._status = "malformed" if _looks_like_a_call(self._held) else None
+            meant_as_call = '"name"' in self._held and any(f'"{key}"' in self._held for key in _KEYS)
+            self._status = "malformed" if meant_as_call else None
             return [self._held] if self._held else []
         self._status = "ok"
         return list(calls)
 
 
-def _looks_like_a_call(text: str) -> bool:
-    """Whether invalid JSON was probably meant as a call."""
-    return '"name"' in text and any(f'"{key}"' in text for key in _KEYS)
-
-
-def _forced(name: str | None) -> str:
-    start = '{"name":'
-    return start if name is None else f'{start} {orjson.dumps(name).decode()}, "parameters":'
-
-
-FORMAT = ToolCallFormat("llama3_json", (_TAG,), LlamaParser, _forced)
+LLAMA3_JSON = ToolCallFormat("llama3_json", (_TAG,), LlamaParser, lambda name: json_start(name, "parameters"))

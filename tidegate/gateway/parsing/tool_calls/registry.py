@@ -1,4 +1,7 @@
-"""Lists the tool-call formats and detects the format of a model."""
+"""Lists the tool-call formats and detects the format of a model.
+
+The settings import this module for the names, so it imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,28 @@ import orjson
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, PlainParser, ToolCall
-from tidegate.gateway.parsing.tool_calls import (
-    deepseek_v3,
-    glm45,
-    granite,
-    hermes,
-    kimi_k2,
-    llama3_json,
-    mistral,
-    qwen3_coder,
-)
-from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, Tools
-from tidegate.types import Message
+from tidegate.gateway.parsing.parts import PlainParser, ToolCall
+from tidegate.gateway.parsing.tool_calls import json_formats, llama3_json, tagged_formats
+from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 
 NONE = ToolCallFormat("none", (), lambda _: PlainParser())
 FORMATS = {
-    module.FORMAT.name: module.FORMAT
-    for module in (hermes, qwen3_coder, glm45, deepseek_v3, kimi_k2, llama3_json, mistral, granite)
+    tool_format.name: tool_format
+    for tool_format in (
+        json_formats.HERMES,
+        tagged_formats.QWEN3_CODER,
+        tagged_formats.GLM45,
+        json_formats.DEEPSEEK_V3,
+        json_formats.KIMI_K2,
+        llama3_json.LLAMA3_JSON,
+        json_formats.MISTRAL,
+        json_formats.GRANITE,
+    )
 }
+"""The formats; `auto` selects the first one that fits."""
+TOOL_PARSERS = ("auto", *FORMATS, NONE.name)
 MARKERS = tuple(dict.fromkeys(marker for tool_format in FORMATS.values() for marker in tool_format.markers))
-_DEFAULT = hermes.FORMAT
+_DEFAULT = json_formats.HERMES
 _ARGUMENTS = {"place": "Oslo", "days": 3}
 _TOOL = {
     "type": "function",
@@ -47,8 +51,8 @@ _CALL = {
     "type": "function",
     "function": {"name": "forecast", "arguments": _ARGUMENTS},
 }
-_ASKED: list[Message] = [{"role": "user", "content": "How will it be in Oslo?"}]
-_CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_ASKED = {"role": "user", "content": "How will it be in Oslo?"}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class FormatChoice(NamedTuple):
@@ -58,21 +62,19 @@ class FormatChoice(NamedTuple):
     reason: str
 
 
-Write = Callable[[list[Message], Any, dict[str, Any], bool], str]
+Write = Callable[[list[dict[str, Any]], Any, dict[str, Any], bool], str]
 """`Renderer.render_text`."""
 
 
 def choose(name: str, write: Write) -> FormatChoice:
-    """Return the format `name`; for `auto`, the one that parses the call that the chat template renders.
+    """Returns the format `name`; for `auto`, the one that parses the call that the chat template renders.
 
     Raises ConfigError if the name is unknown.
     """
-    if name == "none":
-        return FormatChoice(NONE, "as set")
-    if name in FORMATS:
-        return FormatChoice(FORMATS[name], "as set")
+    if name not in TOOL_PARSERS:
+        raise ConfigError(f"tool_parser = {name!r} is unknown; use one of {', '.join(TOOL_PARSERS)}")
     if name != "auto":
-        raise ConfigError(f"tool_parser = {name!r} is unknown; use one of auto, {', '.join(FORMATS)}, none")
+        return FormatChoice(FORMATS.get(name, NONE), "as set")
     try:
         written = _written(write)
     except ApiError:
@@ -84,9 +86,9 @@ def choose(name: str, write: Write) -> FormatChoice:
 
 
 def _written(write: Write) -> str:
-    """A past call as the template renders it, including the end of the reply."""
-    prompt = write(_ASKED, [_TOOL], {}, True)
-    full = write([*_ASKED, _CALLED], [_TOOL], {}, False)
+    """Returns a past call as the template renders it, including the end of the reply."""
+    prompt = write([_ASKED], [_TOOL], {}, True)
+    full = write([_ASKED, _CALLED], [_TOOL], {}, False)
     pairs = enumerate(zip(prompt, full, strict=False))
     shared = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(full)))
     if shared < len(prompt):  # the prompt ends differently, perhaps with a token of the same beginning
@@ -95,14 +97,11 @@ def _written(write: Write) -> str:
 
 
 def _reads(tool_format: ToolCallFormat, text: str) -> bool:
-    """Whether the format parses the call, trying to cut the text after each closing bracket."""
+    """Returns whether the format parses the call, trying to cut the text after each closing bracket."""
     for end in (len(text), *(at for at in range(len(text), 0, -1) if text[at - 1] in "}]")):
-        calls = [part for part in _parse(tool_format, text[:end], [_TOOL]) if isinstance(part, ToolCall)]
+        parser = tool_format.parser([_TOOL])
+        parts = [*parser.feed(text[:end]), *parser.finish()]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
         if [(call.name, orjson.loads(call.arguments)) for call in calls] == [("forecast", _ARGUMENTS)]:
             return True
     return False
-
-
-def _parse(tool_format: ToolCallFormat, text: str, tools: Tools) -> list[Part]:
-    parser = tool_format.parser(tools)
-    return [*parser.feed(text), *parser.finish()]

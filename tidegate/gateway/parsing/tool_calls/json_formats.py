@@ -1,0 +1,138 @@
+"""Tool-call formats that write the arguments of a call as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from tidegate.gateway.nesting import too_deep
+from tidegate.gateway.parsing.parts import ToolCall
+from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
+
+_TAGS = ("<tool_call>", "</tool_call>")
+
+
+def load_json(text: str) -> Any:
+    """Parses JSON; returns None if it is invalid."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None:
+    """Reads a JSON value as a call, its arguments under one of `keys` or omitted; None if it is none."""
+    if not isinstance(value, dict):
+        return None
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    return make_call(value.get("name"), load_json(arguments) if isinstance(arguments, str) else arguments)
+
+
+def make_call(name: Any, arguments: Any) -> ToolCall | None:
+    """Creates a call; None if the name is invalid, or the arguments are no JSON object or nested too deep."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
+        return None
+    try:
+        return ToolCall(name, orjson.dumps(arguments).decode())
+    except orjson.JSONEncodeError:
+        return None
+
+
+def all_or_none(calls: Sequence[ToolCall | None]) -> list[ToolCall] | None:
+    """Returns the calls if all of them were read; else None."""
+    valid = [call for call in calls if call is not None]
+    return valid if valid and len(valid) == len(calls) else None
+
+
+def _read_list(text: str, _: Tools) -> list[ToolCall] | None:
+    values = load_json(text)
+    return all_or_none([read_call(value) for value in values]) if isinstance(values, list) else None
+
+
+# Hermes, also Qwen 2.5 and 3: `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>`
+
+
+def _read_hermes(text: str, _: Tools) -> list[ToolCall] | None:
+    return all_or_none([read_call(load_json(text))])
+
+
+def json_start(name: str | None, key: str) -> str:
+    """Returns the beginning of a JSON call of the tool `name` whose arguments are under `key`."""
+    return '{"name":' if name is None else f'{{"name": {orjson.dumps(name).decode()}, "{key}":'
+
+
+HERMES = ToolCallFormat(
+    "hermes",
+    _TAGS,
+    lambda tools: BlockParser(_read_hermes, tools, *_TAGS),
+    lambda name: _TAGS[0] + "\n" + json_start(name, "arguments"),
+    call_end=_TAGS[1],
+)
+
+# Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`, to the end of the reply
+
+_GRANITE = "<|tool_call|>"
+GRANITE = ToolCallFormat("granite", (_GRANITE,), lambda tools: BlockParser(_read_list, tools, _GRANITE))
+
+# Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; since v11 `[TOOL_CALLS]f[ARGS]{…}` per call
+
+_MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_NAMED = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\s*\[ARGS\](.*)", re.DOTALL)
+
+
+def _read_mistral(text: str, tools: Tools) -> list[ToolCall] | None:
+    named = _NAMED.fullmatch(text)
+    if named is None:
+        return _read_list(text, tools)
+    return all_or_none([make_call(named[1], load_json(named[2]))])
+
+
+MISTRAL = ToolCallFormat("mistral", _MISTRAL, lambda tools: BlockParser(_read_mistral, tools, _MISTRAL[0]))
+
+# DeepSeek: V3 and R1 write `function`, a separator, the name and a Markdown block of JSON arguments between
+# the markers of a call; V3.1 writes the name, the separator and the arguments
+
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\n(.*)\n```\s*", re.DOTALL)
+
+
+def _read_deepseek(text: str, _: Tools) -> list[ToolCall] | None:
+    head, separator, rest = text.partition(_SEPARATOR)
+    if not separator:
+        return None
+    fenced = _FENCED.fullmatch(rest)
+    name, arguments = fenced.groups() if fenced is not None else (head.strip(), rest)
+    return all_or_none([make_call(name, load_json(arguments))])
+
+
+DEEPSEEK_V3 = ToolCallFormat(
+    "deepseek_v3",
+    (*_DEEPSEEK_SECTION, *_DEEPSEEK_CALL, _SEPARATOR),
+    lambda tools: BlockParser(_read_deepseek, tools, *_DEEPSEEK_CALL, section=_DEEPSEEK_SECTION),
+)
+
+# Kimi K2: `functions.f:0` and JSON arguments between the markers of a call
+
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_ID = re.compile(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*")
+
+
+def _read_kimi(text: str, _: Tools) -> list[ToolCall] | None:
+    head, _separator, arguments = text.partition(_KIMI_ARGUMENTS)
+    match = _KIMI_ID.fullmatch(head)
+    return None if match is None else all_or_none([make_call(match[1], load_json(arguments))])
+
+
+KIMI_K2 = ToolCallFormat(
+    "kimi_k2",
+    (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS),
+    lambda tools: BlockParser(_read_kimi, tools, *_KIMI_CALL, section=_KIMI_SECTION),
+    lambda name: _KIMI_SECTION[0] + _KIMI_CALL[0] + "functions." + (name or ""),
+)
