@@ -1,83 +1,88 @@
-"""Writes metrics in Prometheus' text format."""
+"""Builds metric families for Prometheus' text format; no registry is shared between servers of a process."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from prometheus_client import Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4"
+Values = float | Mapping[str, float]
+"""A value, or values by label."""
 
 
-class Histogram:
-    """Counts values by their upper bounds."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        """Count per bound of the values between the previous bound and this one; last: above all bounds."""
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+def counter(name: str, values: Values, label: str = "") -> Metric:
+    """Returns a counter; `name` is without `_total`."""
+    return _filled(CounterMetricFamily(name, "", labels=[label]), values)
 
 
-Value = float | Histogram | Mapping[str, float]
-Family = tuple[str, str, Value, str]
-"""Name (with the prefix unless it begins with `tidegate_`), type, value or values by label, label name."""
+def gauge(name: str, values: Values, label: str = "") -> Metric:
+    return _filled(GaugeMetricFamily(name, "", labels=[label]), values)
 
 
-def prometheus(prefix: str, families: Iterable[Family]) -> str:
-    """Returns the exposition text of some metrics."""
-    lines = []
-    for name, kind, value, label in families:
-        full = name if name.startswith("tidegate_") else f"{prefix}_{name}"
-        lines.append(f"# TYPE {full} {kind}")
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    if isinstance(values, Mapping):
+        for key in sorted(values):
+            family.add_metric([key], values[key])
+    else:
+        family.add_metric([], values)
+    return family
+
+
+def labelled(label: str) -> Any:
+    """Returns a dataclass field that counts by the values of a label."""
+    return field(default_factory=Counter, metadata={"label": label})
+
+
+def level() -> Any:
+    """Returns a dataclass field with a number that may fall."""
+    return field(default=0, metadata={"make": gauge})
+
+
+def histogram(name: str, bounds: tuple[float, ...]) -> Any:
+    """Returns a dataclass field with a histogram."""
+    return field(default_factory=lambda: Histogram(name, "", buckets=bounds, registry=None))
+
+
+def metrics_of(prefix: str, counts: Any) -> Iterator[Metric]:
+    """Yields the fields of a dataclass as metrics `<prefix>_<field>`."""
+    for count in fields(counts):
+        value = getattr(counts, count.name)
         if isinstance(value, Histogram):
-            lines += _buckets(full, value)
-        elif isinstance(value, Mapping):
-            lines += [f'{full}{{{label}="{_escape(key)}"}} {_number(value[key])}' for key in sorted(value)]
+            yield from value.collect()
         else:
-            lines.append(f"{full} {_number(value)}")
-    return "\n".join(lines) + "\n"
+            make = count.metadata.get("make", counter)
+            yield make(f"{prefix}_{count.name}", value, count.metadata.get("label", ""))
 
 
-def _buckets(full: str, histogram: Histogram) -> list[str]:
-    counts = list(accumulate(histogram.counts))
-    bounds = [*map(_number, histogram.bounds), "+Inf"]
-    lines = [f'{full}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, counts, strict=True)]
-    return [*lines, f"{full}_sum {_number(histogram.total)}", f"{full}_count {counts[-1]}"]
-
-
-def _number(value: float) -> str:
-    """Returns a number with all digits (large counters must not be rounded), or `NaN`, `+Inf`, `-Inf`."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value) if value != int(value) else str(int(value))
-
-
-def _escape(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def merged(texts: Mapping[str, str], label: str) -> str:
-    """Returns the texts of several processes as one; every sample gets `label` with its process.
+def merged(texts: Mapping[str, str], label: str) -> list[Metric]:
+    """Returns the metrics of several processes; every sample gets `label` with its process.
 
     Samples are not added up, because ratios and quantiles cannot be; PromQL can do it with `sum without (…)`.
     """
-    families: dict[str, list[str]] = {}
+    families: dict[str, Metric] = {}
     for key, text in texts.items():
-        family: list[str] = []
-        for line in text.splitlines():
-            if line.startswith("#"):
-                family = families.setdefault(line, [])
-                continue
-            name, space, value = line.rpartition(" ")
-            pair = f'{label}="{_escape(key)}"'
-            labels = f"{name[:-1]},{pair}}}" if name.endswith("}") else f"{name}{{{pair}}}"
-            family.append(f"{labels}{space}{value}")
-    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
+        for family in text_string_to_metric_families(text):
+            whole = families.setdefault(family.name, Metric(family.name, "", family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {**sample.labels, label: key}, sample.value)
+    return list(families.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Families(Collector):
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Returns metrics in the text format."""
+    return generate_latest(_Families(families))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
 from tidegate.gateway.client import GatewayClient, SessionSummary
@@ -70,13 +72,12 @@ def _new(before: str, after: str, name: str) -> dict[str, int]:
 
 def counted(prometheus: str, name: str) -> dict[str, int]:
     """Returns a counter with one label from the gateway's metrics."""
-    counts = {}
-    for line in prometheus.splitlines():
-        family, _, rest = line.partition("{")
-        if family == f"tidegate_gateway_{name}":
-            label, _, number = rest.partition('="')[2].rpartition('"} ')
-            counts[label] = int(float(number))
-    return counts
+    return {
+        next(iter(sample.labels.values())): int(sample.value)
+        for family in text_string_to_metric_families(prometheus)
+        for sample in family.samples
+        if sample.name == f"tidegate_gateway_{name}"
+    }
 
 
 def judge_episode(episode: TrialEpisode, settings: Settings, renderer: Renderer) -> list[Finding]:

@@ -307,8 +307,8 @@ async def test_what_the_front_says_of_all(site: Site) -> None:
     assert (engine["url"], engine["healthy"], engine["limit"]) == (site.engine.url, True, 256)
     text = await site.client.metrics()
     for index in range(SHARDS):
-        assert re.search(rf'^tidegate_gateway_turns_total{{shard="{index}"}} \d+$', text, re.M)
-        assert f'tidegate_gateway_engines{{state="healthy",shard="{index}"}} 1' in text
+        assert re.search(rf'^tidegate_gateway_turns_total{{shard="{index}"}} \d+\.0$', text, re.M)
+        assert f'tidegate_gateway_engines{{shard="{index}",state="healthy"}} 1.0' in text
     assert text.count("# TYPE tidegate_gateway_turns_total counter") == 1
     assert (await site.client.health())["status"] == "ok"
     async with aiohttp.ClientSession() as http:

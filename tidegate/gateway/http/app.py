@@ -24,10 +24,11 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import openapi, schemas
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
-from tidegate.gateway.http.prometheus import exposition
+from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import respond
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.prometheus import exposition
 from tidegate.service.api_key import ApiKey
 from tidegate.types import Trajectory
 
@@ -269,7 +270,7 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
-        return openapi.Exposition(exposition(gateway))
+        return openapi.Exposition(exposition(collect(gateway)))
 
 
 class LeaseEndpoint:

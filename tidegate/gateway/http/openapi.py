@@ -8,6 +8,7 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
 from tidegate.gateway.http import schemas
+from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
 ADMIN, SESSION = "admin key", "session key"
@@ -23,7 +24,7 @@ class Msgpack(Response):
 class Exposition(Response):
     """A response in Prometheus text format."""
 
-    media_type = "text/plain; version=0.0.4"
+    media_type = CONTENT_TYPE
 
 
 def describe(app: FastAPI) -> Schema:

@@ -27,14 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.prometheus import PREFIX
 from tidegate.gateway.ids import new_id
+from tidegate.gateway.metrics import PREFIX
 from tidegate.gateway.sharding.fleet import Answer, Fleet, Refused, raise_for_status
 from tidegate.gateway.sharding.leases import LeaseAggregator
 from tidegate.gateway.sharding.proxy import ReverseProxy
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
 from tidegate.gateway.turns.request_body import ClientGone, read_body
-from tidegate.prometheus import merged, prometheus
+from tidegate.prometheus import CONTENT_TYPE, counter, exposition, gauge, merged
 from tidegate.service.api_key import ApiKey
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
@@ -239,20 +239,13 @@ class ShardRouter:
 
     async def _metrics(self, request: Request) -> Response:
         answers = await self.fleet.call_all("GET", "/metrics", None, _authorization(request))
-        own = prometheus(
-            PREFIX,
-            [
-                ("shards", "gauge", len(self.fleet.shards), ""),
-                (
-                    "shard_restarts_total",
-                    "counter",
-                    {str(shard.index): shard.restarts for shard in self.fleet.shards},
-                    "shard",
-                ),
-            ],
-        )
+        restarts = {str(shard.index): shard.restarts for shard in self.fleet.shards}
+        own = [
+            gauge(f"{PREFIX}_shards", len(self.fleet.shards)),
+            counter(f"{PREFIX}_shard_restarts", restarts, "shard"),
+        ]
         texts = {str(index): answer.body.decode() for index, answer in enumerate(answers)}
-        return Response(own + merged(texts, "shard"), media_type="text/plain; version=0.0.4")
+        return Response(exposition([*own, *merged(texts, "shard")]), media_type=CONTENT_TYPE)
 
     async def _forward_to(self, index: int, request: Request) -> Response:
         """Forward a control call unchanged to one shard."""

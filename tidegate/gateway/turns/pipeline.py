@@ -195,9 +195,9 @@ class TurnPipeline:
         if turn.branch is not None:
             metrics.branches[turn.branch.partition(":")[0]] += 1
         if turn.parse is not None:
-            metrics.parses[turn.parse] += 1
+            metrics.tool_call_parses[turn.parse] += 1
         metrics.client_closed_turns += turn.finish_reason == CLIENT_CLOSED
-        metrics.turn_seconds.add(turn.seconds)
+        metrics.turn_seconds.observe(turn.seconds)
         log_turn(session, turn, call.prompt_tokens)
         return node
 

@@ -71,7 +71,9 @@ class PromptBuilder:
         self._tool_format = tool_format
         self._model_context = model_context
         self._on_quoted = on_quoted
-        self._sampling_rules = SamplingRules(renderer.stop_ids, structured_output, metrics.overridden)
+        self._sampling_rules = SamplingRules(
+            renderer.stop_ids, structured_output, metrics.overridden_parameters
+        )
         self._bound = TokenBound(renderer)
         # A marker that is a single token means that the model was trained to reason with it.
         marker = renderer.encode(THOUGHT_END)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import RetrievalError, RetrievalRefused
+from tidegate.prometheus import CONTENT_TYPE, exposition
 from tidegate.rag.server.compat import Write, read_retrieve
 from tidegate.rag.server.schemas import SearchRequest, parse, read_reload, read_search, write_search
 from tidegate.rag.server.service import Retrieval
@@ -87,7 +88,7 @@ class Search:
             return
         if answer is not None:
             await _respond(send, 200, answer)
-            metrics.request_seconds.add(time.monotonic() - began)
+            metrics.request_seconds.observe(time.monotonic() - began)
 
     async def _answer(self, request: SearchRequest, write: Write, receive: Receive) -> bytes | None:
         """Returns the body of the answer, or None if the client has disconnected."""
@@ -161,7 +162,7 @@ def _add_routes(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
 
     @app.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
-        return Response(retrieval.prometheus(), media_type="text/plain; version=0.0.4")
+        return Response(exposition(retrieval.collect()), media_type=CONTENT_TYPE)
 
     @app.get("/health")
     async def health(response: Response) -> dict[str, str]:

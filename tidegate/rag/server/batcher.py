@@ -143,7 +143,7 @@ class QueryBatcher:
     def _entry(self, query: Query) -> _PendingQuery:
         entry = self._running.get(query) or self._queued.get(query)
         if entry is not None:
-            self._metrics.joined += 1
+            self._metrics.joined_queries += 1
             return entry
         entry = self._queued[query] = _PendingQuery(query, time.monotonic())
         self._idle.clear()
@@ -162,7 +162,7 @@ class QueryBatcher:
         entry.waiters.discard(future)
         if not entry.waiters and self._queued.get(entry.query) is entry:
             del self._queued[entry.query]
-            self._metrics.dropped += 1
+            self._metrics.dropped_queries += 1
             self._update_idle()
 
     def _update_idle(self) -> None:
@@ -201,13 +201,13 @@ class QueryBatcher:
         for entry in batch:
             del self._queued[entry.query]
             self._running[entry.query] = entry
-            self._metrics.wait_seconds.add(now - entry.arrived)
-        self._metrics.batch_size.add(len(batch))
+            self._metrics.wait_seconds.observe(now - entry.arrived)
+        self._metrics.batch_size.observe(len(batch))
         return batch
 
     def _deliver(self, batch: list[_PendingQuery], answers: list[Answer]) -> None:
         if self.running_since is not None:
-            self._metrics.batch_seconds.add(time.monotonic() - self.running_since)
+            self._metrics.batch_seconds.observe(time.monotonic() - self.running_since)
         self.running_since = None
         for entry, answer in zip(batch, answers, strict=True):
             del self._running[entry.query]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prometheus_client.core import Metric
+
 from tidegate.errors import ConfigError, RetrievalRefused, RetrievalUnavailable
 from tidegate.loading import did_you_mean
-from tidegate.prometheus import prometheus
+from tidegate.prometheus import gauge, metrics_of
 from tidegate.rag.client import NO_DOCUMENT, SearchResult
 from tidegate.rag.corpus.corpus import Document
 from tidegate.rag.server.batcher import BatchOptions, QueryBatcher
 from tidegate.rag.server.cache import Cache
-from tidegate.rag.server.metrics import RetrievalMetrics
+from tidegate.rag.server.metrics import PREFIX, RetrievalMetrics
 from tidegate.rag.server.query import Index, Query, answer_all
 
 log = logging.getLogger("tidegate.rag")
@@ -228,19 +230,14 @@ class Retrieval:
             raise RetrievalUnavailable(why, code="loading")
         return self._current
 
-    def prometheus(self) -> str:
-        """Returns all metrics in the Prometheus text format."""
-        families = list(self.metrics.families())
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics for Prometheus."""
+        yield from metrics_of(PREFIX, self.metrics)
         if self._current is not None:
-            families += [
-                ("documents", "gauge", len(self._current.index), ""),
-                ("cache_bytes", "gauge", self._current.cache.bytes, ""),
-            ]
-        families += [
-            ("ready", "gauge", int(self.ready), ""),
-            ("waiting_queries", "gauge", self.waiting, ""),
-        ]
-        return prometheus("tidegate_rag", families)
+            yield gauge(f"{PREFIX}_documents", len(self._current.index))
+            yield gauge(f"{PREFIX}_cache_bytes", self._current.cache.bytes)
+        yield gauge(f"{PREFIX}_ready", self.ready)
+        yield gauge(f"{PREFIX}_waiting_queries", self.waiting)
 
 
 def _mode(index: Index, mode: str | None) -> str:
