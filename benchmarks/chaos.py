@@ -108,7 +108,8 @@ class Chaos:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "tidegate", "train", str(DEMO), *resume,
-                    f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}", "--run.live=false",
+                    f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}",
+                    "--run.live_view=false",
                     f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2",
                     f"--trainer.groups_per_batch={GROUPS_PER_BATCH}", "--trainer.learning_rate=3e-4",
                     "--trainer.schedule=constant", "--eval.every=3", "--eval.interim_tasks=16",

@@ -110,7 +110,7 @@ def train(part: Part, directory: Path, seconds: float, overrides: Sequence[str])
     directory.mkdir(parents=True)
     server = part.server(directory)
     server.start()
-    place = [f"--run.dir={directory}", "--run.name=run", "--run.live=false"]
+    place = [f"--run.dir={directory}", "--run.name=run", "--run.live_view=false"]
     place += [f"--{part.setting}={json.dumps([server.url])}", *overrides]
     steps = load_settings(part.config, overrides).trainer.steps
     with open(directory / "out", "wb") as out:

@@ -26,7 +26,7 @@ class RunSettings(SettingsSection):
     """Directory that contains the runs."""
     seed: int = 0
     """Seed of the policy's random generators and of the sampling in every session."""
-    live: bool = True
+    live_view: bool = True
     """Show the live view if the terminal supports it; otherwise plain lines."""
     loggers: list[Literal["tensorboard", "wandb"]] = []
     """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
@@ -381,6 +381,11 @@ class EvalSettings(SettingsSection):
 
 class Settings(SettingsSection):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "run.live": "run.live_view",
+        "cluster.patience_s": "cluster.timeout_s",
+    }
 
     run: RunSettings = RunSettings()
     model: ModelSettings

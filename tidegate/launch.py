@@ -49,7 +49,7 @@ def launch(
     Returns:
         The exit code.
     """
-    view = make_view(settings.run.live, settings.trainer.steps, settings.trainer.staleness_bound)
+    view = make_view(settings.run.live_view, settings.trainer.steps, settings.trainer.staleness_bound)
     make = partial(Launch, settings, resume, fresh, lift_quarantine=lift_quarantine)
     try:
         if cluster is not None:

@@ -18,7 +18,7 @@ from tidegate.trainer.ledger.audit import Audit, audit_run
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
 SMALL = [
-    "--run.live=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",
+    "--run.live_view=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",
     "--eval.interim_tasks=8", "--agent.max_concurrency=32", "--trainer.checkpoint_every=2",
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -74,6 +74,8 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--group_size", "4"],
             "there is no setting 'group_size'; did you mean 'trainer.group_size'?",
         ),
+        ([*MODEL, "--run.live", "false"], "there is no setting 'run.live'; it is now 'run.live_view'"),
+        ([*MODEL, "--cluster.patience_s", "9"], "it is now 'cluster.timeout_s'"),
         ([*MODEL, "--trainer.steps", "many"], "trainer.steps = 'many'"),
         ([*MODEL, "--trainer.steps", "0"], "trainer.steps = 0"),
         ([*MODEL, "--trainer.max_staleness", "-1"], "a number of versions ≥ 0, or 'none'"),
@@ -149,10 +151,10 @@ def test_every_setting_is_explained() -> None:
 
 
 def test_a_settings_file_is_found_wherever_it_stands() -> None:
-    words = ["--run.name", "foo", "a.toml", "--trainer.steps=3", "--run.live", "false"]
+    words = ["--run.name", "foo", "a.toml", "--trainer.steps=3", "--run.live_view", "false"]
     assert split_words(words) == (
         ["a.toml"],
-        ["--run.name", "foo", "--trainer.steps=3", "--run.live", "false"],
+        ["--run.name", "foo", "--trainer.steps=3", "--run.live_view", "false"],
     )
 
 

@@ -25,5 +25,5 @@ class ClusterSettings(SettingsSection):
     """Resources of each agent process."""
     environment: list[str] = []
     """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
-    patience_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of the reservation."""

@@ -49,6 +49,8 @@ class SettingsSection(BaseModel):
 
     of_kind: ClassVar[Mapping[str, str]] = {}
     """Settings that apply to one `kind` of the section. Another kind on the command line leaves them out."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Former names of settings, as dotted keys, with their present names."""
 
     def other_than_default(self, *names: str) -> list[str]:
         """Returns those of the settings that differ from their defaults."""
@@ -267,7 +269,7 @@ def _without_none(value: Any) -> Any:
 def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no setting {key!r}{_nearest(key, model)}"
+        return f"{where}: there is no setting {key!r}{_instead(key, model)}"
     if error["type"] == "missing":
         return f"{where}: the setting {key!r} is required"
     message = error["msg"].removeprefix("Value error, ")
@@ -294,7 +296,10 @@ def _is_type_tag(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
 
 
-def _nearest(key: str, model: type[BaseModel]) -> str:
+def _instead(key: str, model: type[BaseModel]) -> str:
+    """Returns the present name of a setting, or the nearest one."""
+    if issubclass(model, SettingsSection) and key in model.renamed:
+        return f"; it is now {model.renamed[key]!r}"
     known = [*(name for name, _, _ in known_keys(model)), *model.model_fields]
     tail = {name.rpartition(".")[2]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

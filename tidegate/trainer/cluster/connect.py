@@ -100,23 +100,23 @@ def _init(address: str, options: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def reserved(run: str, placement: Placement, home: str, patience_s: float) -> Iterator[ActorSlots]:
+def reserved(run: str, placement: Placement, home: str, timeout_s: float) -> Iterator[ActorSlots]:
     """Reserve all slots of a run. `home` is the resource of the node for the first bundle.
 
-    Raises StartError if the cluster does not grant them within `patience_s`.
+    Raises StartError if the cluster does not grant them within `timeout_s`.
     """
     bundles = placement.bundles
     bundles[0][home] = HOME_AMOUNT
     group = placement_group(bundles, strategy="PACK", name=f"tidegate-{run}")
     try:
-        if not group.wait(patience_s):
+        if not group.wait(timeout_s):
             raise StartError(
-                f"timed out after {patience_s:g} s waiting for the Ray placement group.\nRequested:\n"
+                f"timed out after {timeout_s:g} s waiting for the Ray placement group.\nRequested:\n"
                 + "".join(f"  {line}\n" for line in placement.lines())
                 + f"The cluster has {_format_available(ray.cluster_resources())}; free are "
                 f"{_format_available(ray.available_resources())}.\n"
                 "Request less (engine.count, trainer.ranks, agent.workers, cluster.*), or wait longer "
-                "(cluster.patience_s)"
+                "(cluster.timeout_s)"
             )
         yield ActorSlots(run, placement, group)
     finally:

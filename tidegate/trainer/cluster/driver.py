@@ -51,8 +51,8 @@ def drive(
     environment = forwarded_variables(os.environ, settings.cluster.environment)
     spec = RunSpec(settings.run.name, settings.run_dir, Path.cwd(), environment, make)
     with connected(cluster) as home:
-        patience_s = settings.cluster.patience_s
-        with _translate_errors(), reserved(settings.run.name, placement, home, patience_s) as slots:
+        timeout_s = settings.cluster.timeout_s
+        with _translate_errors(), reserved(settings.run.name, placement, home, timeout_s) as slots:
             actor = slots.create_actor(HOME, RunActor, spec, slots)
             try:
                 _check_node(actor)

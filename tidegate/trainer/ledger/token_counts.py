@@ -32,14 +32,15 @@ class TokenCounts:
     def metrics(self) -> dict[str, float]:
         """Return the counts as metrics.
 
-        `goodput` is the trained share of the sampled tokens of ended attempts. `selection/<cause>_length` is
-        the mean sampled length of the wasted episodes, to be compared with those trained on.
+        `trained_ratio` is the trained share of the sampled tokens of ended attempts.
+        `selection/<cause>_length` is the mean sampled length of the wasted episodes, to be compared with that
+        of trained ones.
         """
         ended = self.trained + self.wasted.total()
         return {
             "tokens/trained_total": float(self.trained),
             **{f"tokens/wasted_{cause}": float(self.wasted[cause]) for cause in CAUSES},
-            **({"tokens/goodput": self.trained / ended} if ended else {}),
+            **({"tokens/trained_ratio": self.trained / ended} if ended else {}),
             **{
                 f"selection/{cause}_length": self.wasted[cause] / number
                 for cause in (State.STALE, State.FAILED)

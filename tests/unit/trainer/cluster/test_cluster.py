@@ -207,7 +207,8 @@ def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "import tidegate.cli\n"
-        "sys.exit(tidegate.cli.main(['train', '--cluster', 'auto', '--model.path', 'x', '--run.live=false']))"
+        "words = ['--cluster', 'auto', '--model.path', 'x', '--run.live_view=false']\n"
+        "sys.exit(tidegate.cli.main(['train', *words]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ
