@@ -112,7 +112,7 @@ TORCH = {
     "trainer/distributed/rank_main",
     "trainer/loggers/tensorboard",
     "engine/",
-    "rag/encoders/encoder",
+    "rag/encoders",
 }
 
 

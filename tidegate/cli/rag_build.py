@@ -59,7 +59,7 @@ def add(actions: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.build import Plan, build
-    from tidegate.rag.encoders.prefixes import EncoderPrefixes
+    from tidegate.rag.encoders import EncoderPrefixes
     from tidegate.rag.progress import BuildProgress
 
     prefixes = None

@@ -23,9 +23,7 @@ from tidegate.rag.corpus import corpus
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.corpus.ingest import ingest
 from tidegate.rag.corpus.source import Extent, extent, source_files
-from tidegate.rag.encoders.encoder import Dtype, Encoder, load_encoder
-from tidegate.rag.encoders.hashing import HashEncoder
-from tidegate.rag.encoders.prefixes import EncoderPrefixes
+from tidegate.rag.encoders import Dtype, Encoder, EncoderPrefixes, HashEncoder, load_encoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index import bm25, encoder_check, vector_index
 from tidegate.rag.index.bm25 import build_bm25, require_bm25s

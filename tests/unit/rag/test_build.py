@@ -19,7 +19,7 @@ from tidegate.failpoints import VARIABLE
 from tidegate.rag import build as build_module
 from tidegate.rag.build import Plan
 from tidegate.rag.corpus.corpus import FILES
-from tidegate.rag.encoders.hashing import HashEncoder
+from tidegate.rag.encoders import HashEncoder
 from tidegate.rag.index.manifest import NAME, Manifest
 from tidegate.rag.index.searcher import Searcher
 

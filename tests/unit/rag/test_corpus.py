@@ -14,7 +14,7 @@ from pyarrow import parquet
 from tests.rag_corpus import passages, write_jsonl
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.corpus import corpus as corpus_module
-from tidegate.rag.corpus import ids
+from tidegate.rag.corpus import ingest as ingest_module
 from tidegate.rag.corpus.corpus import Corpus, Document
 from tidegate.rag.corpus.ingest import ingest
 from tidegate.rag.corpus.source import extent, source_files
@@ -89,7 +89,7 @@ def test_every_document_by_its_id(tmp_path: Path) -> None:
 
 
 def test_ids_that_share_a_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (corpus_module, ids):
+    for module in (corpus_module, ingest_module):
         monkeypatch.setattr(module, "id_hash", lambda id: len(id))
     corpus = read(tmp_path, write_jsonl(tmp_path / "c.jsonl", passages(30)))
     assert [corpus.row(f"p{number}") for number in range(30)] == list(range(30))

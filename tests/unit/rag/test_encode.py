@@ -14,10 +14,7 @@ from tests.rag_corpus import build_quietly, passages, write_jsonl
 from tests.tiny_encoder import make_tiny_encoder
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.build import Plan
-from tidegate.rag.encoders.encoder import load_encoder
-from tidegate.rag.encoders.hashing import HashEncoder
-from tidegate.rag.encoders.prefixes import EncoderPrefixes, known_prefixes
-from tidegate.rag.encoders.words import words
+from tidegate.rag.encoders import EncoderPrefixes, HashEncoder, known_prefixes, load_encoder, words
 from tidegate.rag.index.searcher import Searcher
 
 TEXTS = ["the mayor of Bato", "a much longer text about the harbour, the bridge and the old market", "x"]
@@ -42,7 +39,9 @@ def test_hashing_finds_shared_words_and_parts_of_words() -> None:
 
 def test_hashing_does_not_depend_on_the_process() -> None:
     """Hashes of Python's own would differ from process to process."""
-    assert np.flatnonzero(HashEncoder(1 << 20).queries(["to"])).tolist() == [zlib.crc32(b"to") % (1 << 20)]
+    wide = HashEncoder()
+    wide.dimension = 1 << 20
+    assert np.flatnonzero(wide.queries(["to"])).tolist() == [zlib.crc32(b"to") % (1 << 20)]
 
 
 def test_words_of_scripts_without_spaces_count_by_the_character() -> None:

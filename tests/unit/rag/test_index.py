@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.rag import estimate as estimates
 from tidegate.rag.build import Plan
 from tidegate.rag.corpus.source import Extent
-from tidegate.rag.encoders.hashing import HashEncoder
+from tidegate.rag.encoders import HashEncoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index.gpu import on_gpus
 from tidegate.rag.index.index_types import (

@@ -12,10 +12,8 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from tidegate.errors import CorpusError
@@ -39,40 +37,50 @@ class Document:
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
-class Corpus:
-    """Documents by row (in source order) and by id; thread-safe."""
+class Documents:
+    """Documents by row, in source order; thread-safe.
 
-    def __init__(
-        self, data: mmap.mmap, offsets: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64],
-        rows: npt.NDArray[np.uint64],
-    ) -> None:  # fmt: skip
-        self._data = data
-        self._offsets = offsets
-        self._hashes = hashes
-        self._rows = rows
+    Raises CorpusError if the files do not match.
+    """
 
-    @classmethod
-    def open(cls, directory: Path) -> Self:
-        """Maps the files of a corpus. Raises CorpusError if they are inconsistent."""
-        for name in FILES:
-            if not (directory / name).is_file():
-                raise CorpusError(f"{directory}: {name} is missing; build the index again")
-        data, offsets = open_documents(directory)
-        ids = np.memmap(directory / IDS, np.uint64, mode="r")
-        count = len(offsets) - 1
-        if len(ids) != 2 * count:
-            raise CorpusError(f"{directory}: {IDS} does not match {OFFSETS}; build the index again")
-        return cls(data, offsets, ids[:count], ids[count:])
+    def __init__(self, directory: Path) -> None:
+        self._offsets = np.memmap(directory / OFFSETS, np.int64, mode="r")
+        with (directory / DATA).open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if int(self._offsets[-1]) != len(self._data):
+            raise CorpusError(f"{directory}: {OFFSETS} does not match {DATA}; build the index again")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Document:
         """Returns a document. Raises IndexError for a row outside 0 … n − 1, CorpusError if it is damaged."""
-        return read_document(self._data, self._offsets, row)
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} documents")
+        try:
+            fields = orjson.loads(self._data[int(self._offsets[row]) : int(self._offsets[row + 1])])
+            return Document(fields["id"], fields["title"], fields["text"])
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise CorpusError(
+                f"row {row} of the documents is damaged ({error}): build the index again"
+            ) from None
 
     def __iter__(self) -> Iterator[Document]:
         return (self[row] for row in range(len(self)))
+
+
+class Corpus(Documents):
+    """Documents by row and by id. Raises CorpusError if a file is missing or does not match the others."""
+
+    def __init__(self, directory: Path) -> None:
+        for name in FILES:
+            if not (directory / name).is_file():
+                raise CorpusError(f"{directory}: {name} is missing; build the index again")
+        super().__init__(directory)
+        ids = np.memmap(directory / IDS, np.uint64, mode="r")
+        if len(ids) != 2 * len(self):
+            raise CorpusError(f"{directory}: {IDS} does not match {OFFSETS}; build the index again")
+        self._hashes, self._rows = ids[: len(self)], ids[len(self) :]
 
     def row(self, id: str) -> int | None:
         """Returns the row of the document with this id, or None."""
@@ -84,26 +92,6 @@ class Corpus:
                 return row
             index += 1
         return None
-
-
-def open_documents(directory: Path) -> tuple[mmap.mmap, npt.NDArray[np.int64]]:
-    """Returns the mapped documents and their offsets, [n + 1]. Raises CorpusError if they do not match."""
-    offsets = np.memmap(directory / OFFSETS, np.int64, mode="r")
-    with (directory / DATA).open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if int(offsets[-1]) != len(data):
-        raise CorpusError(f"{directory}: {OFFSETS} does not match {DATA}; build the index again")
-    return data, offsets
-
-
-def read_document(data: mmap.mmap, offsets: npt.NDArray[np.int64], row: int) -> Document:
-    if not 0 <= row < len(offsets) - 1:
-        raise IndexError(f"row {row} of {len(offsets) - 1} documents")
-    try:
-        fields = orjson.loads(data[int(offsets[row]) : int(offsets[row + 1])])
-        return Document(fields["id"], fields["title"], fields["text"])
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise CorpusError(f"row {row} of the documents is damaged ({error}): build the index again") from None
 
 
 def id_hash(id: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,30 +22,30 @@ _SAMPLE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """An invalid row: its location and its fault."""
-
-    where: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row of a source file: its location, and its values or its fault."""
+    """A row of a source file: its location, and its values or its line of JSON."""
 
     where: str
-    values: Mapping[str, Any] | str
+    values: Mapping[str, Any] | bytes
 
-    def document(self) -> Document | BadRow:
-        if isinstance(self.values, str):
-            return BadRow(self.where, self.values)
-        try:
-            return document_of(self.values)
-        except ValueError as error:
-            return BadRow(self.where, str(error))
+    def document(self) -> Document:
+        """Returns the row's document. Raises ValueError, which names the fault.
+
+        The id is `id`, `_id` or `docid`, a string or an integer. The content is `text` with an optional
+        `title`, or `contents`, whose first line is the title in double quotes.
+        """
+        values = _parsed(self.values) if isinstance(self.values, bytes) else self.values
+        id = _id(values)
+        if "contents" in values:
+            title, text = _split(_text(values, "contents"))
+        elif "text" in values:
+            title = "" if values.get("title") is None else _text(values, "title")
+            text = _text(values, "text")
+        else:
+            raise ValueError(f"the row has neither 'contents' nor 'text' (it has {_names(values)})")
+        if not title.strip() and not text.strip():
+            raise ValueError(f"the document {id!r} is empty: remove the row, or add a text")
+        return Document(id, title, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,38 +81,15 @@ def source_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_rows(files: Sequence[Path], skip: int = 0) -> Iterator[SourceRow]:
-    """Yields the rows after the first `skip` ones, which are not parsed. Blank lines do not count."""
+def read_rows(files: Sequence[Path]) -> Iterator[SourceRow]:
+    """Yields all rows. Lines of JSON are not parsed, and blank ones do not count."""
     for path in files:
-        rows = _parquet(path, skip) if path.suffix == ".parquet" else _jsonl(path, skip)
-        for number, row in rows:
-            skip = max(0, skip - 1)
-            if row is not None:
-                yield SourceRow(f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}", row)
-
-
-def locate(files: Sequence[Path], numbers: Sequence[int]) -> dict[int, str]:
-    """Returns the locations of the rows with these numbers (from 0, over all files)."""
-    wanted = set(numbers)
-    return {number: row.where for number, row in enumerate(read_rows(files)) if number in wanted}
-
-
-def document_of(values: Mapping[str, Any]) -> Document:
-    """Returns a row's document. Raises ValueError, which names the missing field.
-
-    The id is `id`, `_id` or `docid`, a string or an integer. The content is `text` with an optional `title`,
-    or `contents`, whose first line is the title in double quotes.
-    """
-    id = _id(values)
-    if "contents" in values:
-        title, text = _split(_text(values, "contents"))
-    elif "text" in values:
-        title, text = _text(values, "title") if values.get("title") is not None else "", _text(values, "text")
-    else:
-        raise ValueError(f"the row has neither 'contents' nor 'text' (it has {_names(values)})")
-    if not title.strip() and not text.strip():
-        raise ValueError(f"the document {id!r} is empty: remove the row, or add a text")
-    return Document(id, title, text)
+        if path.suffix == ".parquet":
+            for number, values in enumerate(_parquet(path), 1):
+                yield SourceRow(f"{path}, row {number}", values)
+        else:
+            for number, line in _jsonl(path):
+                yield SourceRow(f"{path}, line {number}", line)
 
 
 def _id(values: Mapping[str, Any]) -> str:
@@ -142,18 +118,13 @@ def _split(contents: str) -> tuple[str, str]:
     return "", contents
 
 
-def _jsonl(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | str | None]]:
+def _jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
     with _open(path) as (_, file):
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            if skip > 0:
-                skip -= 1
-                yield number, None
-                continue
-            yield number, _parsed(line)
+            if line.strip():
+                yield number, line
 
 
 def _jsonl_extent(path: Path) -> Extent:
@@ -175,12 +146,14 @@ def _parquet_extent(path: Path) -> Extent:
         return Extent(file.metadata.num_rows, size)
 
 
-def _parsed(line: bytes) -> Mapping[str, Any] | str:
+def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
         values = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        return f"not valid JSON: {error}; each line must be one object"
-    return values if isinstance(values, dict) else f"{_short(values)} is not an object"
+        raise ValueError(f"not valid JSON: {error}; each line must be one object") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{_short(values)} is not an object")
+    return values
 
 
 @contextlib.contextmanager
@@ -193,16 +166,10 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes] | gzip.GzipFile]]:
         raise ConfigError(f"{path} cannot be read to its end ({error}); it may be truncated") from None
 
 
-def _parquet(path: Path, skip: int) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     with _open_parquet(path) as file:
-        number = itertools.count(1)
         for batch in file.iter_batches(_BATCH, columns=_columns(file)):
-            skipped = min(skip, batch.num_rows)
-            skip -= skipped
-            for _ in range(skipped):
-                yield next(number), None
-            for values in batch.slice(skipped).to_pylist():
-                yield next(number), values
+            yield from batch.to_pylist()
 
 
 @contextlib.contextmanager

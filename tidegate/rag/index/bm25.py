@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.failpoints import reach
 from tidegate.rag.corpus.corpus import Corpus
-from tidegate.rag.encoders.words import COMMON, words
+from tidegate.rag.encoders import STOP_WORDS, words
 from tidegate.rag.files import sync
 from tidegate.rag.progress import OnProgress
 
@@ -123,7 +123,7 @@ def _tokenise(corpus: Corpus, path: Path, progress: OnProgress) -> _Tokens:
         for row, document in enumerate(corpus):
             numbers = array("i")
             for word in words(document.passage()):
-                if word not in COMMON:
+                if word not in STOP_WORDS:
                     numbers.append(vocabulary.setdefault(word, len(vocabulary)))
             numbers.tofile(file)
             ends[row + 1] = ends[row] + len(numbers)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import CorpusError
-from tidegate.rag.encoders.encoder import Encoder
+from tidegate.rag.encoders import Encoder
 from tidegate.rag.files import replace_file
 from tidegate.rag.index.manifest import EncoderEntry
 

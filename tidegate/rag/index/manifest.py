@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import CorpusError
-from tidegate.rag.encoders.encoder import Metric
+from tidegate.rag.encoders import Metric
 from tidegate.rag.files import digest, quick_digest, replace_file
 from tidegate.rag.index.index_types import IndexKind
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.rag.corpus.corpus import Corpus
-from tidegate.rag.encoders.encoder import Encoder
+from tidegate.rag.encoders import Encoder
 from tidegate.rag.index.index_types import IndexKind, nlist
 from tidegate.rag.index.vector_index import VectorIndex, require_faiss
 from tidegate.rag.index.vectors import Vectors

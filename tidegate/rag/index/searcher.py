@@ -11,8 +11,7 @@ import numpy as np
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.corpus.corpus import Corpus, Document
-from tidegate.rag.encoders.encoder import Encoder, load_encoder
-from tidegate.rag.encoders.prefixes import EncoderPrefixes
+from tidegate.rag.encoders import Encoder, EncoderPrefixes, load_encoder
 from tidegate.rag.index.bm25 import Bm25
 from tidegate.rag.index.encoder_check import check_encoder
 from tidegate.rag.index.fusion import DEPTH, Ranking, fuse
@@ -71,7 +70,7 @@ class Searcher:
         manifest = Manifest.read(directory)
         manifest.check_files(directory)
         inside = directory / manifest.generation
-        corpus = Corpus.open(inside)
+        corpus = Corpus(inside)
         bm25 = Bm25.open(inside, threads) if manifest.bm25 else None
         dense = _dense(manifest, inside, threads, device, encoder)
         counts = {"documents": len(corpus)}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tidegate.errors import CorpusError
 from tidegate.failpoints import reach
 from tidegate.rag.corpus.corpus import Corpus
-from tidegate.rag.encoders.encoder import Encoder
+from tidegate.rag.encoders import Encoder
 from tidegate.rag.files import replace_file
 from tidegate.rag.progress import OnProgress
 

@@ -1,1 +1,0 @@
-"""Encoders of queries and passages."""
