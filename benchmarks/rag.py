@@ -122,7 +122,7 @@ def main() -> int:
 
 def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namespace) -> int:
     index = make_index(directory, make_encoder(directory))
-    bench = Bench(Searcher.open(index, threads=1), processes.load())
+    bench = Bench(Searcher(index, threads=1), processes.load())
     ours = processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S))
     systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
     taken = rounds(bench, systems, arguments.rounds)

@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 
 from tests.serving import served
 from tests.waiting import eventually
+from tidegate.rag.client import SearchResult
 from tidegate.rag.corpus.corpus import Document
 from tidegate.rag.server.app import create_app
 from tidegate.rag.server.service import RagOptions, Retrieval
-
-
-class Match(NamedTuple):
-    row: int
-    score: float
 
 
 @dataclass
@@ -43,7 +39,9 @@ class FakeIndex:
     def __len__(self) -> int:
         return self.size
 
-    def search(self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None) -> list[list[Match]]:
+    def search(
+        self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None
+    ) -> list[list[SearchResult]]:
         self.batches.append(tuple(queries))
         self.searched_in.add(threading.current_thread().name)
         assert self.gate.wait(30)
@@ -51,9 +49,10 @@ class FakeIndex:
             raise RuntimeError("this query is poison")
         return [self._matches(query, min(k, self.size)) for query, k in zip(queries, ks, strict=True)]
 
-    def _matches(self, query: str, k: int) -> list[Match]:
+    def _matches(self, query: str, k: int) -> list[SearchResult]:
         first = int(query)
-        return [Match((first + place) % self.size, 1 / (1 + place)) for place in range(k)]
+        found = [(self.document((first + place) % self.size), 1 / (1 + place)) for place in range(k)]
+        return [SearchResult(document.id, document.title, document.text, score) for document, score in found]
 
     def document(self, row: int) -> Document:
         return Document(f"d/{row}", f"Title {row}", f"Text {row} of {self.label}.")

@@ -32,7 +32,7 @@ Asked = tuple[str, asyncio.Future[Rows]]
 def look_up(searcher: Searcher, queries: Sequence[str]) -> list[Rows]:
     """What a server answers for each query."""
     return [
-        [{"id": hit.id, "text": searcher.document(hit.row).text, "score": hit.score} for hit in hits]
+        [{"id": hit.id, "text": hit.text, "score": hit.score} for hit in hits]
         for hits in searcher.search(queries, [K] * len(queries))
     ]
 
@@ -79,7 +79,7 @@ class Unbatched:
 
 def main() -> None:
     kind, directory, announce = sys.argv[1:]
-    searcher = Searcher.open(Path(directory), threads=1)
+    searcher = Searcher(Path(directory), threads=1)
     searches = {"unbatched": Unbatched, "window": Window}[kind](lambda queries: look_up(searcher, queries))
 
     async def search(request: Request) -> Response:

@@ -38,8 +38,8 @@ def add(actions: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.client import RAG_KEY
+    from tidegate.rag.server.app import serve
     from tidegate.rag.server.batcher import BatchOptions
-    from tidegate.rag.server.server import serve
     from tidegate.rag.server.service import RagOptions
     from tidegate.service.serve import Listen
 

@@ -25,11 +25,19 @@ from tidegate.rag.corpus.ingest import ingest
 from tidegate.rag.corpus.source import Extent, extent, source_files
 from tidegate.rag.encoders import Dtype, Encoder, EncoderPrefixes, HashEncoder, load_encoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
-from tidegate.rag.index import bm25, encoder_check, vector_index
+from tidegate.rag.index import bm25, vector_index
 from tidegate.rag.index.bm25 import build_bm25, require_bm25s
-from tidegate.rag.index.encoder_check import write_check_vectors
 from tidegate.rag.index.index_types import IndexKind, check_kind, choose
-from tidegate.rag.index.manifest import NAME, EncoderEntry, FileEntry, IndexEntry, Manifest, versions
+from tidegate.rag.index.manifest import (
+    CHECK_VECTORS,
+    NAME,
+    EncoderEntry,
+    FileEntry,
+    IndexEntry,
+    Manifest,
+    versions,
+    write_check_vectors,
+)
 from tidegate.rag.index.recall import K, measure
 from tidegate.rag.index.vector_index import build_index, require_faiss
 from tidegate.rag.index.vectors import Vectors
@@ -114,7 +122,7 @@ class _Build:
 
     def run(self, files: Sequence[Path]) -> Manifest:
         plan = self.plan
-        encoder = self._encoder()
+        encoder = None if plan.encoder is None else self._load_encoder(plan.encoder)
         if plan.bm25:
             require_bm25s()
         size = extent(files)
@@ -129,30 +137,27 @@ class _Build:
             generation=self.generation,
             documents=len(documents),
             corpus=FileEntry.of(self.directory, corpus.DATA).blake2b,
-            encoder=None if encoder is None else _entry(encoder),
+            encoder=None if encoder is None else EncoderEntry.of(encoder),
             index=entry,
             bm25=plan.bm25,
             files=tuple(FileEntry.of(self.directory, name) for name in self._files()),
             versions=versions(),
         )
 
-    def _encoder(self) -> Encoder | None:
+    def _load_encoder(self, name: str) -> Encoder:
         plan = self.plan
-        if plan.encoder is None:
-            return None
         require_faiss()
         return load_encoder(
-            plan.encoder, threads=plan.threads, device=plan.device, dtype=plan.dtype, prefixes=plan.prefixes
+            name, threads=plan.threads, device=plan.device, dtype=plan.dtype, prefixes=plan.prefixes
         )
 
     def _announce(self, size: Extent, encoder: Encoder | None) -> None:
         """Prints the estimated resources and checks the disk, before the build starts."""
         kind, dimension = None, 0
         if encoder is not None:
-            dimension = encoder.dimension
-            kind = self._kind(size.documents, dimension, verbose=False)
-            if encoder.prefixes != EncoderPrefixes():
-                prefixes = encoder.prefixes
+            dimension, prefixes = encoder.dimension, encoder.prefixes
+            kind = self.plan.kind or choose(size.documents, dimension).kind
+            if prefixes != EncoderPrefixes():
                 self.progress.print(
                     f"prefixes: {prefixes.query!r} for queries, {prefixes.passage!r} for passages"
                 )
@@ -163,17 +168,13 @@ class _Build:
         if warning is not None:
             self.progress.print(f"warning: {warning}")
 
-    def _kind(self, count: int, dimension: int, *, verbose: bool) -> IndexKind:
-        if self.plan.kind is not None:
-            return self.plan.kind
-        choice = choose(count, dimension)
-        if verbose:
-            self.progress.print(f"index {choice.kind}: {choice.reason}")
-        return choice.kind
-
     def _index(self, documents: Corpus, encoder: Encoder) -> IndexEntry:
         plan = self.plan
-        kind = self._kind(len(documents), encoder.dimension, verbose=True)
+        kind = plan.kind
+        if kind is None:
+            choice = choose(len(documents), encoder.dimension)
+            self.progress.print(f"index {choice.kind}: {choice.reason}")
+            kind = choice.kind
         check_kind(kind, len(documents))
         vectors = Vectors(self.directory / _VECTORS, len(documents), encoder.dimension, plan.shard)
         vectors.encode(documents, encoder, self.progress.stage("encoded"))
@@ -191,19 +192,9 @@ class _Build:
     def _files(self) -> Iterator[str]:
         yield from corpus.FILES
         if self.plan.encoder is not None:
-            yield from (vector_index.FILE, encoder_check.FILE)
+            yield from (vector_index.FILE, CHECK_VECTORS)
         if self.plan.bm25:
             yield from bm25.FILES
-
-
-def _entry(encoder: Encoder) -> EncoderEntry:
-    return EncoderEntry(
-        name=encoder.name,
-        dimension=encoder.dimension,
-        metric=encoder.metric,
-        query_prefix=encoder.prefixes.query,
-        passage_prefix=encoder.prefixes.passage,
-    )
 
 
 def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest | None:

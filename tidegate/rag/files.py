@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_BLOCK = 1 << 22
+import numpy as np
+import numpy.typing as npt
+
 _PARTS, _PART = 256, 1 << 16
 
 
@@ -18,6 +20,16 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     sync(part)
     os.replace(part, path)
     sync(path.parent)
+
+
+def replace_array(path: Path, array: npt.NDArray[np.float32]) -> None:
+    """Writes an array as `.npy`, atomically."""
+
+    def write(part: Path) -> None:
+        with part.open("wb") as file:
+            np.save(file, array)
+
+    replace_file(path, write)
 
 
 def sync(path: Path) -> None:
@@ -31,11 +43,8 @@ def sync(path: Path) -> None:
 
 def digest(path: Path) -> str:
     """Returns the BLAKE2b digest of the whole file; takes about a second per gigabyte."""
-    hasher = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def quick_digest(path: Path) -> str:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ async def test_a_broken_index_is_refused_and_the_one_in_use_stays(
     bad = corrupted(tmp_path, how)
 
     def open_index(directory: Path, options: RagOptions) -> Searcher:
-        return Searcher.open(bad if directory == bad else index, threads=1)
+        return Searcher(bad if directory == bad else index, threads=1)
 
     async with serving(None, open_index=open_index, k=1) as (url, retrieval), SearchClient(url) as client:
         await eventually(lambda: retrieval.ready)
@@ -316,7 +317,7 @@ async def test_a_search_that_raises_is_a_typed_answer_of_its_own() -> None:
 async def test_scores_that_are_no_numbers_are_no_answer() -> None:
     class Confused(FakeIndex):
         def _matches(self, query: str, k: int) -> list[Any]:
-            return [match._replace(score=float("nan")) for match in super()._matches(query, k)]
+            return [replace(match, score=float("nan")) for match in super()._matches(query, k)]
 
     async with (
         serving(Confused(), k=1) as (url, _),

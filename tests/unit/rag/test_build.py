@@ -77,14 +77,14 @@ def test_a_killed_build_goes_on_and_ends_as_one_that_was_not(
     calm.mkdir()
     killed_at(place, killed)
     with pytest.raises(CorpusError, match="holds no index"):
-        Searcher.open(killed / "index", threads=1)
+        Searcher(killed / "index", threads=1)
     encoded = counted(monkeypatch)
     build_quietly(plan_of(killed))
     shards = sum(1 for texts in encoded if len(texts) > 1)
     assert shards == {"rag.vectors:5": 2, "rag.index": 0}.get(place, 7)
     build_quietly(plan_of(calm))
     assert contents(killed / "index") == contents(calm / "index")
-    searcher = Searcher.open(killed / "index", threads=1)
+    searcher = Searcher(killed / "index", threads=1)
     assert [document.id for document in searcher.corpus] == [f"p{number}" for number in range(COUNT)]
     for mode in searcher.modes:
         assert searcher.search(["Person77"], [1], mode)[0][0].id == "p77"
@@ -110,7 +110,7 @@ def test_what_was_half_written_is_cut_off(tmp_path: Path) -> None:
     (directory / "documents.jsonl").write_bytes(b'{"id":"half')
     (directory / "documents.offsets").write_bytes(b"\0\0\0\0\0\0\0\0\x07\0\0")
     build_quietly(plan)
-    assert len(Searcher.open(plan.out, threads=1)) == COUNT
+    assert len(Searcher(plan.out, threads=1)) == COUNT
 
 
 def test_the_same_build_again_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +131,18 @@ def test_a_damaged_index_is_built_again_by_the_same_command(tmp_path: Path) -> N
     again, said = build_quietly(plan_of(tmp_path))
     assert "vectors.faiss is 4 bytes long" in said
     assert again.files == manifest.files
-    assert Searcher.open(tmp_path / "index", threads=1).search(["Person7"], [1])[0][0].id == "p7"
+    assert Searcher(tmp_path / "index", threads=1).search(["Person7"], [1])[0][0].id == "p7"
 
 
 def test_another_index_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
     build_quietly(plan_of(tmp_path))
-    before = Searcher.open(tmp_path / "index", threads=1)
+    before = Searcher(tmp_path / "index", threads=1)
     write_jsonl(tmp_path / "c.jsonl", passages(30))
     with pytest.raises(ConfigError, match=r"already holds another index \(100 documents.*--replace"):
         build_quietly(plan_of(tmp_path))
-    assert len(Searcher.open(tmp_path / "index", threads=1)) == 100
+    assert len(Searcher(tmp_path / "index", threads=1)) == 100
     build_quietly(plan_of(tmp_path, replace=True))
-    assert len(Searcher.open(tmp_path / "index", threads=1)) == 30
+    assert len(Searcher(tmp_path / "index", threads=1)) == 30
     # Whoever has the old one open keeps it.
     assert before.search(["Person77"], [1])[0][0].id == "p77"
     assert before.find("p99") is not None

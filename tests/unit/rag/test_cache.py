@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tidegate.rag.client import SearchResult
-from tidegate.rag.server.cache import Cache
-from tidegate.rag.server.query import Query
+from tidegate.rag.server.query import Cache, Query
 
 
 def question(n: int) -> Query:

@@ -149,21 +149,21 @@ def test_an_index_knows_the_model_that_built_it(tmp_path: Path) -> None:
     assert "prefixes: 'query: ' for queries, 'passage: ' for passages" in said
     assert manifest.encoder is not None
     assert manifest.encoder.passage_prefix == "passage: "
-    searcher = Searcher.open(tmp_path / "index", threads=1)
+    searcher = Searcher(tmp_path / "index", threads=1)
     asked = [f"{row['title']}\n{row['text']}" for row in passages(60)]
     assert len(searcher.search(asked, [3] * 60)) == 60
     # Moved, under a name that says nothing of its family: the recorded prefixes hold.
     (tmp_path / "e5-tiny").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Searcher.open(tmp_path / "index", threads=1)
-    moved = Searcher.open(tmp_path / "index", threads=1, encoder=str(tmp_path / "moved"))
+        Searcher(tmp_path / "index", threads=1)
+    moved = Searcher(tmp_path / "index", threads=1, encoder=str(tmp_path / "moved"))
     assert moved.search(asked, [3] * 60) == searcher.search(asked, [3] * 60)
     make_tiny_encoder(tmp_path / "other", seed=1)
     with pytest.raises(CorpusError, match=r"does not encode as .* did when the index was built"):
-        Searcher.open(tmp_path / "index", threads=1, encoder=str(tmp_path / "other"))
+        Searcher(tmp_path / "index", threads=1, encoder=str(tmp_path / "other"))
     make_tiny_encoder(tmp_path / "wide", hidden=64)
     with pytest.raises(CorpusError, match=r"dimension 32, where .*wide has 64"):
-        Searcher.open(tmp_path / "index", threads=1, encoder=str(tmp_path / "wide"))
+        Searcher(tmp_path / "index", threads=1, encoder=str(tmp_path / "wide"))
 
 
 @pytest.mark.slow

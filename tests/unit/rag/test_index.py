@@ -18,7 +18,6 @@ from tidegate.rag.build import Plan
 from tidegate.rag.corpus.source import Extent
 from tidegate.rag.encoders import HashEncoder
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
-from tidegate.rag.index.gpu import on_gpus
 from tidegate.rag.index.index_types import (
     KINDS,
     IndexKind,
@@ -30,7 +29,7 @@ from tidegate.rag.index.index_types import (
 )
 from tidegate.rag.index.manifest import NAME, Manifest
 from tidegate.rag.index.searcher import Searcher
-from tidegate.rag.index.vector_index import VectorIndex, build_index
+from tidegate.rag.index.vector_index import VectorIndex, build_index, on_gpus
 from tidegate.rag.index.vectors import Vectors
 from tidegate.rag.progress import BuildProgress
 
@@ -98,7 +97,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
 ) -> None:
     vectors = _Clustered()
     build_index(kind, vectors, tmp_path, 1, BuildProgress(io.StringIO()))
-    index = VectorIndex.open(tmp_path, kind, nlist(6000) // 2 if kind.startswith("ivf") else None, 1)
+    index = VectorIndex(tmp_path, kind, nlist(6000) // 2 if kind.startswith("ivf") else None, 1)
     queries = vectors.all[::60] + 0.05
     scores, rows = index.search(queries, 10)
     exact = np.argsort(-(queries @ vectors.all.T), axis=1)[:, :10]
@@ -115,7 +114,7 @@ def test_a_batch_is_faster_than_its_queries_one_by_one(tmp_path: Path) -> None:
     """As it is not where FAISS is left as it comes."""
     vectors = _Clustered(20_000, 384)
     build_index("flat", vectors, tmp_path, 1, BuildProgress(io.StringIO()))
-    index = VectorIndex.open(tmp_path, "flat", None, 1)
+    index = VectorIndex(tmp_path, "flat", None, 1)
     together, alone = [], []
     for _ in range(5):
         start = time.process_time()
@@ -132,7 +131,7 @@ def test_cells_without_vectors_leave_no_hit(tmp_path: Path) -> None:
     """FAISS fills what it did not find with row −1: one cell holds fewer than were asked for."""
     source = write_jsonl(tmp_path / "c.jsonl", passages(400))
     build_quietly(Plan([source], tmp_path / "index", "hash", kind="ivf-sq8"))
-    searcher = Searcher.open(tmp_path / "index", threads=1)
+    searcher = Searcher(tmp_path / "index", threads=1)
     index = searcher._dense.index  # type: ignore[union-attr]
     import faiss
 
@@ -142,8 +141,8 @@ def test_cells_without_vectors_leave_no_hit(tmp_path: Path) -> None:
     assert (rows == -1).any()
     for hits in searcher.search(queries, [400] * 20):
         assert 0 < len(hits) < 400
-        assert len({hit.row for hit in hits}) == len(hits)
-        assert all(0 <= hit.row < 400 and hit.id == f"p{hit.row}" for hit in hits)
+        assert len({hit.id for hit in hits}) == len(hits)
+        assert all(hit.id in {f"p{row}" for row in range(400)} for hit in hits)
 
 
 class _TwoGpus:
@@ -194,9 +193,9 @@ def test_damage_to_any_file_is_noticed_by_name(whole: Path, tmp_path: Path) -> N
             if bad is not None:
                 path.write_bytes(bad)
             with pytest.raises(CorpusError, match=rf"{entry.name} is .*build the index again"):
-                Searcher.open(directory, threads=1)
+                Searcher(directory, threads=1)
             path.write_bytes(good)
-    assert Searcher.open(directory, threads=1).search(["Person7"], [1])[0][0].id == "p7"
+    assert Searcher(directory, threads=1).search(["Person7"], [1])[0][0].id == "p7"
 
 
 def test_of_large_files_parts_are_compared(
@@ -227,7 +226,7 @@ def test_an_encoder_that_does_not_fit_is_refused(
     other = manifest.encoder.model_copy(update=change)
     manifest.model_copy(update={"encoder": other}).write(directory)
     with pytest.raises(CorpusError, match=f"{why}.*use the encoder that built it"):
-        Searcher.open(directory, threads=1)
+        Searcher(directory, threads=1)
 
 
 class _Other(HashEncoder):
@@ -239,7 +238,7 @@ class _Other(HashEncoder):
 
 def test_another_model_under_the_same_name_is_refused(whole: Path) -> None:
     with pytest.raises(CorpusError, match="does not encode as hash did"):
-        Searcher.open(whole, threads=1, encoder=_Other())
+        Searcher(whole, threads=1, encoder=_Other())
 
 
 @pytest.mark.parametrize(
@@ -254,21 +253,21 @@ def test_a_manifest_that_is_none_is_refused(whole: Path, tmp_path: Path, text: s
     directory, _ = copied(whole, tmp_path)
     (directory / NAME).write_text(text)
     with pytest.raises(CorpusError, match=rf"{why}.*build the index again"):
-        Searcher.open(directory, threads=1)
+        Searcher(directory, threads=1)
     (directory / NAME).unlink()
     with pytest.raises(CorpusError, match=r"holds no index.*tidegate rag build"):
-        Searcher.open(directory, threads=1)
+        Searcher(directory, threads=1)
 
 
 def test_counts_that_differ_are_refused(whole: Path, tmp_path: Path) -> None:
     directory, manifest = copied(whole, tmp_path)
     manifest.model_copy(update={"documents": 99}).write(directory)
     with pytest.raises(CorpusError, match="the manifest has 99 documents, but the files hold 100 documents"):
-        Searcher.open(directory, threads=1)
+        Searcher(directory, threads=1)
 
 
 def test_threads_get_the_answers_that_one_gets(whole: Path) -> None:
-    searcher = Searcher.open(whole, threads=1)
+    searcher = Searcher(whole, threads=1)
     queries = [f"Who is Person{number} of Town{number // 5}?" for number in range(100)]
     alone = {mode: searcher.search(queries, [5] * 100, mode) for mode in searcher.modes}
     wrong: list[str] = []
@@ -287,7 +286,7 @@ def test_threads_get_the_answers_that_one_gets(whole: Path) -> None:
 
 
 def test_hybrid_prefers_what_both_find(whole: Path) -> None:
-    searcher = Searcher.open(whole, threads=1)
+    searcher = Searcher(whole, threads=1)
     assert searcher.modes == ("dense", "bm25", "hybrid")
     for mode in searcher.modes:
         [hits] = searcher.search(["Person42"], [3], mode)
@@ -301,7 +300,7 @@ def test_hybrid_prefers_what_both_find(whole: Path) -> None:
 def test_an_answer_does_not_depend_on_what_is_asked_beside_it(tmp_path: Path) -> None:
     rows = [{"id": f"d{n}", "text": f"{'north ' * (n % 7)}river town {n}"} for n in range(400)]
     build_quietly(Plan([write_jsonl(tmp_path / "c.jsonl", rows)], tmp_path / "i", "hash", bm25=True))
-    searcher = Searcher.open(tmp_path / "i", threads=1)
+    searcher = Searcher(tmp_path / "i", threads=1)
     for mode in searcher.modes:
         [alone] = searcher.search(["north river"], [60], mode)
         beside, _ = searcher.search(["north river", "town"], [60, 400], mode)
@@ -309,7 +308,7 @@ def test_an_answer_does_not_depend_on_what_is_asked_beside_it(tmp_path: Path) ->
 
 
 def test_a_query_of_unknown_words_has_no_document_by_bm25(whole: Path) -> None:
-    searcher = Searcher.open(whole, threads=1)
+    searcher = Searcher(whole, threads=1)
     assert searcher.search(["xylophone", "the", ""], [5, 5, 5], "bm25") == [[], [], []]
     assert len(searcher.search(["", "judge"], [1000, 1000], "bm25")[1]) == 14
 

@@ -30,7 +30,7 @@ def built(directory: Path, rows: Sequence[object] = ROWS) -> Path:
 
 @pytest.fixture(scope="module")
 def searcher(tmp_path_factory: pytest.TempPathFactory) -> Searcher:
-    return Searcher.open(built(tmp_path_factory.mktemp("rag")), threads=1)
+    return Searcher(built(tmp_path_factory.mktemp("rag")), threads=1)
 
 
 def test_each_query_finds_its_document_first(searcher: Searcher) -> None:
@@ -41,7 +41,7 @@ def test_each_query_finds_its_document_first(searcher: Searcher) -> None:
 
 def test_no_more_than_there_is_and_no_padding(searcher: Searcher) -> None:
     [hits] = searcher.search(["capital of France"], [50])
-    assert sorted(hit.row for hit in hits) == [0, 1, 2]
+    assert sorted(hit.id for hit in hits) == ["7", "bato", "paris"]
     assert searcher.search([], []) == []
     assert searcher.search(["capital"], [0]) == [[]]
 
@@ -52,13 +52,13 @@ def test_a_query_without_a_word_finds_nothing(searcher: Searcher, query: str) ->
 
 
 def test_documents_by_row_and_by_id(searcher: Searcher) -> None:
-    assert searcher.find("paris") == searcher.document(0)
-    assert searcher.document(0).title == "Paris"
-    assert searcher.document(0).text == "Paris is the capital of France."
+    assert searcher.find("paris") == searcher.corpus[0]
+    assert searcher.corpus[0].title == "Paris"
+    assert searcher.corpus[0].text == "Paris is the capital of France."
     assert searcher.find("7") is not None
     assert searcher.find("nobody") is None
     with pytest.raises(IndexError):
-        searcher.document(3)
+        searcher.corpus[3]
 
 
 def test_a_mode_that_was_not_built_is_refused(searcher: Searcher) -> None:

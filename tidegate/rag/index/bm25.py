@@ -22,7 +22,7 @@ from tidegate.rag.files import sync
 from tidegate.rag.progress import OnProgress
 
 if TYPE_CHECKING:
-    import bm25s
+    pass
 
 FILES = tuple(
     f"bm25.{part}" for part in ("data.npy", "indices.npy", "indptr.npy", "vocab.json", "params.json")
@@ -35,23 +35,17 @@ _STEP = 4096
 
 
 class Bm25:
-    """BM25 index of documents; thread-safe."""
+    """BM25 index of documents, memory-mapped; thread-safe. Raises CorpusError if its files are invalid."""
 
-    def __init__(self, index: bm25s.BM25, threads: int) -> None:
-        self._index = index
-        self._threads = threads
-
-    @classmethod
-    def open(cls, directory: Path, threads: int) -> Self:
-        """Maps the index. Raises CorpusError if its files are invalid."""
+    def __init__(self, directory: Path, threads: int) -> None:
         bm25s = require_bm25s()
         try:
-            index = bm25s.BM25.load(directory, mmap=True, **_NAMES)
+            self._index = bm25s.BM25.load(directory, mmap=True, **_NAMES)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorpusError(
                 f"{directory}: the BM25 index cannot be read; build it again: {error}"
             ) from None
-        return cls(index, threads)
+        self._threads = threads
 
     @property
     def count(self) -> int:
@@ -69,7 +63,10 @@ class Bm25:
             n_threads=self._threads if self._threads > 1 and len(nonempty) > 1 else 0,
         )  # fmt: skip
         rankings = iter(zip(rows.tolist(), scores.tolist(), strict=True))
-        return [_positive(*next(rankings)) if ids else [] for ids in word_ids]
+        return [
+            [hit for hit in zip(*next(rankings), strict=True) if hit[1] > 0.0] if ids else []
+            for ids in word_ids
+        ]
 
     def _ids(self, query: str) -> list[int]:
         vocabulary = self._index.vocab_dict
@@ -130,10 +127,6 @@ def _tokenise(corpus: Corpus, path: Path, progress: OnProgress) -> _Tokens:
             if (row + 1) % _STEP == 0 or row + 1 == len(corpus):
                 progress(row + 1, len(corpus))
     return _Tokens(path, ends, vocabulary)
-
-
-def _positive(rows: Sequence[int], scores: Sequence[float]) -> list[tuple[int, float]]:
-    return [(row, score) for row, score in zip(rows, scores, strict=True) if score > 0.0]
 
 
 def require_bm25s() -> ModuleType:

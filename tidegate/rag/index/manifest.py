@@ -1,4 +1,7 @@
-"""The manifest of an index. It is written last, so a directory without one is not an index."""
+"""The manifest of an index. It is written last, so a directory without one is not an index.
+
+The stored vectors of two sentences show whether an encoder is the one that built the index.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import CorpusError
-from tidegate.rag.encoders import Metric
-from tidegate.rag.files import digest, quick_digest, replace_file
+from tidegate.rag.encoders import Encoder, EncoderPrefixes, Metric
+from tidegate.rag.files import digest, quick_digest, replace_array, replace_file
 from tidegate.rag.index.index_types import IndexKind
 
 NAME = "manifest.json"
+CHECK_VECTORS = "probe.npy"
 FORMAT: Literal[1] = 1
 FULL_DIGEST_UP_TO = 256 << 20
 """Maximum bytes of a file that is verified completely when an index is opened; larger ones are sampled."""
 _AGAIN = "build the index again, or copy it again from an intact one"
+_QUERY = "Which river flows through the old town?"
+_PASSAGE = "The ferry leaves the harbour at nine and reaches the island before noon."
+_MIN_COSINE = 0.99
+"""Half precision stays above 0.999; other models are far below."""
 _LIBRARIES = ("tidegate", "faiss-cpu", "faiss-gpu", "bm25s", "sentence-transformers", "transformers", "torch")
 
 Mode = Literal["dense", "bm25", "hybrid"]
@@ -67,6 +77,37 @@ class EncoderEntry(_Part):
     query_prefix: str
     passage_prefix: str
 
+    @classmethod
+    def of(cls, encoder: Encoder) -> Self:
+        return cls(
+            name=encoder.name,
+            dimension=encoder.dimension,
+            metric=encoder.metric,
+            query_prefix=encoder.prefixes.query,
+            passage_prefix=encoder.prefixes.passage,
+        )
+
+    @property
+    def prefixes(self) -> EncoderPrefixes:
+        return EncoderPrefixes(self.query_prefix, self.passage_prefix)
+
+    def check(self, encoder: Encoder, directory: Path) -> None:
+        """Raises CorpusError if the encoder differs from the one that encoded the passages."""
+        now = EncoderEntry.of(encoder)
+        for field in ("dimension", "metric", "query_prefix", "passage_prefix"):
+            if getattr(self, field) != getattr(now, field):
+                raise CorpusError(
+                    f"{directory} was built with the encoder {self.name} and {field.replace('_', ' ')}"
+                    f" {getattr(self, field)!r}, where {now.name} has {getattr(now, field)!r}: use the"
+                    " encoder that built it, or build the index again"
+                )
+        before, after = np.load(directory / CHECK_VECTORS), _check_vectors(encoder)
+        if before.shape != after.shape or float(_cosine(before, after).min()) < _MIN_COSINE:
+            raise CorpusError(
+                f"{directory}: the encoder {now.name} does not encode as {self.name} did when the index"
+                " was built (its model or weights differ): use the original encoder, or build the index again"
+            )
+
 
 class IndexEntry(_Part):
     """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists)."""
@@ -92,10 +133,9 @@ class Manifest(_Part):
     @property
     def modes(self) -> tuple[Mode, ...]:
         """Search modes; the first is the default."""
-        dense: tuple[Mode, ...] = ("dense",) if self.index is not None else ()
-        bm25: tuple[Mode, ...] = ("bm25",) if self.bm25 else ()
-        hybrid: tuple[Mode, ...] = ("hybrid",) if dense and bm25 else ()
-        return dense + bm25 + hybrid
+        if self.index is None:
+            return ("bm25",) if self.bm25 else ()
+        return ("dense", "bm25", "hybrid") if self.bm25 else ("dense",)
 
     def check_files(self, directory: Path, *, full: bool = False) -> None:
         """Verifies the files by digest; samples the large ones unless `full` is set.
@@ -129,6 +169,21 @@ class Manifest(_Part):
                 f"{path} is not a manifest of format {FORMAT} ({where}: {wrong['msg']}); build the index"
                 " again, with --replace"
             ) from None
+
+
+def write_check_vectors(encoder: Encoder, directory: Path) -> None:
+    vectors = _check_vectors(encoder)
+    replace_array(directory / CHECK_VECTORS, vectors)
+
+
+def _check_vectors(encoder: Encoder) -> npt.NDArray[np.float32]:
+    return np.concatenate([encoder.queries([_QUERY]), encoder.passages([_PASSAGE])])
+
+
+def _cosine(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    cosines: npt.NDArray[np.float32] = np.sum(left * right, axis=1) / lengths
+    return cosines
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from tidegate.rag.index.vectors import Vectors
 from tidegate.rag.progress import BuildProgress
 
 K = 10
-QUERIES = 256
+_QUERIES = 256
 _WORDS = 12
 _SEED = 1
 _FIRST_NPROBE = 8
@@ -31,11 +31,11 @@ def measure(
 
     nprobe is doubled until recall grows by less than half a percent.
     """
-    queries = encoder.queries(sample_queries(corpus))
-    exact = nearest(vectors, queries, min(K, vectors.count), threads)
+    queries = encoder.queries(_sample_queries(corpus))
+    exact = _nearest(vectors, queries, min(K, vectors.count), threads)
 
     def recall_at(nprobe: int | None) -> float:
-        _, rows = VectorIndex.open(directory, kind, nprobe, threads).search(queries, exact.shape[1])
+        _, rows = VectorIndex(directory, kind, nprobe, threads).search(queries, exact.shape[1])
         pairs = zip(rows.tolist(), exact.tolist(), strict=True)
         return sum(len(set(result) & set(truth)) for result, truth in pairs) / exact.size
 
@@ -55,18 +55,18 @@ def measure(
     return nprobe, recall
 
 
-def sample_queries(corpus: Corpus, count: int = QUERIES) -> list[str]:
+def _sample_queries(corpus: Corpus) -> list[str]:
     """Returns excerpts of twelve words from passages, the same for the same corpus."""
     rng = np.random.default_rng(_SEED)
     queries = []
-    for row in rng.choice(len(corpus), min(count, len(corpus)), replace=False).tolist():
+    for row in rng.choice(len(corpus), min(_QUERIES, len(corpus)), replace=False).tolist():
         passage = corpus[row].passage().split()
         start = int(rng.integers(max(1, len(passage) - _WORDS + 1)))
         queries.append(" ".join(passage[start : start + _WORDS]))
     return queries
 
 
-def nearest(
+def _nearest(
     vectors: Vectors, queries: npt.NDArray[np.float32], k: int, threads: int
 ) -> npt.NDArray[np.int64]:
     """Returns the rows of the k nearest vectors by exact search, [queries, k]."""

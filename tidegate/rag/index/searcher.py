@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
 
 import numpy as np
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.rag.client import SearchResult
 from tidegate.rag.corpus.corpus import Corpus, Document
-from tidegate.rag.encoders import Encoder, EncoderPrefixes, load_encoder
+from tidegate.rag.encoders import Encoder, load_encoder
 from tidegate.rag.index.bm25 import Bm25
-from tidegate.rag.index.encoder_check import check_encoder
-from tidegate.rag.index.fusion import DEPTH, Ranking, fuse
 from tidegate.rag.index.manifest import Manifest
 from tidegate.rag.index.vector_index import VectorIndex
 
-
-class Hit(NamedTuple):
-    """A document found by a search. Scores are comparable within one result only."""
-
-    id: str
-    row: int
-    score: float
+Ranking = Sequence[tuple[int, float]]
+"""(row, score), best first."""
+FUSION_OFFSET = 60
+"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, 2009); larger: flatter weights."""
+FUSION_DEPTH = 100
+"""Minimum depth of each ranking that is fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,57 +46,48 @@ class Dense:
 
 
 class Searcher:
-    """An opened index; thread-safe."""
+    """An index built by `tidegate rag build`; thread-safe.
 
-    def __init__(self, manifest: Manifest, corpus: Corpus, dense: Dense | None, bm25: Bm25 | None) -> None:
-        self.manifest = manifest
-        self.corpus = corpus
-        self._dense = dense
-        self._bm25 = bm25
+    `threads` is the number of threads of one search, for torch and FAISS each. `encoder` replaces the one in
+    the manifest (for a model that was moved) and must produce the same vectors.
+    Raises CorpusError if files, manifest and encoder do not match, ConfigError if a required package is
+    missing.
+    """
 
-    @classmethod
-    def open(
-        cls, directory: Path, *, threads: int, device: str = "cpu", encoder: Encoder | str | None = None
-    ) -> Self:
-        """Opens an index built by `tidegate rag build`.
-
-        `threads` is the number of threads of one search, for torch and FAISS each. `encoder` replaces the one
-        in the manifest (for a model that was moved) and must produce the same vectors.
-        Raises CorpusError if files, manifest and encoder do not match, ConfigError if a required package is
-        missing.
-        """
-        manifest = Manifest.read(directory)
+    def __init__(
+        self, directory: Path, *, threads: int, device: str = "cpu", encoder: Encoder | str | None = None
+    ) -> None:
+        manifest = self.manifest = Manifest.read(directory)
         manifest.check_files(directory)
         inside = directory / manifest.generation
-        corpus = Corpus(inside)
-        bm25 = Bm25.open(inside, threads) if manifest.bm25 else None
-        dense = _dense(manifest, inside, threads, device, encoder)
-        counts = {"documents": len(corpus)}
-        counts |= {"vectors": dense.index.count} if dense else {}
-        counts |= {"documents with BM25": bm25.count} if bm25 else {}
+        self.corpus = Corpus(inside)
+        self._bm25 = Bm25(inside, threads) if manifest.bm25 else None
+        self._dense = _dense(manifest, inside, threads, device, encoder)
+        counts = {"documents": len(self.corpus)}
+        counts |= {"vectors": self._dense.index.count} if self._dense else {}
+        counts |= {"documents with BM25": self._bm25.count} if self._bm25 else {}
         if any(count != manifest.documents for count in counts.values()):
             raise CorpusError(
                 f"{directory}: the manifest has {manifest.documents:,} documents, but the files hold"
                 f" {', '.join(f'{count:,} {what}' for what, count in counts.items())}: build the index again"
             )
-        return cls(manifest, corpus, dense, bm25)
 
     @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self) -> Sequence[str]:
         """Search modes of this index; the first is the default."""
         return self.manifest.modes
 
     def __len__(self) -> int:
         return len(self.corpus)
 
-    def search(self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None) -> list[list[Hit]]:
+    def search(
+        self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None
+    ) -> list[list[SearchResult]]:
         """Returns at most `ks[i]` documents for `queries[i]`, best first.
 
         With BM25 only documents that share a word with the query are returned, and none for a query without
         words. Raises ConfigError for a mode that the index does not have, ValueError for a negative k.
         """
-        if len(queries) != len(ks):
-            raise ValueError(f"{len(queries)} queries and {len(ks)} ks")
         if any(k < 0 for k in ks):
             raise ValueError(f"k = {min(ks)} is less than 0")
         mode = self.modes[0] if mode is None else mode
@@ -107,11 +96,7 @@ class Searcher:
         ks = [min(k, len(self)) for k in ks]
         if not any(ks):
             return [[] for _ in queries]
-        return [self._hits(ranking) for ranking in self._rankings(queries, ks, mode)]
-
-    def document(self, row: int) -> Document:
-        """Returns a document. Raises IndexError for a row that does not exist."""
-        return self.corpus[row]
+        return [self._results(ranking) for ranking in self._rankings(queries, ks, mode)]
 
     def find(self, id: str) -> Document | None:
         """Returns the document with this id, or None."""
@@ -124,7 +109,7 @@ class Searcher:
         Queries with the same depth are searched together. The depth affects ties and the overlap of two
         rankings, so it must not depend on other queries in the batch.
         """
-        depths = [max(k, DEPTH) for k in ks] if mode == "hybrid" else ks
+        depths = [max(k, FUSION_DEPTH) for k in ks] if mode == "hybrid" else ks
         results: dict[int, Ranking] = {}
         for depth in set(depths):
             indices = [index for index, other in enumerate(depths) if other == depth]
@@ -134,11 +119,15 @@ class Searcher:
                 if part is not None and mode in (name, "hybrid")
             ]
             for index, rankings in zip(indices, zip(*lists, strict=True), strict=True):
-                results[index] = rankings[0] if mode != "hybrid" else fuse(rankings, ks[index])
+                results[index] = rankings[0] if mode != "hybrid" else _fuse(rankings, ks[index])
         return [results[index] for index in range(len(queries))]
 
-    def _hits(self, ranking: Ranking) -> list[Hit]:
-        return [Hit(self.corpus[row].id, row, score) for row, score in ranking]
+    def _results(self, ranking: Ranking) -> list[SearchResult]:
+        results = []
+        for row, score in ranking:
+            document = self.corpus[row]
+            results.append(SearchResult(document.id, document.title, document.text, score))
+        return results
 
 
 def _dense(
@@ -148,12 +137,23 @@ def _dense(
         return None
     entry = manifest.encoder
     if encoder is None or isinstance(encoder, str):
-        prefixes = EncoderPrefixes(entry.query_prefix, entry.passage_prefix)
-        encoder = load_encoder(encoder or entry.name, threads=threads, device=device, prefixes=prefixes)
-    check_encoder(entry, encoder, inside)
-    index = VectorIndex.open(inside, manifest.index.kind, manifest.index.nprobe, threads)
+        encoder = load_encoder(encoder or entry.name, threads=threads, device=device, prefixes=entry.prefixes)
+    entry.check(encoder, inside)
+    index = VectorIndex(inside, manifest.index.kind, manifest.index.nprobe, threads)
     if index.dimension != entry.dimension:
         raise CorpusError(
             f"{inside}: the index has dimension {index.dimension}, not {entry.dimension}; build it again"
         )
     return Dense(encoder, index)
+
+
+def _fuse(rankings: Iterable[Ranking], k: int) -> Ranking:
+    """Combines rankings by reciprocal rank fusion: the k best rows by the sum of 1 ÷ (FUSION_OFFSET + rank).
+
+    Equal sums are ordered by row, so that results are deterministic.
+    """
+    sums: dict[int, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, (row, _) in enumerate(ranking, 1):
+            sums[row] += 1.0 / (FUSION_OFFSET + rank)
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:k]

@@ -1,23 +1,25 @@
 """Vector index with FAISS, searched by inner product.
 
 On the CPU an index is memory-mapped: opening reads nothing, and only pages that searches touch use memory.
+If `faiss-gpu` is installed and finds GPUs, the index is sharded over them. This is untested: no GPU was
+available.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.files import replace_file
-from tidegate.rag.index.gpu import MAX_K, on_gpus
 from tidegate.rag.index.index_types import IndexKind, factory, training_rows
 from tidegate.rag.index.vectors import Vectors
 from tidegate.rag.progress import BuildProgress
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import faiss
 
 FILE = "vectors.faiss"
+MAX_K_ON_GPU = 2048
 _SEED = 0
 _BLAS_FROM = 3
 """Minimum number of queries in a search for which a matrix product is faster than one scan per query.
@@ -35,22 +38,16 @@ One thread, 50,000 × 384, Flat and mapped: milliseconds of CPU for scans and fo
 """
 
 
+log = logging.getLogger("tidegate.rag")
+
+
 class VectorIndex:
-    """FAISS index; thread-safe."""
+    """FAISS index; thread-safe. `nprobe` is the number of inverted lists to search.
 
-    def __init__(self, index: faiss.Index, threads: int, *, gpu: bool = False) -> None:
-        self._index = index
-        self._threads = threads
-        # FAISS' GPU indexes are not thread-safe.
-        self._lock = threading.Lock() if gpu else contextlib.nullcontext()
-        self._max_k = min(self.count, MAX_K) if gpu else self.count
+    Raises CorpusError if the file is not an index.
+    """
 
-    @classmethod
-    def open(cls, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> Self:
-        """Maps the index, or shards it over the GPUs. `nprobe` is the number of inverted lists to search.
-
-        Raises CorpusError if the file is not an index.
-        """
+    def __init__(self, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> None:
         faiss = require_faiss()
         mapped = faiss.IO_FLAG_MMAP if kind.startswith("ivf") else faiss.IO_FLAG_MMAP_IFC
         try:
@@ -61,7 +58,11 @@ class VectorIndex:
             faiss.extract_index_ivf(index).nprobe = nprobe
         _use_blas(faiss, int(index.d))
         sharded = on_gpus(faiss, index, kind)
-        return cls(index, threads) if sharded is None else cls(sharded, threads, gpu=True)
+        self._index = index if sharded is None else sharded
+        self._threads = threads
+        # FAISS' GPU indexes are not thread-safe.
+        self._lock = contextlib.nullcontext() if sharded is None else threading.Lock()
+        self._max_k = self.count if sharded is None else min(self.count, MAX_K_ON_GPU)
 
     @property
     def count(self) -> int:
@@ -101,6 +102,29 @@ def build_index(
         index.add(np.ascontiguousarray(shard))
         on_progress(int(index.ntotal), vectors.count)
     replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
+
+
+def on_gpus(library: ModuleType, index: faiss.Index, kind: IndexKind) -> faiss.Index | None:
+    """Shards the index over all visible GPUs, in float16; returns None if it stays on the CPU.
+
+    FAISS' cloner copies each GPU's rows from the memory-mapped index, so that the host holds at most one
+    shard. Every GPU has all inverted lists of an IVF index with a part of the vectors.
+    """
+    # `faiss-cpu` has this function, which returns 0, but not the options below.
+    count = int(library.get_num_gpus())
+    if count == 0:
+        return None
+    if kind == "sq8":
+        log.warning(
+            "FAISS does not support sq8 on GPUs: the index stays on the CPU; use flat or ivf-sq8 for GPUs"
+        )
+        return None
+    options = library.GpuMultipleClonerOptions()
+    options.shard = True
+    options.useFloat16 = True
+    log.info("sharding the index over %d GPUs", count)
+    sharded: faiss.Index = library.index_cpu_to_all_gpus(index, co=options)
+    return sharded
 
 
 def _use_blas(faiss: ModuleType, dimension: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from tidegate.errors import CorpusError
 from tidegate.failpoints import reach
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.encoders import Encoder
-from tidegate.rag.files import replace_file
+from tidegate.rag.files import replace_array
 from tidegate.rag.progress import OnProgress
 
 
@@ -53,7 +52,7 @@ class Vectors:
             if not self._path(start).is_file():
                 vectors = encoder.passages([corpus[row].passage() for row in range(start, end)])
                 self._check(vectors, corpus, start, end, encoder.name)
-                replace_file(self._path(start), partial(_save, vectors))
+                replace_array(self._path(start), vectors)
                 reach("rag.vectors")
             progress(end, self.count)
 
@@ -74,8 +73,3 @@ class Vectors:
 
     def _path(self, start: int) -> Path:
         return self.directory / f"{start // self.shard:06d}.npy"
-
-
-def _save(vectors: npt.NDArray[np.float32], path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, vectors)

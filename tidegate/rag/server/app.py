@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,15 +16,34 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tidegate.errors import RetrievalError, RetrievalRefused
+from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, StartError
 from tidegate.prometheus import CONTENT_TYPE, exposition
-from tidegate.rag.server.compat import Write, read_retrieve
-from tidegate.rag.server.schemas import SearchRequest, parse, read_reload, read_search, write_search
-from tidegate.rag.server.service import Retrieval
+from tidegate.rag.client import RAG_KEY
+from tidegate.rag.server.schemas import SearchRequest, Write, parse, read_reload, read_retrieve, read_search
+from tidegate.rag.server.service import RagOptions, Retrieval
 from tidegate.service.api_key import ApiKey
+from tidegate.service.serve import Listen, bind, run_app
 
 MAX_BODY = 16 * 2**20
 Read = Callable[[dict[str, Any]], tuple[SearchRequest, Write]]
+
+
+def serve(options: RagOptions, listen: Listen) -> None:
+    """Serves until the process is stopped. Raises ConfigError or StartError if it cannot start."""
+    if listen.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
+        raise ConfigError(
+            f"the retrieval server would be open to all on {listen.host}: set {RAG_KEY} or listen on loopback"
+        )
+    failed: list[str] = []
+
+    def end(why: str) -> None:
+        failed.append(why)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sock = bind(listen)
+    run_app(create_app(Retrieval(options, on_failure=end)), sock, listen)
+    if failed:
+        raise StartError(failed[0])
 
 
 def create_app(retrieval: Retrieval) -> FastAPI:
@@ -39,7 +60,11 @@ def create_app(retrieval: Retrieval) -> FastAPI:
     app = FastAPI(title="Tidegate retrieval", lifespan=lifespan)
     key = ApiKey(retrieval.options.api_key, _wrong_key)
     _add_errors(app, retrieval)
-    for path, read in (("/v1/search", _read_search), ("/retrieve", _retrieve_reader(retrieval))):
+    routes: dict[str, Read] = {
+        "/v1/search": read_search,
+        "/retrieve": lambda payload: read_retrieve(payload, retrieval.method),
+    }
+    for path, read in routes.items():
         app.router.routes.append(Route(path, Search(retrieval, key, path, read), methods=["POST"]))
     _add_routes(app, retrieval, [Depends(key)])
     return app
@@ -51,14 +76,6 @@ def _wrong_key() -> RetrievalRefused:
         status=401,
         code="wrong_key",
     )
-
-
-def _read_search(payload: dict[str, Any]) -> tuple[SearchRequest, Write]:
-    return read_search(payload), write_search
-
-
-def _retrieve_reader(retrieval: Retrieval) -> Read:
-    return lambda payload: read_retrieve(payload, retrieval.method)
 
 
 class Search:

@@ -1,16 +1,20 @@
-"""Queries to an index, and the computation of a batch of them."""
+"""Queries to an index: the computation of a batch of them, and the cache of results."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tidegate.errors import RetrievalUnavailable
 from tidegate.rag.client import SearchResult
-from tidegate.rag.corpus.corpus import Document
+from tidegate.rag.index.searcher import Searcher
+
+_ENTRY_BYTES = 512  # overhead of the objects besides the strings
+_ROW_BYTES = 128
 
 log = logging.getLogger("tidegate.rag")
 
@@ -28,29 +32,7 @@ Answer = list[SearchResult] | RetrievalUnavailable
 """Documents, best first, or the error."""
 
 
-class Match(Protocol):
-    """A document's row in the index and its score."""
-
-    @property
-    def row(self) -> int: ...
-    @property
-    def score(self) -> float: ...
-
-
-class Index(Protocol):
-    """Interface of an opened index, which `tidegate.rag.index.searcher.Searcher` implements; thread-safe."""
-
-    @property
-    def modes(self) -> Sequence[str]: ...
-    def search(
-        self, queries: Sequence[str], ks: Sequence[int], mode: str | None
-    ) -> Sequence[Sequence[Match]]: ...
-    def document(self, row: int) -> Document: ...
-    def find(self, id: str) -> Document | None: ...
-    def __len__(self) -> int: ...
-
-
-def answer_all(index: Index, queries: Sequence[Query]) -> list[Answer]:
+def answer_all(index: Searcher, queries: Sequence[Query]) -> list[Answer]:
     """Returns an answer for every query, in order; makes one search per mode."""
     answers: dict[int, Answer] = {}
     for mode in {query.mode for query in queries}:
@@ -60,15 +42,16 @@ def answer_all(index: Index, queries: Sequence[Query]) -> list[Answer]:
     return [answers[position] for position in range(len(queries))]
 
 
-def _answer(index: Index, queries: Sequence[Query]) -> list[Answer]:
+def _answer(index: Searcher, queries: Sequence[Query]) -> Sequence[Answer]:
     """Searches; if that fails, searches each half alone, so that one bad query does not fail the others."""
     try:
-        matches = index.search(
+        results = index.search(
             [query.query for query in queries], [query.k for query in queries], queries[0].mode
         )
-        if len(matches) != len(queries):
-            raise ValueError(f"{len(matches)} results for {len(queries)} queries")
-        return [_results(index, rows) for rows in matches]
+        for result in (result for found in results for result in found):
+            if not math.isfinite(result.score):
+                raise ValueError(f"the document {result.id!r} has the score {result.score}")
+        return results
     except Exception as error:
         if len(queries) > 1:
             half = len(queries) // 2
@@ -77,12 +60,36 @@ def _answer(index: Index, queries: Sequence[Query]) -> list[Answer]:
         return [RetrievalUnavailable(f"the search failed: {error!r}", code="search_failed")]
 
 
-def _results(index: Index, matches: Sequence[Match]) -> list[SearchResult]:
-    """Reads the documents. Raises ValueError for a score that is not finite."""
-    results = []
-    for match in matches:
-        if not math.isfinite(match.score):
-            raise ValueError(f"row {match.row} has the score {match.score}")
-        document = index.document(match.row)
-        results.append(SearchResult(document.id, document.title, document.text, float(match.score)))
-    return results
+class Cache:
+    """Caches the answers of one index, up to `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._answers: OrderedDict[Query, tuple[list[SearchResult], int]] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, query: Query) -> list[SearchResult] | None:
+        cached = self._answers.get(query)
+        if cached is None:
+            return None
+        self._answers.move_to_end(query)
+        return cached[0]
+
+    def put(self, query: Query, answer: list[SearchResult]) -> None:
+        """Caches an answer, unless it exceeds the limit alone."""
+        size = _size(query, answer)
+        if query in self._answers or size > self._limit:
+            return
+        self._answers[query] = (answer, size)
+        self.bytes += size
+        while self.bytes > self._limit:
+            _, (_, freed) = self._answers.popitem(last=False)
+            self.bytes -= freed
+
+
+def _size(query: Query, answer: list[SearchResult]) -> int:
+    texts = sum(map(sys.getsizeof, (text for row in answer for text in (row.id, row.title, row.text))))
+    return _ENTRY_BYTES + sys.getsizeof(query.query) + texts + _ROW_BYTES * len(answer)

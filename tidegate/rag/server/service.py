@@ -17,10 +17,10 @@ from tidegate.loading import did_you_mean
 from tidegate.prometheus import gauge, metrics_of
 from tidegate.rag.client import NO_DOCUMENT, SearchResult
 from tidegate.rag.corpus.corpus import Document
+from tidegate.rag.index.searcher import Searcher
 from tidegate.rag.server.batcher import BatchOptions, QueryBatcher
-from tidegate.rag.server.cache import Cache
 from tidegate.rag.server.metrics import PREFIX, RetrievalMetrics
-from tidegate.rag.server.query import Index, Query, answer_all
+from tidegate.rag.server.query import Cache, Query, answer_all
 
 log = logging.getLogger("tidegate.rag")
 
@@ -64,11 +64,15 @@ class RagOptions:
             )
 
 
+def open_searcher(directory: Path, options: RagOptions) -> Searcher:
+    return Searcher(directory, threads=options.threads, device=options.device, encoder=options.encoder)
+
+
 class _LoadedIndex:
     """An index in use, with its own batcher and cache."""
 
     def __init__(
-        self, index: Index, executor: ThreadPoolExecutor, options: RagOptions, metrics: RetrievalMetrics
+        self, index: Searcher, executor: ThreadPoolExecutor, options: RagOptions, metrics: RetrievalMetrics
     ) -> None:
         self.index = index
         self.cache = Cache(options.cache_bytes)
@@ -87,7 +91,7 @@ class Retrieval:
     def __init__(
         self,
         options: RagOptions,
-        open_index: Callable[[Path, RagOptions], Index],
+        open_index: Callable[[Path, RagOptions], Searcher] = open_searcher,
         on_failure: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.options = options
@@ -198,30 +202,28 @@ class Retrieval:
             old = self._loaded()
             directory = directory or self.options.directory
             try:
-                index = await asyncio.to_thread(self._open_index, directory, self.options)
-                _mode(index, self.options.mode)
+                new = await self._opened(directory)
             except Exception as error:
                 raise RetrievalRefused(
                     f"{directory} cannot be opened, so the index in use stays: {error}", code="bad_index"
                 ) from error
-            self._current = self._use(index)
+            self._current = new
             self.metrics.reloads += 1
             await old.batcher.drain()
-            return len(index)
+            return len(new.index)
 
     async def _load(self) -> None:
-        directory = self.options.directory
         try:
-            index = await asyncio.to_thread(self._open_index, directory, self.options)
-            _mode(index, self.options.mode)
+            self._current = await self._opened(self.options.directory)
         except Exception as error:  # noqa: BLE001 - passed to on_failure
             self.failed = str(error) or repr(error)
             self._on_failure(self.failed)
             return
-        self._current = self._use(index)
-        log.info("%s: %d documents, ready", directory, len(index))
+        log.info("%s: %d documents, ready", self.options.directory, len(self._current.index))
 
-    def _use(self, index: Index) -> _LoadedIndex:
+    async def _opened(self, directory: Path) -> _LoadedIndex:
+        index = await asyncio.to_thread(self._open_index, directory, self.options)
+        _mode(index, self.options.mode)
         return _LoadedIndex(index, self._executor, self.options, self.metrics)
 
     def _loaded(self) -> _LoadedIndex:
@@ -240,7 +242,7 @@ class Retrieval:
         yield gauge(f"{PREFIX}_waiting_queries", self.waiting)
 
 
-def _mode(index: Index, mode: str | None) -> str:
+def _mode(index: Searcher, mode: str | None) -> str:
     """Returns the search mode. Raises RetrievalRefused for a mode that the index does not have."""
     if mode is None:
         return index.modes[0]
