@@ -183,9 +183,9 @@ class TrainerSettings(SettingsSection):
     """Number of optimiser steps of the run."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
     """Groups in one batch."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Episodes of one task whose rewards are compared."""
-    min_group_size: Annotated[int, Field(ge=2)] | None = None
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch."""
+    min_group_size: Annotated[int, Field(ge=1)] | None = None
     """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2
     """Hard bound on the age of trained tokens, in policy versions; `none` switches it off."""
@@ -227,11 +227,16 @@ class TrainerSettings(SettingsSection):
     """Coefficient of the penalty KL(π_θ‖π_ref)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
+    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
+    (RLOO), or of the batch (REINFORCE++)."""
     dynamic_sampling: bool = True
-    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0."""
+    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. Has no
+    effect with `baseline` = batch, to which such groups contribute."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
-    none (Dr. GRPO). None: the loss's default (none for dr_grpo, group for the others)."""
+    none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
+    loss (none for dr_grpo, group for the others)."""
     truncated_episodes: Literal["train", "mask"] = "train"
     """mask: rewards of truncated episodes count in their group, but the episodes are not trained on (DAPO's
     overlong filtering)."""
@@ -270,13 +275,19 @@ class TrainerSettings(SettingsSection):
 
     @property
     def scale(self) -> str:
-        """`advantage_scale`, or the loss's default."""
-        return self.advantage_scale or self.loss.advantage_scale
+        """`advantage_scale`, or the default of the baseline or the loss."""
+        by_baseline = {"group": self.loss.advantage_scale, "leave_one_out": "none", "batch": "batch"}
+        return self.advantage_scale or by_baseline[self.baseline]
+
+    @property
+    def filters_equal_rewards(self) -> bool:
+        """Whether groups whose rewards are all equal are replaced."""
+        return self.dynamic_sampling and self.baseline != "batch"
 
     @property
     def may_filter(self) -> bool:
         """Whether a ready group may be replaced because none of it would be trained on."""
-        return self.dynamic_sampling or self.truncated_episodes == "mask"
+        return self.filters_equal_rewards or self.truncated_episodes == "mask"
 
     def is_publish_step(self, step: int) -> bool:
         """Returns whether the weights after `step` are published; those of the last step always are."""
@@ -315,8 +326,26 @@ class TrainerSettings(SettingsSection):
             )
         if not self.kl_coefficient and self.other_than_default("kl_estimator"):
             raise ValueError("kl_estimator has no effect without a penalty: set kl_coefficient, or remove it")
+        self._check_baseline()
         self._check_loss()
         return self
+
+    def _check_baseline(self) -> None:
+        """Raises ValueError if the baseline contradicts the groups, their scale or their filter."""
+        if self.smallest_group == 1 and self.baseline != "batch":
+            raise ValueError(
+                f"baseline = {self.baseline!r} has nothing to compare a single episode of a group with: set "
+                "baseline to 'batch', or group_size and min_group_size to 2 or more"
+            )
+        if self.baseline == "batch" and self.advantage_scale == "group":
+            raise ValueError(
+                "advantage_scale = 'group' contradicts baseline = 'batch': set it to batch or none"
+            )
+        if self.baseline == "batch" and "dynamic_sampling" in self.model_fields_set and self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling has no effect with baseline = 'batch', which trains on groups with equal "
+                "rewards as well: remove one of the two"
+            )
 
     def _force(self, name: str, value: int) -> None:
         """Sets a value that `on_policy` implies; raises ValueError if the user set another one."""
@@ -359,9 +388,10 @@ class TrainerSettings(SettingsSection):
                 f"several steps. For one step per minibatch use smaller batches: groups_per_batch = "
                 f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
             )
-        if self.scale == "batch":
+        if "batch" in (self.baseline, self.scale):
+            name = "baseline" if self.baseline == "batch" else "advantage_scale"
             raise ValueError(
-                "advantage_scale = 'batch' needs all rewards of a batch at once, but streaming trains on "
+                f"{name} = 'batch' needs all rewards of a batch at once, but streaming trains on "
                 "minibatches as they become ready"
             )
 

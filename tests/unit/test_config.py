@@ -116,6 +116,19 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, *STREAMING, "--trainer.advantage_scale", "batch"],
             "streaming trains on minibatches as they become ready",
         ),
+        (
+            [*MODEL, *STREAMING, "--trainer.baseline", "batch"],
+            "baseline = 'batch' needs all rewards of a batch at once",
+        ),
+        ([*MODEL, "--trainer.group_size", "1"], "nothing to compare a single episode of a group with"),
+        (
+            [*MODEL, "--trainer.baseline", "batch", "--trainer.advantage_scale", "group"],
+            "advantage_scale = 'group' contradicts baseline = 'batch'",
+        ),
+        (
+            [*MODEL, "--trainer.baseline", "batch", "--trainer.dynamic_sampling", "true"],
+            "dynamic_sampling has no effect with baseline = 'batch'",
+        ),
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
         ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
         ([], "'model' is required"),

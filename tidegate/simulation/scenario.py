@@ -111,8 +111,8 @@ class RuleModel(SettingsSection):
     """Admission rules, with the names of the trainer's settings."""
 
     groups_per_batch: Count = 16
-    group_size: Annotated[int, Field(ge=2)] = 8
-    min_group_size: Annotated[int, Field(ge=2)] | None = None
+    group_size: Count = 8
+    min_group_size: Count | None = None
     max_staleness: Annotated[int, Field(ge=0)] | None = 2
     """None means no bound."""
     publish_interval: Count = 1

@@ -30,6 +30,17 @@ def centred(returns: Floats) -> Floats:
     return np.where(alike, 0.0, returns - returns.mean(axis=0))
 
 
+def leave_one_out(centred: Floats) -> Floats:
+    """Return the returns minus the mean of the group's other episodes, given the centred ones.
+
+    This is RLOO's advantage (Ahmadian et al., Back to Basics, 2024, eq. 7): R_i − mean_{j≠i} R_j
+    = n/(n − 1) · (R_i − mean R). Raises ValueError for a single episode.
+    """
+    if len(centred) < 2:
+        raise ValueError("an episode alone in its group cannot be compared with the others")
+    return centred * (len(centred) / (len(centred) - 1))
+
+
 def group_deviation(centred: Floats) -> float:
     """Return the standard deviation of a group's returns, given the centred ones.
 
@@ -42,7 +53,7 @@ def group_deviation(centred: Floats) -> float:
 def batch_deviation(groups: Sequence[Floats]) -> float:
     """Return the standard deviation over all episodes of a batch, given its groups' centred returns.
 
-    See Hu et al., REINFORCE++, 2025, with the group's mean as the baseline.
+    See Hu et al., REINFORCE++, 2025: with the batch's mean as the baseline, or with the group's.
     """
     return float(np.sqrt(np.concatenate([np.square(group).mean(axis=1) for group in groups]).mean()))
 

@@ -9,7 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.advantage import batch_deviation, centred, group_deviation, scaled
+from tidegate.trainer.batch.advantage import (
+    batch_deviation,
+    centred,
+    group_deviation,
+    leave_one_out,
+    scaled,
+)
 from tidegate.types import Group, Outcome, Trajectory
 
 Advantage = float | list[float] | None
@@ -20,33 +26,40 @@ Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
 
 @dataclass(frozen=True, slots=True)
 class GroupCredit:
-    """Credit relative to the other attempts at the same task (GRPO).
+    """Credit relative to the other attempts at the same task (GRPO, RLOO) or to the batch (REINFORCE++).
 
     The return of a turn is the episode's reward plus the rewards of this and all later turns. Its advantage
-    is the return minus the group's mean at the same turn, ÷ a standard deviation. Without rewards of single
-    turns all turns of an episode have GRPO's advantage.
+    is the return minus the baseline's mean at the same turn, ÷ a standard deviation. Without rewards of
+    single turns all turns of an episode have the same advantage.
     """
 
     settings: TrainerSettings
 
     def __call__(self, groups: Sequence[Group]) -> list[list[Advantage]]:
-        advantages = [centred(self._returns(group)) for group in groups]
+        if self.settings.baseline == "batch":
+            merged = Group("", "", [trajectory for group in groups for trajectory in group.trajectories])
+            ends = np.cumsum([len(group.trajectories) for group in groups])[:-1]
+            advantages = np.split(centred(self._returns(merged)), ends)
+        else:
+            advantages = [centred(self._returns(group)) for group in groups]
         if self.settings.scale == "group":
             advantages = [scaled(group, group_deviation(group)) for group in advantages]
         elif self.settings.scale != "none":
             deviation = batch_deviation(advantages)
             advantages = [scaled(group, deviation) for group in advantages]
+        if self.settings.baseline == "leave_one_out":  # last: the deviation is that of the rewards
+            advantages = [leave_one_out(group) for group in advantages]
         return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
 
     def should_train(self, group: Group) -> bool:
         """Whether to train on a ready group.
 
         Groups without a trainable episode are always replaced; under dynamic sampling also those whose
-        advantages are all 0.
+        rewards are all equal.
         """
         advantages = self._by_episode(group, centred(self._returns(group)))
         trained = [advantage for advantage in advantages if advantage is not None]
-        return bool(trained) and (not self.settings.dynamic_sampling or any(map(np.any, trained)))
+        return bool(trained) and (not self.settings.filters_equal_rewards or any(map(np.any, trained)))
 
     def _returns(self, group: Group) -> npt.NDArray[np.float64]:
         """Return the returns of a group's episodes from each turn on, float64 [episodes, turns]."""

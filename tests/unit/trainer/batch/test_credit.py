@@ -51,6 +51,47 @@ def test_the_batch_has_one_scale():
     assert found[1] == pytest.approx([1 / deviation, 1 / deviation, -2 / deviation], rel=1e-5)
 
 
+def test_leave_one_out_compares_with_the_other_episodes():
+    groups = [group(episode(1), episode(0), episode(0.5)), group(episode(5), episode(2))]
+    found = credit(baseline="leave_one_out")(groups)
+    assert found[0] == pytest.approx([1 - 0.25, 0 - 0.75, 0.5 - 0.5])
+    assert found[1] == pytest.approx([5 - 2, 2 - 5])
+    scaled = credit(baseline="leave_one_out", advantage_scale="group")(groups)
+    assert scaled[1] == pytest.approx([3 / 4.5**0.5, -3 / 4.5**0.5], rel=1e-5)
+
+
+REWARDS = st.lists(
+    st.lists(st.integers(-20, 20).map(lambda value: value / 4), min_size=1, max_size=4),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(REWARDS)
+def test_the_batchs_baseline_is_reinforce_plus_plus(rewards):
+    """(R − mean) ÷ standard deviation over all episodes of the batch."""
+    groups = [group(*map(episode, episodes)) for episodes in rewards]
+    together = np.concatenate(rewards)
+    expected = (together - together.mean()) / (together.std() + 1e-6)
+    trainer = {"baseline": "batch", "group_size": 1}
+    np.testing.assert_allclose(np.concatenate(credit(**trainer)(groups)), expected, atol=1e-6)
+    plain = np.concatenate(credit(**trainer, advantage_scale="none")(groups))
+    np.testing.assert_allclose(plain, together - together.mean(), atol=1e-9)
+
+
+def test_the_batchs_baseline_compares_turns_over_all_groups():
+    one, other = episode(1.0, (0.5, 0.25)), episode(0.0, (1.0,))
+    found = credit(baseline="batch", group_size=1, advantage_scale="none")([group(one), group(other)])
+    # Returns from each turn on: 1.75, 1.25 and 1, then (ended) 0.
+    assert found == [[pytest.approx([1.75 - 1.375, 1.25 - 0.625])], [pytest.approx(1.0 - 1.375)]]
+
+
+def test_the_batchs_baseline_trains_on_groups_with_equal_rewards():
+    alike = group(episode(1), episode(1))
+    assert not credit().should_train(alike)
+    assert credit(baseline="batch").should_train(alike)
+
+
 def test_a_turn_is_credited_with_what_came_after_it():
     one, other = episode(1.0, (0.5, 0.0, 0.25)), episode(0.0, (0.0, 1.0))
     ((first, second),) = credit(advantage_scale="none")([group(one, other)])
