@@ -1,13 +1,13 @@
-"""Defines the interface of a dialect."""
+"""Defines the interface of a dialect, and reads what all of them need from a reply."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, Reasoning
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
@@ -34,30 +34,35 @@ class Usage(NamedTuple):
     @classmethod
     def of(cls, calls: Sequence[PendingTurn], model: ServedModel, choices: int = 1) -> Usage:
         """Sums finished calls, of which every `choices` consecutive ones share a prompt."""
-        turns = [call.node.turn for call in calls if call.node is not None]
+        turns = [call.recorded.turn for call in calls]
+        replies, end = [turn.output_ids.tolist() for turn in turns], model.thought_end
         return cls(
             sum(call.prompt_tokens for call in calls[::choices]),
             sum(turn.cached_tokens for turn in turns[::choices]),
-            sum(len(turn.output_ids) for turn in turns),
-            sum(_reasoning(turn.output_ids.tolist(), model.thought_end) for turn in turns),
+            sum(map(len, replies)),
+            sum(ids.index(end) + 1 for ids in replies if end in ids),
         )
 
 
-def _reasoning(ids: list[int], end: int | None) -> int:
-    return ids.index(end) + 1 if end is not None and end in ids else 0
+def finish_reason(call: PendingTurn) -> Literal["length", "tool_calls", "stop"]:
+    """Returns the finish reason of a reply, as in Chat Completions."""
+    if call.recorded.turn.finish_reason == "length" and not call.reader.stopped:
+        return "length"
+    return "tool_calls" if call.recorded.reply.get("tool_calls") else "stop"
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
-    """Joins adjacent parts of the same kind, except tool calls."""
-    result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
+def blocks(call: PendingTurn) -> list[tuple[Part, str]]:
+    """Returns a reply's parts, adjacent text and reasoning joined, with the id of each tool call."""
+    result: list[tuple[Part, str]] = []
+    call_ids = iter(call.reader.call_ids)
+    for part in call.reader.parts:
+        last = result[-1][0] if result else None
         if isinstance(last, str) and isinstance(part, str):
-            result[-1] = last + part
+            result[-1] = (last + part, "")
         elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
-            result[-1] = Reasoning(last.text + part.text)
+            result[-1] = (Reasoning(last.text + part.text), "")
         else:
-            result.append(part)
+            result.append((part, next(call_ids) if isinstance(part, ToolCall) else ""))
     return result
 
 

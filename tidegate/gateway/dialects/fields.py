@@ -9,16 +9,16 @@ import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import ToolUse
-from tidegate.gateway.sampling import Schema
+from tidegate.gateway.sampling import RequestedSampling, Schema
 
 _KINDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    dict: "an object",
-    list: "a list",
-}
+    int: "an integer", float: "a number", bool: "true or false",
+    str: "a string", dict: "an object", list: "a list",
+}  # fmt: skip
+HARMLESS = frozenset({"model", "user", "metadata", "service_tier"})
+"""Fields of OpenAI's dialects that are accepted without effect."""
+PING = b": keep-alive\n\n"
+"""Keep-alive message of OpenAI's dialects."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 """Accepted without effect: no template uses a verbosity."""
@@ -39,14 +39,6 @@ def get(payload: Mapping[str, Any], name: str, kind: type, where: str = "") -> A
     return value
 
 
-def within(payload: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    """Reads a number that must lie in low..high."""
-    value: float | None = get(payload, name, float)
-    if value is not None and not low <= value <= high:
-        raise ApiError(f"{name} must lie in {low:g}..{high:g}", param=name)
-    return value
-
-
 def at_least_1(payload: Mapping[str, Any], name: str) -> int | None:
     value: int | None = get(payload, name, int)
     if value is not None and value < 1:
@@ -54,11 +46,8 @@ def at_least_1(payload: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def top_p(payload: Mapping[str, Any]) -> float | None:
-    value: float | None = get(payload, "top_p", float)
-    if value is not None and not 0 < value <= 1:
-        raise ApiError("top_p must lie in (0, 1]", param="top_p")
-    return value
+def stream(payload: Mapping[str, Any]) -> bool:
+    return get(payload, "stream", bool) or False
 
 
 def refuse_others(
@@ -75,14 +64,38 @@ def refuse_others(
         raise unsupported(where + name, "this parameter is not supported")
 
 
-def penalties(payload: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the penalties that differ from their neutral values."""
-    values = {name: get(payload, name, float) for name in PENALTIES}
-    return {name: v for name, v in values.items() if v is not None and v != PENALTIES[name]}
+def sampling(
+    payload: Mapping[str, Any],
+    *max_tokens: str,
+    max_temperature: float = 2,
+    stop: str = "stop",
+    schema: Schema | None = None,
+) -> RequestedSampling:
+    """Reads the sampling parameters, the limit of tokens from the first given field of `max_tokens`.
+
+    Parameters that a dialect lacks are absent, as `refuse_others` refuses them.
+    """
+    temperature, top_p = get(payload, "temperature", float), get(payload, "top_p", float)
+    if temperature is not None and not 0 <= temperature <= max_temperature:
+        raise ApiError(f"temperature must lie in 0..{max_temperature:g}", param="temperature")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ApiError("top_p must lie in (0, 1]", param="top_p")
+    limits = (at_least_1(payload, name) for name in max_tokens)
+    penalties = {name: get(payload, name, float) for name in PENALTIES}
+    return RequestedSampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=get(payload, "top_k", int),
+        max_tokens=next(filter(None, limits), None),
+        seed=get(payload, "seed", int),
+        stop=_stops(payload, stop),
+        stop_param=stop,
+        penalties={name: v for name, v in penalties.items() if v is not None and v != PENALTIES[name]},
+        schema=schema,
+    )
 
 
-def stops(payload: Mapping[str, Any], name: str) -> Sequence[str]:
-    """Reads stop strings, given as a string or a list."""
+def _stops(payload: Mapping[str, Any], name: str) -> Sequence[str]:
     value = payload.get(name)
     if value is None:
         return ()
@@ -114,11 +127,14 @@ def effort_options(effort: Any, param: str) -> dict[str, Any]:
     return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
-def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) -> ToolUse:
-    """Returns the tool use for a choice that requires a call: of the tool `name`, or of any tool if None."""
+def tool_use(choice: Any, name: Any, tools: Sequence[Any] | None, parallel: bool) -> ToolUse:
+    """Reads a tool choice that is `auto`, `none` (the tools stay in the prompt, but no calls are parsed), or
+    requires a call: of the tool `name`, or of any tool if None."""
+    if choice in ("auto", "none"):
+        return ToolUse(choice, parallel=parallel)
     if choice not in ("required", "any") and not isinstance(name, str):
         raise unsupported("tool_choice", f"{choice!r} is not supported"[:300])
-    if name is not None and name not in tools:
+    if name is not None and name not in [tool["function"]["name"] for tool in tools or ()]:
         raise ApiError(f"tool_choice: {name!r} is not one of the tools"[:300], param="tool_choice")
     if not tools:
         raise ApiError("tool_choice: a call is required, but the request has no tools", param="tool_choice")
@@ -127,16 +143,15 @@ def required_tool(choice: Any, name: Any, tools: Sequence[str], parallel: bool) 
 
 def event(payload: dict[str, Any], name: str | None = None) -> bytes:
     """Formats a server-sent event."""
+    return framed(orjson.dumps(payload), name)
+
+
+def framed(data: bytes, name: str | None = None) -> bytes:
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + orjson.dumps(payload) + b"\n\n"
+    return head + b"data: " + data + b"\n\n"
 
 
 def openai_error(refusal: ApiError) -> bytes:
     """Returns an error body in the format of OpenAI's dialects."""
-    payload = {
-        "message": str(refusal),
-        "type": refusal.type,
-        "param": refusal.param,
-        "code": refusal.code,
-    }
+    payload = {"message": str(refusal), "type": refusal.type, "param": refusal.param, "code": refusal.code}
     return orjson.dumps({"error": payload})

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from tidegate.gateway.dialects import fields
-from tidegate.gateway.dialects.base import ServedModel, Usage, merged
+from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
 from tidegate.gateway.parsing.reply import call_wire
+from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import RequestedSampling, Schema
+from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Message
 
-# Accepted without effect on sampling.
-_HARMLESS = frozenset(
-    {"model", "metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"}
-    | {"workspace_id", "diagnostics"}
-)
-_READ = frozenset(
+_SUPPORTED = frozenset(
     {"messages", "system", "tools", "tool_choice", "stream", "max_tokens", "temperature", "top_p", "top_k"}
     | {"stop_sequences", "thinking", "output_config", "context_management", "thread"}
+    # Accepted without effect on sampling.
+    | {"model", "metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"}
+    | {"workspace_id", "diagnostics"}
 )
 # The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {"speed": ("standard",)}
 _KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
 """The only supported edit of a history, which changes nothing."""
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -52,8 +52,7 @@ class MessagesRequest:
 
     def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
-        keys = iter(call.reader.call_ids)
-        content = [_block(part, keys, _signature(call)) for part in merged(call.reader.parts)]
+        content = [_block(part, key, call.id) for part, key in blocks(call)]
         usage = _usage(Usage.of(calls, model))
         return orjson.dumps({**_head(call, model), "content": content, **_end(call), "usage": usage})
 
@@ -72,12 +71,15 @@ def read(payload: dict[str, Any], session: GatewaySession) -> MessagesRequest:
 
 def read_prompt(payload: dict[str, Any]) -> TurnRequest:
     """Parses a body of `messages` or `count_tokens`. Raises ApiError as `read`."""
-    fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
+    fields.refuse_others(payload, _SUPPORTED, _ONLY)
     _check_history(payload)
     history: list[Any] = get(payload, "messages", list) or []
     if not history:
         raise ApiError("messages: a list with at least one message is required", param="messages")
-    messages = _system(payload)
+    system = payload.get("system")
+    messages: list[Message] = []
+    if system:
+        messages.append({"role": "system", "content": text_of(system, "system", joint="\n")})
     for index, message in enumerate(history):
         messages += _messages(message, f"messages[{index}]")
     if messages[-1]["role"] == "assistant":
@@ -89,29 +91,18 @@ def read_prompt(payload: dict[str, Any]) -> TurnRequest:
         messages=messages,
         sampling=_sampling(payload),
         tools=tools,
-        tool_use=_tool_use(payload, tools or []),
+        tool_use=_tool_use(payload, tools),
         template_options=_template_options(payload),
-        stream=get(payload, "stream", bool) or False,
+        stream=fields.stream(payload),
     )
 
 
 def _sampling(payload: dict[str, Any]) -> RequestedSampling:
-    return RequestedSampling(
-        temperature=fields.within(payload, "temperature", 0, 1),
-        top_p=fields.top_p(payload),
-        top_k=get(payload, "top_k", int),
-        max_tokens=fields.at_least_1(payload, "max_tokens"),
-        stop=fields.stops(payload, "stop_sequences"),
-        stop_param="stop_sequences",
-        schema=_schema(payload),
-    )
-
-
-def _schema(payload: dict[str, Any]) -> Schema | None:
     config = get(payload, "output_config", dict) or {}
     fields.refuse_others(config, {"format", "effort"}, {}, "output_config.")
     form = get(config, "format", dict, "output_config.") or {"type": "text"}
-    return fields.schema(form, form, "output_config.format")
+    schema = fields.schema(form, form, "output_config.format")
+    return fields.sampling(payload, "max_tokens", max_temperature=1, stop="stop_sequences", schema=schema)
 
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
@@ -138,18 +129,12 @@ def _tools(payload: dict[str, Any]) -> list[Any] | None:
     return tools or None
 
 
-def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
+def _tool_use(payload: dict[str, Any], tools: list[Any] | None) -> ToolUse:
     choice = get(payload, "tool_choice", dict) or {"type": "auto"}
     parallel = get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True
-    match choice.get("type"):
-        case "auto":
-            return ToolUse("auto", parallel=parallel)
-        case "none":
-            return ToolUse("none", parallel=parallel)
-        case kind:
-            name = choice.get("name") if kind == "tool" else None
-            names = [tool["function"]["name"] for tool in tools]
-            return fields.required_tool(choice if kind == "tool" else kind, name, names, parallel)
+    if choice.get("type") == "tool":
+        return fields.tool_use(choice, choice.get("name"), tools, parallel)
+    return fields.tool_use(choice.get("type"), None, tools, parallel)
 
 
 # -- histories ---------------------------------------------------------------------------------------
@@ -174,13 +159,6 @@ def _check_history(payload: dict[str, Any]) -> None:
             )
 
 
-def _system(payload: dict[str, Any]) -> list[Message]:
-    content = payload.get("system")
-    if not content:
-        return []
-    return [{"role": "system", "content": _text(content, "system")}]
-
-
 def _messages(message: Any, where: str) -> list[Message]:
     """Converts a message to internal messages: each tool result becomes a message."""
     if not isinstance(message, dict):
@@ -197,17 +175,17 @@ def _messages(message: Any, where: str) -> list[Message]:
     return _user_messages(role, content, f"{where}.content")
 
 
-def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
+def _user_messages(role: str, content: list[Any], where: str) -> list[Message]:
     messages: list[Message] = []
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(content):
         at = f"{where}[{index}]"
-        if _kind(block, at) == "tool_result" and role == "user":
-            result = _text(block.get("content") or "", f"{at}.content")
+        if role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
+            result = text_of(block.get("content") or "", f"{at}.content", joint="\n")
             messages.append(
                 {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
             )
             continue
-        text = _block_text(block, at)
+        text = text_of_part(block, at)
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] += "\n" + text
         else:
@@ -215,49 +193,23 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
     return messages or [{"role": role, "content": ""}]
 
 
-def _assistant_message(blocks: list[Any], where: str) -> Message:
+def _assistant_message(content: list[Any], where: str) -> Message:
     """Joins an assistant's content blocks to one message."""
-    content, reasoning, calls = "", "", []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        match _kind(block, at):
-            case "thinking" if isinstance(block.get("thinking"), str):
-                reasoning += block["thinking"]
-            case "redacted_thinking":
+    message: Message = {"role": "assistant", "content": ""}
+    for index, block in enumerate(content):
+        match block:
+            case {"type": "thinking", "thinking": str(text)}:
+                if text:
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case {"type": "redacted_thinking"}:
                 pass  # unreadable, and histories match without their reasoning
-            case "tool_use" if isinstance(block.get("name"), str):
+            case {"type": "tool_use", "name": str(name)}:
                 arguments = orjson.dumps(block.get("input") or {}).decode()
-                calls.append(call_wire(str(block.get("id")), block["name"], arguments))
+                call = call_wire(str(block.get("id")), name, arguments)
+                message.setdefault("tool_calls", []).append(call)
             case _:
-                content += _block_text(block, at)
-    message: Message = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
+                message["content"] += text_of_part(block, f"{where}[{index}]")
     return message
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(f"{where} is neither text nor a list of blocks", param=where)
-    return "\n".join(_block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
-
-
-def _block_text(block: Any, where: str) -> str:
-    kind = _kind(block, where)
-    if kind != "text" or not isinstance(block.get("text"), str):
-        raise unsupported(where, f"{kind!r} blocks are not supported here, only text"[:300])
-    text: str = block["text"]
-    return text
-
-
-def _kind(block: Any, where: str) -> Any:
-    if not isinstance(block, dict):
-        raise ApiError(f"{where} is not a content block", param=where)
-    return block.get("type")
 
 
 # -- replies -----------------------------------------------------------------------------------------
@@ -267,17 +219,13 @@ def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model.name}
 
 
-def _block(part: Part, keys: Iterator[str], signature: str) -> dict[str, Any]:
+def _block(part: Part, key: str, signature: str) -> dict[str, Any]:
     if isinstance(part, ToolCall):
-        return {**_empty_block(part, next(keys)), "input": orjson.loads(part.arguments)}
+        return {**_empty_block(part, key), "input": orjson.loads(part.arguments)}
     if isinstance(part, Reasoning):
+        # The signature is never checked, but clients turn unsigned thinking into text.
         return {**_empty_block(part), "thinking": part.text, "signature": signature}
     return {**_empty_block(part), "text": part}
-
-
-def _signature(call: PendingTurn) -> str:
-    """Returns a signature of thinking. It is never checked, but clients turn unsigned thinking into text."""
-    return call.id
 
 
 def _empty_block(part: Part, key: str = "") -> dict[str, Any]:
@@ -290,14 +238,8 @@ def _empty_block(part: Part, key: str = "") -> dict[str, Any]:
 
 
 def _end(call: PendingTurn) -> dict[str, Any]:
-    assert call.node is not None, "the call is done"
     stop = call.reader.stopped
-    if stop is not None:
-        reason = "stop_sequence"
-    elif call.node.turn.finish_reason == "length":
-        reason = "max_tokens"
-    else:
-        reason = "tool_use" if call.node.reply.get("tool_calls") else "end_turn"
+    reason = _STOP_REASONS[finish_reason(call)] if stop is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
@@ -331,9 +273,8 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage,
         }
-        return _event("message_start", message=message)
+        return _event("message_start", message={**message, "usage": usage})
 
     def part(self, choice: int, part: Part) -> bytes:
         if isinstance(part, ToolCall):
@@ -352,7 +293,7 @@ class MessageEvents:
         return self._close() + delta + _event("message_stop")
 
     def error(self, refusal: ApiError) -> bytes:
-        return b"event: error\ndata: " + error(refusal) + b"\n\n"
+        return fields.framed(error(refusal), "error")
 
     def _begin(self, part: Part, key: str = "") -> bytes:
         self._index += 1
@@ -367,7 +308,7 @@ class MessageEvents:
             return b""
         signed = b""
         if self._open is Reasoning:
-            signed = self._delta("signature_delta", "signature", _signature(self._call))
+            signed = self._delta("signature_delta", "signature", self._call.id)
         self._open = None
         return signed + _event("content_block_stop", index=self._index)
 
@@ -380,25 +321,16 @@ def error(refusal: ApiError) -> bytes:
     message = str(refusal)
     if refusal.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # clients match this text
-    payload: dict[str, Any] = {
-        "type": _ERRORS.get(refusal.status, "invalid_request_error"),
-        "message": message,
-    }
+    kind = _ERRORS.get(refusal.status, "invalid_request_error")
+    payload: dict[str, Any] = {"type": kind, "message": message}
     if refusal.code is not None:
         payload["details"] = {"error_code": refusal.code}
     return orjson.dumps({"type": "error", "error": payload})
 
 
-def models(name: str) -> bytes:
-    """Returns the response body of `GET /models`."""
-    return orjson.dumps({"data": [_model(name)], "has_more": False, "first_id": name, "last_id": name})
-
-
-def model(name: str) -> bytes:
-    """Returns the response body of `GET /models/{name}`."""
-    return orjson.dumps(_model(name))
-
-
-def _model(name: str) -> dict[str, Any]:
+def models(name: str, single: bool) -> bytes:
+    """Returns the response body of `GET /models`, or of `GET /models/{name}` if `single`."""
     epoch = "1970-01-01T00:00:00Z"
-    return {"type": "model", "id": name, "display_name": name, "created_at": epoch, "lifecycle": "active"}
+    model = {"type": "model", "id": name, "display_name": name, "created_at": epoch, "lifecycle": "active"}
+    listed = {"data": [model], "has_more": False, "first_id": name, "last_id": name}
+    return orjson.dumps(model if single else listed)

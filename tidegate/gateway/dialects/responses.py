@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.dialects import fields
-from tidegate.gateway.dialects.base import ServedModel, Usage, merged
+from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.dialects.responses_items import (
     content_of,
@@ -21,22 +21,20 @@ from tidegate.gateway.dialects.responses_items import (
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import RequestedSampling, Schema
+from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.types import Message
 
 error = fields.openai_error
-# Accepted without effect on sampling.
-_HARMLESS = frozenset(
-    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"}
-    | {"client_metadata"}
-    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-)
-_READ = frozenset(
+_SUPPORTED = (
     {"input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls"}
     | {"stream", "max_output_tokens", "temperature", "top_p", "text", "reasoning", "include"}
+    # Accepted without effect on sampling.
+    | fields.HARMLESS
+    | {"store", "safety_identifier", "stream_options", "client_metadata"}
+    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 )
 # The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -69,18 +67,16 @@ class ResponsesRequest:
 
     def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
-        parts = merged(call.reader.parts)
-        status = _status(call)
-        keys = iter(call.reader.call_ids)
+        parts, status = blocks(call), _status(call)
         items = [
             item_of(
                 part,
                 f"{call.id}_{index}",
-                next(keys) if isinstance(part, ToolCall) else "",
+                call_id,
                 "completed" if isinstance(part, ToolCall) or index < len(parts) - 1 else status,
                 self.namespaces,
             )
-            for index, part in enumerate(parts)
+            for index, (part, call_id) in enumerate(parts)
         ]
         return orjson.dumps(self.final_body(call, model, items))
 
@@ -88,16 +84,14 @@ class ResponsesRequest:
         [call] = calls
         return ResponseEvents(call, self, model)
 
-    def initial_body(
-        self, call: PendingTurn, model: ServedModel, status: str = "in_progress"
-    ) -> dict[str, Any]:
+    def initial_body(self, call: PendingTurn, model: ServedModel) -> dict[str, Any]:
         """Returns the response body at the start of its call."""
         return {
             "id": f"resp_{call.id}" + _INSTRUCTED * self.instructed,
             "object": "response",
             "created_at": call.created,
             "model": model.name,
-            "status": status,
+            "status": "in_progress",
             "error": None,
             "incomplete_details": None,
             "output": [],
@@ -110,19 +104,23 @@ class ResponsesRequest:
     def final_body(
         self, call: PendingTurn, model: ServedModel, items: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        assert call.node is not None, "the call is done"
-        status = _status(call)
-        payload: dict[str, Any] = {"output": items, "usage": _usage(Usage.of([call], model))}
-        if status == "incomplete":
+        payload: dict[str, Any] = {
+            "status": _status(call),
+            "output": items,
+            "usage": _usage(Usage.of([call], model)),
+            "temperature": call.recorded.turn.temperature,
+        }
+        if payload["status"] == "incomplete":
             payload["incomplete_details"] = {"reason": "max_output_tokens"}
-        payload["temperature"] = call.node.turn.temperature
-        return {**self.initial_body(call, model, status), **payload}
+        return self.initial_body(call, model) | payload
 
 
 def read(payload: dict[str, Any], session: GatewaySession) -> ResponsesRequest:
     """Parses a body. Raises ApiError that names an unsupported parameter or content."""
-    fields.refuse_others(payload, _READ | _HARMLESS, _ONLY)
-    _check_include(payload)
+    fields.refuse_others(payload, _SUPPORTED, _ONLY)
+    for item in get(payload, "include", list) or []:
+        if item != "reasoning.encrypted_content":  # plain-text reasoning serves as well
+            raise unsupported("include", f"{item!r} is not supported"[:300])
     tools = _tools(payload)
     instructions = get(payload, "instructions", str)
     previous = _previous(payload, session)
@@ -130,9 +128,9 @@ def read(payload: dict[str, Any], session: GatewaySession) -> ResponsesRequest:
         messages=_messages(payload, instructions, previous, session),
         sampling=_sampling(payload),
         tools=tools,
-        tool_use=_tool_use(payload, tools or []),
+        tool_use=_tool_use(payload, tools),
         template_options=_template_options(payload),
-        stream=get(payload, "stream", bool) or False,
+        stream=fields.stream(payload),
         parent=None if previous is None else previous[0].turn.index,
     )
     namespaces = frozenset(tool["name"] for tool in payload.get("tools") or [] if _is_namespace(tool))
@@ -181,19 +179,10 @@ def _node(session: GatewaySession, key: str) -> TurnNode | None:
 
 
 def _sampling(payload: dict[str, Any]) -> RequestedSampling:
-    return RequestedSampling(
-        temperature=fields.within(payload, "temperature", 0, 2),
-        top_p=fields.top_p(payload),
-        max_tokens=fields.at_least_1(payload, "max_output_tokens"),
-        schema=_schema(payload),
-    )
-
-
-def _schema(payload: dict[str, Any]) -> Schema | None:
     text = get(payload, "text", dict) or {}
     fields.refuse_others(text, {"format"}, {"verbosity": fields.VERBOSITIES}, "text.")
     form = get(text, "format", dict, "text.") or {"type": "text"}
-    return fields.schema(form, form, "text.format")
+    return fields.sampling(payload, "max_output_tokens", schema=fields.schema(form, form, "text.format"))
 
 
 def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
@@ -202,12 +191,6 @@ def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
     only = dict.fromkeys(("summary", "generate_summary"), ("auto", "concise", "detailed"))
     fields.refuse_others(reasoning, {"effort"}, only, "reasoning.")
     return fields.effort_options(reasoning.get("effort"), "reasoning.effort")
-
-
-def _check_include(payload: dict[str, Any]) -> None:
-    for item in get(payload, "include", list) or []:
-        if item != "reasoning.encrypted_content":  # plain-text reasoning serves as well
-            raise unsupported("include", f"{item!r} is not supported"[:300])
 
 
 def _tools(payload: dict[str, Any]) -> list[Any] | None:
@@ -235,32 +218,23 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
 
 
-def _tool_use(payload: dict[str, Any], tools: list[Any]) -> ToolUse:
-    choice = payload.get("tool_choice") or "auto"
+def _tool_use(payload: dict[str, Any], tools: list[Any] | None) -> ToolUse:
+    choice: Any = payload.get("tool_choice") or "auto"
+    named = isinstance(choice, dict) and choice.get("type") == "function"
     parallel = get(payload, "parallel_tool_calls", bool) is not False
-    if choice in ("auto", "none"):
-        return ToolUse("none" if choice == "none" else "auto", parallel=parallel)
-    name = None
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        name = choice.get("name")
-    return fields.required_tool(choice, name, [tool["function"]["name"] for tool in tools], parallel)
+    return fields.tool_use(choice, choice.get("name") if named else None, tools, parallel)
 
 
 def _echo(payload: dict[str, Any], turn_request: TurnRequest) -> dict[str, Any]:
-    return {
-        "instructions": payload.get("instructions"),
-        "max_output_tokens": payload.get("max_output_tokens"),
+    unchanged = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")
+    return {name: payload.get(name) for name in unchanged} | {
         "metadata": payload.get("metadata") or {},
         "parallel_tool_calls": turn_request.tool_use.parallel,
-        "previous_response_id": payload.get("previous_response_id"),
         "reasoning": payload.get("reasoning") or {"effort": None, "summary": None},
         "store": payload.get("store") is not False,
-        "temperature": payload.get("temperature"),
         "text": payload.get("text") or {"format": {"type": "text"}},
         "tool_choice": payload.get("tool_choice") or "auto",
         "tools": payload.get("tools") or [],
-        "top_p": payload.get("top_p"),
-        "user": payload.get("user"),
     }
 
 
@@ -268,8 +242,7 @@ def _echo(payload: dict[str, Any], turn_request: TurnRequest) -> dict[str, Any]:
 
 
 def _status(call: PendingTurn) -> str:
-    assert call.node is not None, "the call is done"
-    return "incomplete" if call.node.turn.finish_reason == "length" else "completed"
+    return "incomplete" if finish_reason(call) == "length" else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -285,7 +258,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class ResponseEvents:
     """Turns a call's parts into server-sent events, numbered from 0."""
 
-    ping = b": keep-alive\n\n"
+    ping = fields.PING
 
     def __init__(self, call: PendingTurn, request: ResponsesRequest, model: ServedModel) -> None:
         self._call = call

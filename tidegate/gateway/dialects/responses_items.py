@@ -8,9 +8,9 @@ from typing import Any
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall
 from tidegate.gateway.parsing.reply import call_wire
+from tidegate.gateway.rendering.messages import text_of
 from tidegate.types import Message
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
 FindReply = Callable[[str], Message | None]
 """Returns the recorded reply of an item id, if there is one."""
 
@@ -44,28 +44,27 @@ class _Items:
         """Parts of the recorded reply that the message already has."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
-        match item.get("type", "message"):
-            case "message" if item.get("role") == "assistant":
+        match {"type": "message", **item}:
+            case {"type": "message", "role": "assistant"}:
                 self._assistant()["content"] += _text(item.get("content"), f"{where}.content")
-            case "message":
+            case {"type": "message"}:
                 self._add(item.get("role"), _text(item.get("content"), f"{where}.content"))
-            case "reasoning":
+            case {"type": "reasoning"}:
                 reasoning = _reasoning(item)
                 if reasoning:
                     reply = self._assistant()
                     reply["reasoning_content"] = reply.get("reasoning_content", "") + reasoning
-            case "function_call" if isinstance(item.get("name"), str):
-                name = item["name"]
+            case {"type": "function_call", "name": str(name)}:
                 if isinstance(item.get("namespace"), str):
                     name = in_namespace(item["namespace"], name)
                 call = call_wire(str(item.get("call_id")), name, item.get("arguments") or "")
                 self._assistant().setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case {"type": "function_call_output"}:
                 output = _text(item.get("output"), f"{where}.output")
                 self._add("tool", output, tool_call_id=str(item.get("call_id")))
-            case "item_reference":
+            case {"type": "item_reference"}:
                 self._reference(item.get("id"), where)
-            case kind:
+            case {"type": kind}:
                 raise unsupported(where, f"{kind!r} items are not supported"[:300])
 
     def _assistant(self) -> Message:
@@ -104,9 +103,8 @@ def _piece(recorded: Message, key: str) -> tuple[str, Any] | None:
         case "rs":
             return "reasoning_content", recorded.get("reasoning_content") or ""
         case "fc":
-            calls = [
-                call for call in recorded.get("tool_calls") or [] if key.endswith(_call_suffix(call["id"]))
-            ]
+            calls = recorded.get("tool_calls") or []
+            calls = [call for call in calls if key.endswith(_call_suffix(call["id"]))]
             return ("tool_calls", calls) if calls else None
     return None
 
@@ -135,19 +133,7 @@ def _reasoning(item: dict[str, Any]) -> str:
 
 
 def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(f"{where} is neither text nor a list of parts", param="input")
-    return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise unsupported(where, f"{kind!r} parts are not supported, only text"[:300])
-    text: str = part["text"]
-    return text
+    return text_of(content, where, ("input_text", "output_text", "text"))
 
 
 # -- replies -----------------------------------------------------------------------------------------

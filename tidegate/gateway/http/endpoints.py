@@ -139,7 +139,7 @@ class ModelsEndpoint:
         except ApiError as refusal:
             await refuse(send, dialect, refusal, self._gateway.metrics)
             return
-        await respond(send, 200, dialect.models(MODEL_NAME) if name is None else dialect.model(MODEL_NAME))
+        await respond(send, 200, dialect.models(MODEL_NAME, single=name is not None))
 
 
 def exemption_reason(

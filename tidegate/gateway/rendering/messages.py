@@ -43,7 +43,10 @@ def template_form(message: Any, index: int) -> Message:
     for key in ("function_call", "audio", "refusal"):
         if message.get(key):
             raise unsupported(f"{where}.{key}", "is not supported")
-    form: Message = {"role": _ROLES[role], "content": text_of(message.get("content"), where)}
+    content = message.get("content")
+    form: Message = {"role": _ROLES[role], "content": ""}
+    if content is not None:
+        form["content"] = text_of(content, f"{where}.content")
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ApiError(f"{where}.tool_calls is not a list", param="messages")
@@ -54,23 +57,24 @@ def template_form(message: Any, index: int) -> Message:
     return form
 
 
-def text_of(content: Any, where: str) -> str:
-    """Content as one string; raises ApiError for parts other than text."""
-    if content is None:
-        return ""
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), joint: str = "") -> str:
+    """Returns content, a text or a list of parts, as one string. Raises ApiError for parts other than text.
+
+    `where` is the content's place in the request; `kinds` are the types of text parts.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(f"{where}.content is neither text nor a list of parts", param="messages")
-    return "".join(_part_text(part, where) for part in content)
+        raise ApiError(f"{where} is neither text nor a list of parts", param=where.partition("[")[0])
+    return joint.join(text_of_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(content))
 
 
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
+def text_of_part(part: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise unsupported(f"{where}.content", f"{kind!r} parts are not supported, only text")
+    if kind not in kinds or not isinstance(part.get("text"), str):
+        raise unsupported(where, f"{kind!r} parts are not supported here, only text"[:300])
+    text: str = part["text"]
+    return text
 
 
 def _call_form(call: Any, where: str) -> dict[str, Any]:

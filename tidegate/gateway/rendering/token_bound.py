@@ -93,7 +93,7 @@ class TokenBound:
         if not isinstance(message, dict) or message.get("role") not in self._roles:
             return ""
         try:
-            return text_of(message.get("content"), "messages")
+            return text_of(message.get("content") or "", "messages")
         except ApiError:
             return ""  # refused later, with its index
 

@@ -58,6 +58,12 @@ class PendingTurn:
     def done(self) -> bool:
         return self.node is not None or self.refusal is not None
 
+    @property
+    def recorded(self) -> TurnNode:
+        """The turn of a call that is done and was not refused."""
+        assert self.node is not None, "the call is done"
+        return self.node
+
     def on_ids(self, ids: list[int]) -> None:
         """Passes on all ids so far, as an engine's stream reports them."""
         fresh = ids[self.reader.seen :]
