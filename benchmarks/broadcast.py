@@ -30,7 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
 from tidegate.service.service import Service
-from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.processes.rank_process import rank_processes
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
@@ -96,7 +96,7 @@ async def measured(options: argparse.Namespace, directory: Path, stack: contextl
     guard = TaskSupervisor()
     stack.push_async_callback(guard.close)
     (directory / "logs").mkdir()
-    ranks = Ranks(settings, rank_processes(settings.ranks, directory / "logs"))
+    ranks = RankProcesses(settings, rank_processes(settings.ranks, directory / "logs"))
     stack.push_async_callback(ranks.close)
     command = ["--model", str(directory / "model"), "--max-slots", "4", "--max-context", "256"]
     engines = [

@@ -48,7 +48,7 @@ def main(directory: Path, rank: int) -> None:
     found = {}
     for name, changed in variants.items():
         settings = type(init.settings)(**{**init.settings.model_dump(), **changed})
-        found[name] = train(type(policy).load(init.model, settings), batches)
+        found[name] = train(Policy.load(init.model, settings, ranks=policy.ranks), batches)
     if rank == 0:
         torch.save(found, directory / "found.pt")
     dist.barrier()  # a rank that exits first would close the others' connections

@@ -108,6 +108,7 @@ TORCH = {
     "trainer/checkpoint/huggingface",
     "trainer/publish/broadcast",
     "trainer/distributed/fsdp",
+    "trainer/policy/ranks",
     "trainer/distributed/ranks",
     "trainer/distributed/rank_main",
     "trainer/loggers/tensorboard",

@@ -14,7 +14,7 @@ from tidegate.errors import TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.batch.credit import Credit
-from tidegate.trainer.policy.policy import Learner
+from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.recorder import Recorder
 
@@ -31,7 +31,7 @@ class Loop:
     settings: TrainerSettings
     admission: Admission
     batches: Batcher
-    policy: Learner
+    policy: Policy
     publisher: Publisher
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]

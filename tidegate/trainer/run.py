@@ -22,13 +22,13 @@ from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import Credit, GroupCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
-from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.ledger.audit import audit_run, summary
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.loop import Loop, run_to_completion, unless_stopped
-from tidegate.trainer.policy.policy import Learner
+from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.local import LocalProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -168,14 +168,15 @@ class Run:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        ranks = Ranks(settings.trainer, self.provider.rank_processes(settings, self.dir), self.provider.host)
+        processes = self.provider.rank_processes(settings, self.dir)
+        ranks = RankProcesses(settings.trainer, processes, self.provider.host)
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
-        processes = await start_processes(
+        started = await start_processes(
             settings, self.dir, self._live, self._supervisor, self.observer.note, stack, self.provider
         )
-        self.gateway, engines = processes.gateway, processes.engines
+        self.gateway, engines = started.gateway, started.engines
         self.policy = await loading
         self.ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
         files = TrajectoryFiles(self.dir)
@@ -185,7 +186,7 @@ class Run:
         resumed = await self._resume(files)
         self.admission = resumed.admission
         episodes = Episodes(
-            self.gateway, processes.worker, settings.agent.deadline_s, epoch=self.admission.epoch
+            self.gateway, started.worker, settings.agent.deadline_s, epoch=self.admission.epoch
         )
         self.tokens = TokenCounts()
         self.pause = Pause(self.admission, self.observer.note, settings.trainer.outage_s)
@@ -243,7 +244,7 @@ class Run:
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
-    async def _load_policy(self, ranks: Ranks) -> Learner:
+    async def _load_policy(self, ranks: RankProcesses) -> Policy:
         base = base_model(self.settings, self.start.weights)
         policy = await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
         if self.start.checkpoint is not None:

@@ -24,7 +24,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.distributed.rank_main import RankInit
-from tidegate.trainer.distributed.ranks import Ranks, RankZeroPolicy
+from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.rank_process import rank_processes
 
@@ -44,9 +44,9 @@ def settings(ranks: int, **more: Any) -> TrainerSettings:
 @asynccontextmanager
 async def opened(
     base: Path, logs: Path, timeout_s: float = 60, **more: Any
-) -> AsyncIterator[tuple[RankZeroPolicy, Ranks]]:
+) -> AsyncIterator[tuple[Policy, RankProcesses]]:
     """A policy on two ranks, rank 0 of which is this process."""
-    ranks = Ranks(settings(2, **more), rank_processes(2, logs), timeout_s=timeout_s)
+    ranks = RankProcesses(settings(2, **more), rank_processes(2, logs), timeout_s=timeout_s)
     watching: list[asyncio.Task[None]] = []
 
     def watch(job: Coroutine[Any, Any, None], _: str) -> None:
@@ -54,7 +54,6 @@ async def opened(
 
     try:
         policy = await ranks.open(base, 0, watch)
-        assert isinstance(policy, RankZeroPolicy)
         yield policy, ranks
     finally:
         for task in watching:
@@ -64,7 +63,7 @@ async def opened(
         await ranks.close()
 
 
-def step(policy: RankZeroPolicy | Policy, rows: list[Any]) -> dict[str, float]:
+def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
     policy.backward(rows, 3)
     return policy.optimizer_step()
 
@@ -213,7 +212,7 @@ async def test_a_rank_that_hangs_is_not_waited_for_forever(base: Path, tmp_path:
 
 
 async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_path: Path) -> None:
-    ranks = Ranks(settings(2), rank_processes(2, tmp_path))
+    ranks = RankProcesses(settings(2), rank_processes(2, tmp_path))
     with pytest.raises(StartError, match=r"no model found"):
         await ranks.open(tmp_path / "nowhere", 0, lambda job, _: job.close())
     process = ranks.processes[0]._process

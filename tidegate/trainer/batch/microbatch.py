@@ -78,6 +78,8 @@ class Microbatch:
     """log π_old, of the policy at the start of the batch; None with one step per batch: π_old is π_θ."""
     reference_n: Tensor | None = None
     """log π_ref; None without a reference model."""
+    idle: bool = False
+    """Computed only because other ranks compute: its weights are 0, and its values count nowhere."""
 
     def old_logprobs(self, logprobs_n: Tensor) -> Tensor:
         """Return log π_old, given log π_θ; constant, [n]."""

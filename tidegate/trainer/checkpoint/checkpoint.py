@@ -30,7 +30,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class Restorable(Protocol):
-    """Model and trainer state that can be checkpointed: a `Learner`."""
+    """Model and trainer state that can be checkpointed: a `Policy`."""
 
     def save_weights(self, directory: Path) -> Path: ...
     def save_state(self, path: Path) -> None: ...

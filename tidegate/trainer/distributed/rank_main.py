@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import TidegateError
-from tidegate.trainer.distributed.fsdp import ShardedPolicy
+from tidegate.trainer.distributed.fsdp import FSDPRanks
+from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.rank_process import READY
 
 JOIN_S = 120.0
@@ -36,8 +39,16 @@ class RankInit:
     timeout_s: float
     """Timeout of collective operations."""
 
-    def join(self, rank: int, store: dist.Store | None = None) -> ShardedPolicy:
-        """Join the process group and load this rank's shards; raises StartError."""
+    def join(
+        self,
+        rank: int,
+        store: dist.Store | None = None,
+        call: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
+    ) -> Policy:
+        """Join the process group and load this rank's shards; raises StartError.
+
+        `call` is the context in which rank 0 calls a method of the policy, which makes the others call it.
+        """
         ranks = self.settings.ranks
         store = store or dist.TCPStore(*self.address, ranks, timeout=timedelta(seconds=JOIN_S))
         backend = "cpu:gloo"
@@ -48,18 +59,21 @@ class RankInit:
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        return ShardedPolicy.load(self.model, self.settings, self.seed)
+        return Policy.load(self.model, self.settings, self.seed, FSDPRanks(self.settings, call))
 
 
 def execute(commands: BinaryIO) -> None:
-    """Execute pickled commands until the input ends: `(rank, RankInit)`, then `(method, arguments)`."""
+    """Execute pickled commands to their end: `(rank, RankInit)`, then `(method, arguments, options)`."""
     try:
         rank, init = pickle.load(commands)
-        policy: Any = init.join(rank)
+        policy: Policy = init.join(rank)
         while True:
-            method, arguments = pickle.load(commands)
+            method, arguments, options = pickle.load(commands)
             try:
-                getattr(policy, method)(*arguments)
+                result = getattr(policy, method)(*arguments, **options)
+                if isinstance(result, Generator):
+                    for _ in result:
+                        pass
             except TidegateError as error:  # rank 0 raises and handles the same error
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
     except EOFError:

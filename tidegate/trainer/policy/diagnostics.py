@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,31 +61,26 @@ class Diagnostics:
         total = value_n.double().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
-    def cpu(self) -> Diagnostics:
-        """Return a copy in host memory."""
-        copy = Diagnostics(self._version)
-        copy._sums = {name: value.cpu() for name, value in self._sums.items()}
-        copy._max_errors = [value.cpu() for value in self._max_errors]
-        return copy
+    def totals(self) -> dict[str, float]:
+        """Return the sums over the tokens so far, and the largest error."""
+        errors = {"max_error": float(torch.stack(self._max_errors).max())} if self._max_errors else {}
+        return {name: float(value) for name, value in self._sums.items()} | errors
 
-    def merge(self, other: Diagnostics) -> None:
-        """Add the sums of another rank."""
-        for name, value in other._sums.items():
-            self._sum(name, value)
-        self._max_errors += other._max_errors
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics; NaN for those without tokens."""
-        sums = {name: float(value) for name, value in self._sums.items()}
-        tokens, own = sums["tokens"], sums["own"]
-        metrics = {
-            "mismatch_kl": sums["own_k3"] / own if own else float("nan"),
-            "lag_kl": sums["k3"] / tokens,
-            "entropy": sums["entropy"] / tokens,
-            "clip_fraction": sums["clipped"] / tokens,
-            "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
-            "logprob_max_error": float(torch.stack(self._max_errors).max()) if own else float("nan"),
-        }
-        if "reference_k3" in sums:
-            metrics["reference_kl"] = sums["reference_k3"] / tokens
-        return metrics
+def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a batch, given the totals of each rank; NaN for those without tokens."""
+    names = {name for of_rank in totals for name in of_rank}
+    sums = {name: sum(of_rank.get(name, 0.0) for of_rank in totals) for name in names}
+    tokens, own = sums["tokens"], sums["own"]
+    errors = [of_rank["max_error"] for of_rank in totals if of_rank]
+    metrics = {
+        "mismatch_kl": sums["own_k3"] / own if own else math.nan,
+        "lag_kl": sums["k3"] / tokens,
+        "entropy": sums["entropy"] / tokens,
+        "clip_fraction": sums["clipped"] / tokens,
+        "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
+        "logprob_max_error": float(np.max(errors)) if own else math.nan,
+    }
+    if "reference_k3" in sums:
+        metrics["reference_kl"] = sums["reference_k3"] / tokens
+    return metrics

@@ -17,10 +17,17 @@ from transformers import DynamicCache
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, SharedPrefixes, prefix_batches
+from tidegate.trainer.batch.microbatch import (
+    ForwardPass,
+    Microbatch,
+    PrefixBatch,
+    SharedPrefixes,
+    prefix_batches,
+)
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.logprobs import token_logprobs
+from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
 
 LOGITS_AT_ONCE = 2**26
@@ -73,22 +80,27 @@ class Forward:
         StartError: if activation checkpointing is on and the model's layers cannot be identified.
     """
 
-    def __init__(self, model: Any, settings: TrainerSettings) -> None:
+    def __init__(self, model: Any, settings: TrainerSettings, ranks: Ranks) -> None:
         self.model = model
         self.device = next(model.parameters()).device
+        self._ranks = ranks
+        self._max_tokens = settings.microbatch_tokens
         self._autocast = False
+        self._compute: Compute = self._compute_logprobs
         self._backbone, self._head = _split(model, self.device)
-        self.shares = self._can_share()
+        self.shares = ranks.count == 1 and self._can_share()
         if settings.activation_checkpointing:
             checkpoint_layers(_layers_to_recompute(model))
-        self._set_compute_dtype(getattr(torch, settings.compute_dtype))
-
-    def _set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of computation; parameters and gradients stay in float32."""
-        self._autocast = dtype is torch.bfloat16
+        # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
+        self._autocast = settings.compute_dtype == "bfloat16" and ranks.count == 1
+        self._compute, self.device = ranks.shard_model(model, self._compute_logprobs)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
+
+    def layout(self, rows: Sequence[TrainSequence]) -> tuple[list[PrefixBatch], list[ForwardPass]]:
+        """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
+        return self._ranks.layout(rows, self._max_tokens, share=self.shares)
 
     def prefix(self, batch: PrefixBatch) -> Prefix | None:
         """Compute the batch's prefixes, if it has any."""
@@ -98,9 +110,12 @@ class Forward:
     def __call__(self, batch: Microbatch, prefix: Prefix | None) -> tuple[Tensor, Tensor]:
         """Return log π of the trained tokens and the entropy of their distributions, both [n].
 
-        The microbatch must be on the model's device. Without a prefix no attention mask is needed: padding
-        is on the right, and attention is causal.
+        The microbatch must be on the model's device.
         """
+        return self._compute(batch, prefix)
+
+    def _compute_logprobs(self, batch: Microbatch, prefix: Prefix | None) -> tuple[Tensor, Tensor]:
+        """Without a prefix no attention mask is needed: padding is on the right, and attention is causal."""
         inputs: dict[str, Any] = {"input_ids": batch.ids_bt, "position_ids": batch.positions_bt}
         if prefix is None:
             inputs["use_cache"] = False
@@ -127,17 +142,26 @@ class Forward:
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    @torch.no_grad()
-    def logprobs(self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool) -> list[Logprobs]:
-        """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
+        """Compute log π of every trained token, on all ranks: a float32 [t] per row, 0 elsewhere."""
         result = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
-        for prefix_batch in prefix_batches(rows, max_tokens, share=share):
+        for by_row in self._ranks.collect(self._by_row(self.layout(rows)[0])):
+            for index, values in by_row.items():
+                result[index][rows[index].mask] = values
+        return result
+
+    @torch.no_grad()
+    def _by_row(self, batches: Sequence[PrefixBatch]) -> dict[int, Logprobs]:
+        """Compute log π of each row's trained tokens, by the row's index in the batch."""
+        by_row: dict[int, Logprobs] = {}
+        for prefix_batch in batches:
             prefix = self.prefix(prefix_batch)
             for batch in prefix_batch.microbatches:
                 logprobs_n, _ = self(batch.to(self.device), prefix)
-                for index, values in by_row(batch, logprobs_n).items():
-                    result[index][rows[index].mask] = values
-        return result
+                if not batch.idle:
+                    values_n, row_n = logprobs_n.cpu(), batch.row_n.cpu()
+                    by_row |= {index: values_n[row_n == at].numpy() for at, index in enumerate(batch.rows)}
+        return by_row
 
     def _can_share(self) -> bool:
         """Whether rows may share prefixes."""
@@ -146,12 +170,12 @@ class Forward:
     def _sharing_is_exact(self) -> bool:
         """Whether sharing prefixes leaves the logprobs of probe rows unchanged."""
         rows = _probe_rows(self.model.config.get_text_config().vocab_size)
-        expected = self.logprobs(rows, 4096, share=False)
+        expected = self._by_row(prefix_batches(rows, 4096, share=False))
         try:
-            shared = self.logprobs(rows, 4096, share=True)
+            shared = self._by_row(prefix_batches(rows, 4096, share=True))
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model has another kind of cache or mask
-        return all(np.allclose(a, b, atol=1e-4) for a, b in zip(expected, shared, strict=True))
+        return all(np.allclose(values, shared[index], atol=1e-4) for index, values in expected.items())
 
 
 def decoder_layers(model: Any) -> list[Any]:
@@ -169,12 +193,6 @@ def _layers_to_recompute(model: Any) -> list[Any]:
             "trainer.microbatch_tokens"
         )
     return layers
-
-
-def by_row(batch: Microbatch, logprobs_n: Tensor) -> dict[int, Logprobs]:
-    """Split logprobs [n] by row: the values of each row's trained tokens, by its index in the batch."""
-    values_n, row_n = logprobs_n.cpu(), batch.row_n.cpu()
-    return {index: values_n[row_n == at].numpy() for at, index in enumerate(batch.rows)}
 
 
 @torch.no_grad()

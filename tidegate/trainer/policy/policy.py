@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -16,24 +17,26 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
-from tidegate.devices import find_device
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.microbatch import (
     ForwardPass,
     Microbatch,
     PrefixBatch,
     padding_ratio,
-    prefix_batches,
 )
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
 from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
 from tidegate.trainer.losses.make import make_loss
-from tidegate.trainer.policy.diagnostics import Diagnostics
+from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward, Prefix
 from tidegate.trainer.policy.lora import Adapter, merge_unit
 from tidegate.trainer.policy.optimizer import adamw, learning_rate
+from tidegate.trainer.policy.ranks import Ranks
 from tidegate.types import Logprobs
 from tidegate.weights.process_group import buckets
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -63,22 +66,23 @@ class _PendingBatch:
     seconds: float = 0.0
 
 
-class Learner(Protocol):
-    """The policy as a run uses it, in one process or in several."""
+def collective(
+    method: Callable[Concatenate[Policy, Parameters], Result],
+) -> Callable[Concatenate[Policy, Parameters], Result]:
+    """Make the other ranks call a method of the policy whenever rank 0 does."""
 
-    @property
-    def non_finite(self) -> list[str]: ...
-    def backward(self, rows: Sequence[TrainSequence], version: int) -> None: ...
-    def optimizer_step(self) -> dict[str, float]: ...
-    def save_weights(self, directory: Path, *, durable: bool = False) -> Path: ...
-    def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]: ...
-    def save_state(self, path: Path) -> None: ...
-    def load_weights(self, directory: Path) -> None: ...
-    def load_state_from(self, path: Path) -> None: ...
+    @functools.wraps(method)
+    def on_all_ranks(policy: Policy, /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        with policy.ranks.call(method.__name__, *arguments, **options):
+            return method(policy, *arguments, **options)
+
+    return on_all_ranks
 
 
 class Policy:
-    """A Hugging Face causal LM with AdamW. Its methods block: call them in a thread.
+    """A Hugging Face causal LM with AdamW, held by one rank or sharded over several.
+
+    Its methods block: call them in a thread.
 
     The model stays in evaluation mode with gradients on: dropout would make π differ from the policy that
     samples.
@@ -88,30 +92,37 @@ class Policy:
         base: directory of the base model, for its tokenizer files.
         settings: the `[trainer]` settings.
         reference: frozen model with the same vocabulary, for the KL penalty.
+        ranks: the ranks that hold the policy; by default only this process.
 
     Attributes:
         steps: number of batches trained on.
         non_finite: groups of the last skipped optimiser step; empty if no step of the last batch was skipped.
     """
 
-    _forward_class: ClassVar[type[Forward]] = Forward
-
-    def __init__(self, model: Any, base: Path, settings: TrainerSettings, reference: Any = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        base: Path,
+        settings: TrainerSettings,
+        reference: Any = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.model = model
         self.settings = settings
-        self.device = torch.device(settings.device)
+        self.ranks = ranks or Ranks(settings)
         self.steps = 0
         self.non_finite: list[str] = []
         self._pending: _PendingBatch | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
         self._adapter = Adapter.inject(model, settings.lora) if settings.lora.rank else None
-        self._forward = self._forward_class(model, settings)
-        self._reference = None if reference is None else self._forward_class(reference, settings)
+        self._forward = Forward(model, settings, self.ranks)
+        self._reference = None if reference is None else Forward(reference, settings, self.ranks)
         self._optimizer = adamw(model, settings)
+        self.device = self._forward.device
 
     @classmethod
-    def load(cls, path: Path, settings: TrainerSettings, seed: int = 0) -> Self:
+    def load(cls, path: Path, settings: TrainerSettings, seed: int = 0, ranks: Ranks | None = None) -> Policy:
         """Load a model in float32 and create its optimiser.
 
         Sets torch's thread count and seed and disables transformers' progress bars, for the whole process.
@@ -122,10 +133,11 @@ class Policy:
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        device = cls._load_device(settings)
+        ranks = ranks or Ranks(settings)
+        device = ranks.load_device()
         model = read_model(path).to(device).eval()
         if settings.reference is None:
-            return cls(model, path, settings)
+            return cls(model, path, settings, ranks=ranks)
         reference = read_model(settings.reference).to(device).eval().requires_grad_(False)
         size, reference_size = (each.config.get_text_config().vocab_size for each in (model, reference))
         if size != reference_size:
@@ -133,11 +145,7 @@ class Policy:
                 f"trainer.reference = {settings.reference} has a vocabulary of {reference_size}, {path} "
                 f"one of {size}: the reference must be a model with the same tokens"
             )
-        return cls(model, path, settings, reference)
-
-    @staticmethod
-    def _load_device(settings: TrainerSettings) -> torch.device:
-        return find_device("trainer.device", settings.device)
+        return cls(model, path, settings, reference, ranks)
 
     def update(self, rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
         """Train on a batch, in one optimiser step or in `trainer.minibatches` of them.
@@ -161,6 +169,7 @@ class Policy:
             self.backward(part, version)
         return self.optimizer_step()
 
+    @collective
     def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
         """Run the forward and backward passes of a batch; when streaming, of one of its minibatches.
 
@@ -182,6 +191,7 @@ class Policy:
             self._run_minibatches(batch, trained)
         batch.seconds += time.perf_counter() - started
 
+    @collective
     def optimizer_step(self) -> dict[str, float]:
         """Take the batch's last optimiser step and return the batch's metrics; see `update`."""
         started = time.perf_counter()
@@ -201,7 +211,7 @@ class Policy:
             "learning_rate": rate,
             "optimizer_steps": float(taken),
             "skipped": float(not taken),
-            **self._merge_diagnostics(batch.diagnostics).metrics(),
+            **distance_metrics(self.ranks.collect(batch.diagnostics.totals())),
             "tokens/trained": float(sum(row.trained for step in steps for row in step.rows)),
             "tokens/computed": float(sum(forward_pass.tokens for forward_pass in passes)),
             "padding_ratio": padding_ratio(passes),
@@ -210,8 +220,9 @@ class Policy:
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
         """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
-        return self._forward.logprobs(rows, self.settings.microbatch_tokens, share=self._forward.shares)
+        return self._forward.logprobs(rows)
 
+    @collective
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
         """Write the model in Hugging Face format, with the base model's tokenizer and chat template.
 
@@ -221,7 +232,7 @@ class Policy:
             OSError: if a file cannot be written.
         """
         values = self._base_tensors(self.model.state_dict(keep_vars=True))
-        if self._is_rank_zero:
+        if self.ranks.rank == 0:
             write_model(directory, self.model, values, self._tokenizer, durable=durable)
         return directory
 
@@ -235,18 +246,28 @@ class Policy:
     def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]:
         """Yield `weights` in host memory, in buckets of at most `max_bytes`, each gathered on demand.
 
-        A larger tensor has a bucket of its own.
+        A larger tensor has a bucket of its own. Close the generator if you do not exhaust it: the other ranks
+        gather all buckets.
         """
-        live = dict(self.model.named_parameters())
-        for names in buckets(live, max_bytes, merge_unit):
-            values = self._base_tensors({name: live[name] for name in names})
-            yield {name: value.cpu().contiguous() for name, value in values.items()}
+        with self.ranks.call("weight_buckets", max_bytes):
+            live = dict(self.model.named_parameters())
+            parts = (
+                self._base_tensors({name: live[name] for name in names})
+                for names in buckets(live, max_bytes, merge_unit)
+            )
+            try:
+                for values in parts:
+                    yield {name: value.cpu().contiguous() for name, value in values.items()}
+            finally:
+                for _ in parts:
+                    pass
 
     def _base_tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather tensors under the base model's names, with an adapter merged."""
-        values = self._gather(live)
+        values = self.ranks.gather(live)
         return values if self._adapter is None else self._adapter.merged(values)
 
+    @collective
     def load_weights(self, directory: Path) -> None:
         """Load weights that `save_weights` wrote.
 
@@ -269,7 +290,7 @@ class Policy:
         """Raises RuntimeError if the current weights differ from these."""
         own = self._base_tensors(self.model.state_dict(keep_vars=True))
         same = all(name in values and values[name].equal(value.cpu()) for name, value in own.items())
-        if not self._broadcast(same):
+        if not self.ranks.collect(same)[0]:
             raise RuntimeError(
                 "the base model merged with the trainer's adapter has other weights; set model.path and "
                 "trainer.lora.alpha as at the start of the run"
@@ -283,23 +304,22 @@ class Policy:
         for name, tensor in live.items():
             if tensor.shape != values[name].shape:
                 raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
-            tensor.copy_(self._shard(values[name], tensor))
+            tensor.copy_(self.ranks.shard(values[name], tensor))
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs besides the weights.
+        """Return the state that a resumed run needs besides the weights, gathered on rank 0.
 
         It holds the optimiser, the step count, the random generators, and the adapter, which merged weights
         do not determine.
         """
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        state = {
-            "optimizer": self._optimizer.state_dict(),
-            "steps": self.steps,
-            "rng": torch.get_rng_state(),
-            "rng_cuda": cuda,
+        optimizer = self._optimizer.state_dict()
+        optimizer["state"] = {
+            index: self.ranks.gather(moments) for index, moments in optimizer["state"].items()
         }
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        state = {"optimizer": optimizer, "steps": self.steps, "rng": torch.get_rng_state(), "rng_cuda": cuda}
         if self._adapter is not None:
-            state["adapter"] = self._gather(self._adapter.parameters(self.model))
+            state["adapter"] = self.ranks.gather(self._adapter.parameters(self.model))
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -311,16 +331,22 @@ class Policy:
             raise ValueError("trainer.lora.rank was switched on or off, which a resumed run does not allow")
         if self._adapter is not None:
             self._copy_into(self._adapter.parameters(self.model), state["adapter"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        moments = {
+            index: {name: self.ranks.shard(value, parameters[index]) for name, value in tensors.items()}
+            for index, tensors in state["optimizer"]["state"].items()
+        }
+        self._optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         if state["rng_cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
 
+    @collective
     def save_state(self, path: Path) -> None:
         """Write `state` to a file; raises OSError."""
         state = self.state()
-        if not self._is_rank_zero:
+        if self.ranks.rank != 0:
             return
         try:
             with path.open("wb") as file:
@@ -331,6 +357,7 @@ class Policy:
                 raise error.__context__ from None
             raise
 
+    @collective
     def load_state_from(self, path: Path) -> None:
         """Restore a state that `save_state` wrote; raises CheckpointError."""
         try:
@@ -343,9 +370,7 @@ class Policy:
         if self.settings.minibatches > 1 and not self.settings.streaming:
             rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
         if self._reference is not None:
-            reference = self._reference.logprobs(
-                rows, self.settings.microbatch_tokens, share=self._reference.shares
-            )
+            reference = self._reference.logprobs(rows)
             rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
         return rows
 
@@ -370,9 +395,9 @@ class Policy:
         """Add N times the gradient of the rows' loss to the parameters' gradients."""
         weights, denominator = self._loss.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
-        layout = prefix_batches(weighted, self.settings.microbatch_tokens, share=self._forward.shares)
-        step.losses += [self._backward_prefix_batch(batch, diagnostics) for batch in layout]
-        step.passes += [forward_pass for batch in layout for forward_pass in batch.passes]
+        batches, passes = self._forward.layout(weighted)
+        step.losses += [self._backward_prefix_batch(batch, diagnostics) for batch in batches]
+        step.passes += passes
         step.rows += rows
         step.denominator += denominator
 
@@ -390,7 +415,8 @@ class Policy:
         logprobs_n, entropy_n = self._forward(batch, prefix)
         loss, clipped_n = self._loss(logprobs_n, batch, 1.0)
         loss.backward()
-        diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
+        if not batch.idle:
+            diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
         return loss.detach()
 
     def _step(self, step: GradientStep, rate: float) -> bool:
@@ -399,8 +425,8 @@ class Policy:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, step.denominator)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        step.loss = self._reduce_sum(torch.stack(step.losses).sum()) / step.denominator
-        step.grad_norm = self._reduce_sum(norm)
+        step.loss = self.ranks.sum(torch.stack(step.losses).sum()) / step.denominator
+        step.grad_norm = self.ranks.sum(norm)
         if not step.finite:
             self.non_finite = self._non_finite_groups(step.rows)
             return False
@@ -408,33 +434,6 @@ class Policy:
             group["lr"] = rate
         self._optimizer.step()
         return True
-
-    # Collective operations, which ShardedPolicy overrides; here for a single process.
-
-    @property
-    def _is_rank_zero(self) -> bool:
-        """Whether this process writes files."""
-        return True
-
-    def _gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the unsharded tensors on rank 0; tied tensors stay tied."""
-        return {name: tensor.detach() for name, tensor in live.items()}
-
-    def _shard(self, full: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor, with the layout of `like`."""
-        return full
-
-    def _broadcast(self, value: bool) -> bool:
-        """Return rank 0's value."""
-        return value
-
-    def _reduce_sum(self, value: Tensor) -> float:
-        """Sum a scalar over all ranks."""
-        return float(value)
-
-    def _merge_diagnostics(self, diagnostics: Diagnostics) -> Diagnostics:
-        """Merge the diagnostics of all ranks."""
-        return diagnostics
 
     def _non_finite_groups(self, rows: Sequence[TrainSequence]) -> list[str]:
         """Return the groups of rows with a non-finite loss; all groups if no single row explains it."""

@@ -15,7 +15,7 @@ from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, TrainingError
 from tidegate.trainer.distributed import ranks as module
-from tidegate.trainer.distributed.ranks import Ranks
+from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.forward import Forward
 
 MEMORY = r"out of memory on cpu: .*; lower trainer\.microbatch_tokens \(it is 99\)"
@@ -75,7 +75,7 @@ def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
 ) -> None:
     monkeypatch.setattr(module, "EXIT_REPORT_S", 0)
     other = Told()
-    ranks = Ranks(settings, [other])
+    ranks = RankProcesses(settings, [other])
     with pytest.raises(seen), ranks.collective("backward"):
         fault()
     with pytest.raises(TrainingError, match=words), ranks.collective("save_weights"):
@@ -86,7 +86,7 @@ def test_after_an_error_of_rank_0_alone_nothing_more_is_asked(
 @pytest.mark.parametrize("error", [CheckpointError("by all"), OSError(28, "no space")])
 def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exception) -> None:
     other = Told()
-    ranks = Ranks(settings, [other])
+    ranks = RankProcesses(settings, [other])
     with pytest.raises(type(error)), ranks.collective("load_weights"):
         raise error
     with ranks.collective("backward"):
@@ -96,7 +96,7 @@ def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exc
 
 def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: TrainerSettings) -> None:
     deaf = Told(deaf=True)
-    ranks = Ranks(settings, [deaf])
+    ranks = RankProcesses(settings, [deaf])
     for _ in range(2):
         with (
             pytest.raises(TrainingError, match="trainer rank 1 has read nothing"),
@@ -120,7 +120,7 @@ async def test_a_group_that_cannot_be_left_holds_nobody_up(
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "destroy_process_group", leave)
     async with asyncio.timeout(5):
-        await Ranks(settings, [Told()]).close()
+        await RankProcesses(settings, [Told()]).close()
     never.set()
     assert where != [threading.main_thread()], "the event loop's"
 
@@ -130,7 +130,8 @@ async def test_a_trainer_of_one_rank_says_which_setting_takes_less_memory(
     tmp_path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_model(tmp_path / "base")
-    policy = await Ranks(TrainerSettings(microbatch_tokens=99), []).open(base, 0, raises(AssertionError()))
+    ranks = RankProcesses(TrainerSettings(microbatch_tokens=99), [])
+    policy = await ranks.open(base, 0, raises(AssertionError()))
     monkeypatch.setattr(Forward, "__call__", fault)
     with pytest.raises(TrainingError, match=MEMORY):
         policy.backward(make_rows(3), 0)

@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.trainer.learning_fixtures import lay, make_rows
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.policy.diagnostics import Diagnostics
+from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 
 
 def none_cut(batch: Microbatch) -> torch.Tensor:
@@ -39,14 +39,14 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
         "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
         "logprob_max_error": np.abs(gap[version == 3]).max(),
     }
-    assert found.metrics() == pytest.approx(expected)
+    assert distance_metrics([found.totals()]) == pytest.approx(expected)
 
 
 def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
     (batch,) = lay(make_rows(1), 4096)
     found = Diagnostics(version=99)
     found.add(batch.logprobs_n, torch.zeros_like(batch.logprobs_n), none_cut(batch), batch)
-    metrics = found.metrics()
+    metrics = distance_metrics([found.totals()])
     assert math.isnan(metrics["mismatch_kl"])
     assert math.isnan(metrics["logprob_max_error"])
     assert (metrics["lag_kl"], metrics["ess"], metrics["clip_fraction"]) == (0, pytest.approx(1), 0)
@@ -59,5 +59,5 @@ def test_one_impossible_token_does_not_turn_the_figures_into_infinities():
     found.add(
         torch.full_like(batch.logprobs_n, -1.0), torch.zeros_like(batch.logprobs_n), none_cut(batch), batch
     )
-    metrics = found.metrics()
+    metrics = distance_metrics([found.totals()])
     assert all(math.isfinite(metrics[name]) for name in ("lag_kl", "ess", "clip_fraction"))

@@ -1,0 +1,96 @@
+"""The ranks of a policy: here one process that holds all of it; `distributed/fsdp.py` has several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tidegate.config import TrainerSettings
+from tidegate.devices import find_device
+from tidegate.errors import TrainingError
+from tidegate.trainer.batch.microbatch import ForwardPass, PrefixBatch, prefix_batches
+from tidegate.trainer.batch.rows import TrainSequence
+
+HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""Text of torch's RuntimeError when host memory is exhausted."""
+Compute = Callable[..., tuple[Tensor, Tensor]]
+"""(microbatch, prefix) → log π of the trained tokens, and the entropy of their distributions."""
+T = TypeVar("T")
+
+
+class Ranks:
+    """What a policy does with its other ranks; a single rank has none.
+
+    Attributes:
+        rank: number of this rank. Rank 0 writes files.
+        count: number of ranks.
+    """
+
+    rank = 0
+    count = 1
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
+
+    def call(self, method: str, *arguments: object, **options: object) -> AbstractContextManager[None]:
+        """Return the context in which this rank calls a method of the policy, and the other ranks too.
+
+        It raises TrainingError if memory is exhausted.
+        """
+        return self._translate_out_of_memory()
+
+    @contextmanager
+    def _translate_out_of_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            why = out_of_memory(error, self.settings)
+            if why is None:
+                raise
+            raise TrainingError(f"the trainer is {why}") from error
+
+    def load_device(self) -> torch.device:
+        """Return the device on which a model is loaded; raises ConfigError if there is none."""
+        return find_device("trainer.device", self.settings.device)
+
+    def shard_model(self, model: Any, compute: Compute) -> tuple[Compute, torch.device]:
+        """Shard a model; returns its computation, and the device on which the inputs must be."""
+        return compute, next(model.parameters()).device
+
+    def layout(
+        self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool
+    ) -> tuple[list[PrefixBatch], list[ForwardPass]]:
+        """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
+        batches = prefix_batches(rows, max_tokens, share=share)
+        return batches, [forward_pass for batch in batches for forward_pass in batch.passes]
+
+    def gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the unsharded tensors on rank 0, and none on other ranks; tied tensors stay tied."""
+        return {name: tensor.detach() for name, tensor in live.items()}
+
+    def shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that every rank has in full, with the layout of `like`."""
+        return full
+
+    def sum(self, value: Tensor) -> float:
+        """Sum a scalar over all ranks."""
+        return float(value)
+
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of ranks."""
+        return [value]
+
+
+def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
+    """Describe an out-of-memory error and its remedy; None for other errors."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and HOST_MEMORY not in str(error):
+        return None
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"out of memory on {settings.device}: {lines[0]}; lower trainer.microbatch_tokens (it is "
+        f"{settings.microbatch_tokens}) and go on with --resume"
+    )
