@@ -94,11 +94,15 @@ class Loop:
         await asyncio.to_thread(self.policy.backward, part.rows(), version)
 
     async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
-        """Take one optimiser step, record it in the ledger, and add its metrics to `metrics`."""
+        """Take the batch's last optimiser step, record the step in the ledger, and add its metrics."""
         await self._backward(parts[-1])
         update = await asyncio.to_thread(self.policy.optimizer_step)
         batch = Batch.of(parts)
         self.skipped = self.skipped + 1 if update["skipped"] else 0
+        batch = batch.without(batch.selection.groups if self.skipped else self.policy.untrained)
+        if batch.untrained:
+            groups = ", ".join(self.policy.non_finite)
+            self.recorder.note(f"skipped a step whose loss or gradient was not finite; groups: {groups}")
         if self.skipped:
             await self._skip(batch)
             return
@@ -108,13 +112,12 @@ class Loop:
         await self.batches.stepped(batch, self.step)
 
     async def _skip(self, batch: Batch) -> None:
-        groups = ", ".join(self.policy.non_finite)
-        await self.batches.skip(batch)
-        self.recorder.note(f"skipped a step whose loss or gradient was not finite; groups: {groups}")
+        await self.batches.end_untrained(batch)
         if self.skipped >= MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; the last "
-                f"groups: {groups}. Lower trainer.learning_rate, or inspect these groups' trajectories"
+                f"groups: {', '.join(self.policy.non_finite)}. Lower trainer.learning_rate, or inspect these "
+                "groups' trajectories"
             )
 
     async def _publish(self) -> float:

@@ -74,7 +74,7 @@ class Replay:
         for step in self.steps():
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
-            groups = _groups(files[step])
+            groups = batch_groups(files[step])
             published = step == 1 or self.settings.trainer.is_publish_step(step - 1)
             version = versions[step] if published else UNPUBLISHED_VERSION
             now = policy.update(rows_to_train(groups, credit(groups)), version)
@@ -128,11 +128,11 @@ def _versions(run_dir: Path) -> dict[int, int]:
     return {line["step"]: line["version"] for line in stepped if line["kind"] == "group"}
 
 
-def _groups(path: Path) -> list[Group]:
-    """Return the groups of the batch, in order."""
+def batch_groups(path: Path) -> list[Group]:
+    """Return the groups of the batch, in order; the last ones may have been skipped as not finite."""
     members: dict[str, list[Trajectory]] = {}
     for line in read_lines(path):
-        if line["state"] == State.STEPPED.value:
+        if line["state"] == State.STEPPED.value or line.get("untrained"):
             members.setdefault(line["group_id"], []).append(decode_trajectory(line))
     return [Group(name, trajectories[0].task_id, trajectories) for name, trajectories in members.items()]
 

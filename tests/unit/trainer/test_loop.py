@@ -9,19 +9,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import ModelSettings, Settings, TrainerSettings
 from tidegate.errors import GatewayError, PublishError
+from tidegate.settings import sections
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import GroupCredit
 from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.loop import Loop
 from tidegate.trainer.records.recorder import Recorder
-from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.trajectories import TrajectoryFiles, step_files
+from tidegate.trainer.replay import batch_groups
 from tidegate.trainer.start import admission_rules
 from tidegate.types import Group, Outcome
 
@@ -40,6 +44,7 @@ class Hands:
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Of metrics."""
     non_finite: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
 
     async def lease(self, *_: Any) -> list[Group]:
         await self.ready.wait()
@@ -208,3 +213,30 @@ async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) 
     published = [hands.log[at - 1 : at + 1] for at, one in enumerate(hands.log) if one.startswith("publish")]
     assert published == [["optimizer_step", "publish 1"], ["optimizer_step", "publish 2"]]
     assert hands.log[-1] == "publish 2"
+
+
+async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(tmp_path: Path) -> None:
+    """A batch in two optimiser steps, the second of which is not finite."""
+    loop, hands, book = looped(
+        tmp_path, steps=1, groups_per_batch=2, minibatches=2, loss={"name": "decoupled_ppo"}
+    )
+    hands.ready.set()
+    hands.non_finite = hands.untrained = ["g1-000002"]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    ended = {one["id"]: one["state"] for one in book if one["event"] == "ended"}
+    assert ended["g1-000001"] == ended["g1-000001.0.1"] == "stepped"
+    assert ended["g1-000002"] == ended["g1-000002.0.1"] == "filtered"
+    assert loop.admission.groups == {}, "trained groups are published, the other one made room"
+    trained = loop.batches.tokens.metrics()
+    assert trained["tokens/trained_total"] == trained["tokens/wasted_filtered"] == 2
+    assert hands.lines[0]["selection/dropped_ratio"] == 0.5
+    settings = Settings(model=ModelSettings(path=tmp_path), trainer=loop.settings)
+    (tmp_path / "config.toml").write_text(sections.dump(settings), encoding="utf-8")
+    (tmp_path / "ledger.jsonl").write_bytes(
+        b"".join(orjson.dumps({"seq": number, **one}) + b"\n" for number, one in enumerate(book))
+    )
+    audit = audit_run(tmp_path)
+    assert audit.findings == []
+    assert (audit.steps, audit.groups) == (1, {"stepped": 1, "filtered": 1})
+    assert [group.id for group in batch_groups(step_files(tmp_path)[1])] == ["g1-000001", "g1-000002"]

@@ -303,12 +303,14 @@ class Admission:
         """Record an optimiser step on the batch; its groups make room at the next publish."""
         self.steps_done = step
         self.filtered_in_a_row = 0
+        untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
             group = self.groups[group_id]
             group.phase = Phase.UNPUBLISHED
             self._record_end(
-                group, State.STEPPED, step=step, version=selection.version, oldest=group.oldest, staleness=age
-            )
+                group, State.STEPPED, step=step, version=selection.version, oldest=group.oldest,
+                staleness=age, **untrained,
+            )  # fmt: skip
             if not self.rules.publishes:
                 del self.groups[group_id]
 

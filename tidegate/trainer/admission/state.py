@@ -73,6 +73,17 @@ class BatchSelection:
     version: int
     groups: list[str]
     staleness: list[int]
+    untrained: int = 0
+    """Number of further groups of the batch, on which no optimiser step was taken."""
+
+    def keep(self, kept: Sequence[int]) -> BatchSelection:
+        """Return the selection of the groups at these positions; the others were not trained on."""
+        return BatchSelection(
+            self.version,
+            [self.groups[at] for at in kept],
+            [self.staleness[at] for at in kept],
+            untrained=len(self.groups) - len(kept),
+        )
 
     @classmethod
     def of(cls, parts: Sequence[BatchSelection]) -> BatchSelection:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidegate.gateway.client import GatewayClient
@@ -36,6 +36,8 @@ class Batch:
     ready_s: float
     """Mean seconds that its groups waited for the trainer (`time/wait_for_policy`)."""
     advantages: list[list[Advantage]] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
+    """The dropped groups that were in the batch, but in no optimiser step that was taken."""
 
     def rows(self) -> list[TrainSequence]:
         """Return the token sequences to train on."""
@@ -52,6 +54,19 @@ class Batch:
             sum(part.waited_s for part in parts),
             sum(part.ready_s * len(part.groups) for part in parts) / len(groups),
             [values for part in parts for values in part.advantages],
+        )
+
+    def without(self, untrained: Sequence[str]) -> Batch:
+        """Return the batch without the groups on which no optimiser step was taken, which end `filtered`."""
+        kept = [at for at, group in enumerate(self.groups) if group.id not in untrained]
+        return replace(
+            self,
+            selection=self.selection.keep(kept),
+            groups=[self.groups[at] for at in kept],
+            dropped=self.dropped
+            + [(group, State.FILTERED) for group in self.groups if group.id in untrained],
+            advantages=[self.advantages[at] for at in kept],
+            untrained=list(untrained),
         )
 
 
@@ -151,9 +166,10 @@ class Batcher:
             del self._groups[group.id]
         for group in batch.groups:
             await self._ack(group, State.STEPPED, step)
+        await self.end_untrained(batch)
 
-    async def skip(self, batch: Batch) -> None:
-        """End the groups of a skipped step as `filtered`."""
-        for group_id in batch.selection.groups:
+    async def end_untrained(self, batch: Batch) -> None:
+        """End the groups on which no optimiser step was taken as `filtered`."""
+        for group_id in batch.untrained:
             self.admission.filter_group(group_id)
             await self._drop(group_id, State.FILTERED)

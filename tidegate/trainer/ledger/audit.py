@@ -88,7 +88,7 @@ class _LedgerCheck:
     def __init__(self, settings: Settings) -> None:
         self.rules = _Rules.of(settings)
         self.batch_size: dict[int, int] = {}
-        """Step → `groups_per_batch` under the rules of that step."""
+        """Step → groups that it must have taken: `groups_per_batch` under its rules, less untrained ones."""
         self.audit = Audit()
         self.groups: dict[str, _Item] = {}
         self.attempts: dict[str, _Item] = {}
@@ -207,7 +207,7 @@ class _LedgerCheck:
 
     def _check_bound(self, line: LedgerEntry) -> None:
         oldest, staleness, bound = line["oldest"], line["staleness"], self.rules.max_staleness
-        self.batch_size[line["step"]] = self.rules.groups_per_batch
+        self.batch_size[line["step"]] = self.rules.groups_per_batch - line.get("untrained", 0)
         if oldest is None or staleness is None or line["version"] - oldest != staleness:
             self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")
         elif bound is not None and staleness > bound:

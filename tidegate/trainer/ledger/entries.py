@@ -32,8 +32,9 @@ class LedgerEntry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
     * group issued: `task`, `index` (in the training split), `version`, `replaces`
-    * group ended: `state`; if `stepped` also `step`, `version`, `oldest`, `staleness`; if `stale` also
-      `version` (against which it was too stale), `oldest`, `newest`, `staleness`
+    * group ended: `state`; if `stepped` also `step`, `version`, `oldest`, `staleness`, and `untrained` if the
+      batch had groups in no step that was taken; if `stale` also `version` (against which it was too stale),
+      `oldest`, `newest`, `staleness`
     * attempt issued: `group`, `slot`, `number` (1 for the first of a slot)
     * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
@@ -54,6 +55,7 @@ class LedgerEntry(TypedDict, total=False):
     task: str
     index: int
     version: int
+    untrained: int
     replaces: str | None
     step: int
     oldest: int | None

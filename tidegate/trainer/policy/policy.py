@@ -63,6 +63,7 @@ class _PendingBatch:
 
     diagnostics: Diagnostics
     steps: list[GradientStep] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
     seconds: float = 0.0
 
 
@@ -96,7 +97,10 @@ class Policy:
 
     Attributes:
         steps: number of batches trained on.
-        non_finite: groups of the last skipped optimiser step; empty if no step of the last batch was skipped.
+        non_finite: groups that made an optimiser step of the last batch not finite; empty if all steps were
+            taken.
+        untrained: groups of the last batch on which no step was taken: those of the step that was not finite
+            and of the steps after it.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Policy:
         self.ranks = ranks or Ranks(settings)
         self.steps = 0
         self.non_finite: list[str] = []
+        self.untrained: list[str] = []
         self._pending: _PendingBatch | None = None
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
@@ -150,8 +155,8 @@ class Policy:
     def update(self, rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
         """Train on a batch, in one optimiser step or in `trainer.minibatches` of them.
 
-        If a step's loss or gradient is not finite, this step and the following ones are skipped, and
-        `non_finite` names its groups.
+        If a step's loss or gradient is not finite, this step and the following ones are skipped: see
+        `non_finite` and `untrained`.
 
         Args:
             rows: rows of the batch.
@@ -183,6 +188,7 @@ class Policy:
         trained = self._with_reference_logprobs([row for row in rows if row.trained])
         if not trained:
             return
+        batch.groups |= {row.group_id for row in trained}
         if self.settings.streaming:
             if not batch.steps:
                 batch.steps.append(self._begin_step())
@@ -202,17 +208,19 @@ class Policy:
         steps = batch.steps
         if not steps[-1].done:
             self._step(steps[-1], rate)
-        taken = sum(step.finite for step in steps)
+        taken = [step for step in steps if step.finite]
+        rows = [row for step in taken for row in step.rows]
+        self.untrained = sorted(batch.groups - {row.group_id for row in rows})
         self.steps += bool(taken)
         passes = [forward_pass for step in steps for forward_pass in step.passes]
         return {
             "loss": sum(step.loss for step in steps) / len(steps),
             "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
             "learning_rate": rate,
-            "optimizer_steps": float(taken),
+            "optimizer_steps": float(len(taken)),
             "skipped": float(not taken),
             **distance_metrics(self.ranks.collect(batch.diagnostics.totals())),
-            "tokens/trained": float(sum(row.trained for step in steps for row in step.rows)),
+            "tokens/trained": float(sum(row.trained for row in rows)),
             "tokens/computed": float(sum(forward_pass.tokens for forward_pass in passes)),
             "padding_ratio": padding_ratio(passes),
             "time/update": batch.seconds + time.perf_counter() - started,

@@ -46,8 +46,9 @@ class TrajectoryFiles:
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
         ]
         dropped = [
-            {"state": state.value, "advantage": None, **encode_trajectory(trajectory)}
+            {"state": state.value, "advantage": None, **untrained, **encode_trajectory(trajectory)}
             for group, state in batch.dropped
+            for untrained in [{"untrained": True} if group.id in batch.untrained else {}]
             for trajectory in group.trajectories
         ]
         self._write(f"step_{step:06d}.jsonl", [*trained, *dropped])

@@ -140,6 +140,7 @@ def test_a_streamed_batch_that_is_not_finite_is_skipped_whole_and_forgotten(base
     policy.backward(broken, version=3)
     metrics = policy.optimizer_step()
     assert (metrics["skipped"], policy.non_finite) == (1, ["g1"])
+    assert policy.untrained == sorted({row.group_id for row in rows})
     assert torch.equal(weights(policy), weights(fresh))
     assert policy.update(rows, 3)["loss"] == fresh.update(rows, 3)["loss"]
 
@@ -172,6 +173,8 @@ def test_a_minibatch_that_is_not_finite_ends_the_batch(base):
     before = weights(policy)
     metrics = policy.update(rows, version=3)
     assert (metrics["optimizer_steps"], metrics["skipped"], policy.non_finite) == (1, 0, ["g1"])
+    assert policy.untrained == ["g1", "g2"]
+    assert metrics["tokens/trained"] == sum(row.trained for row in rows if row.group_id == "g0")
     assert torch.isfinite(weights(policy)).all()
     assert not torch.equal(weights(policy), before)
 
