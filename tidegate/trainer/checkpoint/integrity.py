@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -49,7 +47,7 @@ def _check_entries(ledger: Path, checkpoint: Checkpoint | None) -> int:
     """Check entry numbers and the checksum of entries before the checkpoint; returns the highest version."""
     state = {} if checkpoint is None else checkpoint.state
     position, count, highest, checksum = int(state.get("ledger", 0)), 0, -1, 0
-    for line in _lines(ledger):
+    for line in complete_lines(ledger):  # an incomplete last line was never acted on
         try:
             entry = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -66,14 +64,6 @@ def _check_entries(ledger: Path, checkpoint: Checkpoint | None) -> int:
     if checksum != state.get("ledger_checksum", checksum):
         raise _InconsistentLedger(f"its first {position:,} entries were changed since the checkpoint")
     return highest
-
-
-def _lines(ledger: Path) -> Iterator[bytes]:
-    """Yield the lines that end in a newline; an incomplete last line was never acted on."""
-    _, count = complete_lines(ledger)
-    if count:
-        with ledger.open("rb") as file:
-            yield from itertools.islice(file, count)
 
 
 def _published(run_dir: Path) -> int:

@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 import orjson
@@ -20,17 +19,22 @@ import orjson
 from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.ledger.entries import LedgerEntry
-from tidegate.trainer.ledger.jsonl import complete_lines
+from tidegate.trainer.ledger.jsonl import AppendedFile, complete_lines, read_jsonl
 
 
-class Ledger:
+class Ledger(AppendedFile):
     """Opens or continues the ledger at `path`. `position` is the `seq` of the next entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size, self.position = complete_lines(path)
-        self.checksum = zlib.crc32(path.read_bytes()[:size]) if size else 0
+        self.position = 0
+        self.checksum = 0
         """CRC-32 of all entries so far."""
+        size = 0
+        for line in complete_lines(path):
+            self.position += 1
+            self.checksum = zlib.crc32(line, self.checksum)
+            size += len(line)
         self._file = open(path, "ab")  # noqa: SIM115 - owned until close()
         # An incomplete line was never acted upon: its decision did not take effect.
         self._file.truncate(size)
@@ -54,17 +58,6 @@ class Ledger:
         """Force all entries so far to disk."""
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """Yield the entries in order, without an incomplete last line.
@@ -73,12 +66,4 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """
     if not path.exists():
         raise LedgerError(f"{path}: there is no ledger; is this the directory of a run?")
-    size, _ = complete_lines(path)
-    with open(path, "rb") as file:
-        for number, line in enumerate(file):
-            if file.tell() > size:
-                return
-            try:
-                yield cast(LedgerEntry, orjson.loads(line))
-            except orjson.JSONDecodeError as error:
-                raise LedgerError(f"{path}: line {number + 1} is damaged: {error}") from error
+    yield from cast(Iterator[LedgerEntry], read_jsonl(path, LedgerError))

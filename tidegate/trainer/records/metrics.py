@@ -8,18 +8,17 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tidegate import failpoints
 from tidegate.errors import TidegateError
-from tidegate.trainer.ledger.jsonl import drop_torn_line
+from tidegate.trainer.ledger.jsonl import AppendedFile, drop_torn_line, read_jsonl
 
 FILE = "metrics.jsonl"
 Value = float | int | bool | str | None
 
 
-class MetricsLog:
+class MetricsLog(AppendedFile):
     """Appends a line per step and flushes it at once, so that the file can be followed.
 
     Opening the file removes an incomplete last line.
@@ -67,17 +66,6 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
         return len(lines) - len(remaining)
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run in order; empty if there is no file yet.
@@ -85,22 +73,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     An incomplete last line is left out. Raises TidegateError if another one is not an object with `step`.
     """
     path = run_dir / FILE
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    complete, _, _ = text.rpartition("\n")
-    return [_parse(line, path, number) for number, line in enumerate(complete.splitlines(), start=1)]
-
-
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise TidegateError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(content, dict) or "step" not in content:
-        raise TidegateError(f"{path}, line {number}: not a line of metrics: it has no step")
-    return content
+    lines = list(read_jsonl(path))
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or "step" not in line:
+            raise TidegateError(f"{path}, line {number}: not a line of metrics: it has no step")
+    return lines
 
 
 def _plain(name: str, value: Any) -> Value:
