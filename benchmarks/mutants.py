@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - one fault per line
 """Mutation test of the admission core: checks that its tests detect each planted fault.
 
-Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `ledger/recovery.py`)
+Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `ledger/state.py`)
 changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
@@ -22,7 +22,7 @@ from common import Check, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-RESUME = Path("tidegate/trainer/ledger/recovery.py")
+RESUME = Path("tidegate/trainer/ledger/state.py")
 FILES = (CORE, RULES, GROUPS, OUTAGE, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
@@ -82,9 +82,9 @@ FAULTS = [
     Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):"),
     Fault("resume_loses_tickets", "return AdmissionProgress(self._cursor, [*self._recycled, *outstanding])", "return AdmissionProgress(self._cursor, [*self._recycled])"),
     Fault("resume_forgets_the_cursor", "        self._cursor = progress.cursor\n", ""),
-    Fault("resume_forgets_quarantine", "            self.quarantined.add(line[\"task\"])\n", "            pass\n", RESUME),
-    Fault("resume_forgets_that_it_was_lifted", "            self.quarantined.discard(line[\"task\"])\n", "            pass\n", RESUME),
-    Fault("outages_quarantine_at_a_resume", " and line.get(\"outcome\") != Outcome.INFRA_ERROR", "", RESUME),
+    Fault("resume_forgets_quarantine", "            self.quarantines[line[\"task\"]] = line\n", "            pass\n", RESUME),
+    Fault("resume_forgets_that_it_was_lifted", "            self.quarantines.pop(line[\"task\"], None)\n", "            pass\n", RESUME),
+    Fault("outages_quarantine_at_a_resume", " if line.get(\"outcome\") != infra", "", RESUME),
     Fault("infrastructure_is_the_tasks_fault", "slot.failures += outcome is not Outcome.INFRA_ERROR", "slot.failures += 1"),
     Fault("infrastructure_has_no_budget", "self.infra_failures >= rules.max_infra_attempts", "False", GROUPS),
     Fault("outages_spend_budgets", "        if self.outage.leaves_uncharged(attempt, outcome):\n            self._end", "        if False:\n            self._end"),

@@ -21,7 +21,7 @@ from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State
-from tidegate.trainer.ledger.recovery import LedgerState
+from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "engine": set(),
     "agents": {"rag.client"},
     "rag": set(),
-    "viewer": set(),
+    "viewer": {"trainer.ledger.entries", "trainer.ledger.state"},
     "plan": {
         "engine.options",
         "trainer.cluster.placement",

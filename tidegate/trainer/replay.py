@@ -20,7 +20,7 @@ from tidegate.trainer.batch.credit import GroupCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.huggingface import read_model
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.loop import UNPUBLISHED_VERSION
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import read_metrics
@@ -124,8 +124,12 @@ class Replay:
 
 def _versions(run_dir: Path) -> dict[int, int]:
     """Return step → trainer version when its batch was selected, the last time that the step was taken."""
-    stepped = (line for line in read_ledger(run_dir / "ledger.jsonl") if line.get("state") == State.STEPPED)
-    return {line["step"]: line["version"] for line in stepped if line["kind"] == "group"}
+    groups = read_ledger_state(run_dir / "ledger.jsonl").groups.values()
+    return {
+        group.step: group.version
+        for group in groups
+        if group.step is not None and group.version is not None and not group.rolled_back
+    }
 
 
 def batch_groups(path: Path) -> list[Group]:

@@ -17,7 +17,7 @@ from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phas
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
-from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.preflight import check_model
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Group

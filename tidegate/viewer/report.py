@@ -19,8 +19,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tidegate.trainer.ledger.entries import State
 from tidegate.viewer.formatting import duration, number, printable
-from tidegate.viewer.ledger_counts import STATES, LedgerCounts, count_ledger, newest_checkpoint
+from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
 from tidegate.viewer.run_files import RunFiles, read_run
 from tidegate.viewer.summary import SCORES, next_steps, problems
@@ -178,7 +179,7 @@ def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
     if sampled:
         yield Tile("Tokens sampled", number(sampled, 0), f"{number(trained, 0)} trained on")
     if counts is not None:
-        used = counts.groups["trained"] + counts.groups["stepped"]
+        used = counts.groups[State.TRAINED] + counts.groups[State.STEPPED]
         yield Tile("Groups trained on", number(used, 0), f"of {number(counts.groups.total(), 0)} issued")
     largest = max((value for _, value in run.series("staleness/max")), default=None)
     if largest is not None:

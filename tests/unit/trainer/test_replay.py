@@ -24,6 +24,7 @@ def killed_run(run_dir: Path) -> Replay:
     with Ledger(run_dir / "ledger.jsonl") as ledger, open(run_dir / "metrics.jsonl", "w") as metrics:
         for step in (1, 2, 3):
             (run_dir / "trajectories" / f"step_{step:06d}.jsonl").write_text("")
+            ledger.record(entry("group", "issued", id=f"g{step}"))
             ledger.record(
                 entry("group", "ended", id=f"g{step}", state="stepped", step=step, version=step - 1)
             )

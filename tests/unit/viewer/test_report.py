@@ -21,7 +21,7 @@ import pytest
 from tests.unit.viewer.viewer_run import write_run
 from tidegate.errors import ConfigError
 from tidegate.viewer.chart import MOST_POINTS, Series, label, lines, stacked, thinned, ticks
-from tidegate.viewer.ledger_counts import count_ledger, newest_checkpoint
+from tidegate.viewer.ledger import count_ledger, newest_checkpoint
 from tidegate.viewer.report import write_report
 from tidegate.viewer.run_files import lineage, read_run
 

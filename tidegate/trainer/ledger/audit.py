@@ -1,4 +1,7 @@
-"""`tidegate audit RUN`: verifies the ledger from the files alone, with none of the code that wrote it."""
+"""`tidegate audit RUN`: verifies the ledger from the files alone, with none of the code that wrote it.
+
+It therefore follows the entries itself, and not with `LedgerState`, on which recovery and the viewer rely.
+"""
 
 from __future__ import annotations
 

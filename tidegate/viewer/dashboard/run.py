@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.dashboard.downsample import Downsampled
-from tidegate.viewer.dashboard.ledger_groups import GroupEntry, LedgerGroups
 from tidegate.viewer.dashboard.records import EpisodeSummary, Records
 from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
-from tidegate.viewer.ledger_counts import LedgerCounter, LedgerCounts, committed
+from tidegate.viewer.ledger import LedgerCounts, apply_entries, committed, count
 from tidegate.viewer.run_files import RunFiles, enter_row, not_json, read_settings, run_directory
 
 FRESH_S = 0.3
@@ -48,9 +48,8 @@ class FollowedRun:
         self.texts = Texts(run_dir, None)
         self._config: tuple[int, int] | None = None
         self.records = Records(run_dir)
-        self.ledger = LedgerGroups()
+        self.ledger = LedgerState()
         self._coarse = Downsampled()
-        self._counter = LedgerCounter()
         self._metrics_tail = Tail(run_dir / "metrics.jsonl")
         self._ledger_tail = Tail(run_dir / "ledger.jsonl")
         self._restarts = 0
@@ -100,10 +99,8 @@ class FollowedRun:
     def _read_ledger(self) -> None:
         if self._ledger_tail.restarted():
             self._restarts += 1
-            self.ledger, self._counter = LedgerGroups(), LedgerCounter()
-        for entry in self._ledger_tail.objects():
-            self.ledger.enter(entry)
-            self._counter.enter(entry)
+            self.ledger = LedgerState()
+        apply_entries(self.ledger, self._ledger_tail.objects())
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, cached under `name` until a file changes."""
@@ -118,7 +115,7 @@ class FollowedRun:
         """Returns the ledger's counts; None if there is no ledger yet."""
         if not self._ledger_tail.offset:
             return None
-        counts: LedgerCounts = self.cached("counts", lambda: self._counter.counts(self._committed))
+        counts: LedgerCounts = self.cached("counts", lambda: count(self.ledger, self._committed))
         return counts
 
     def curves(self) -> RunFiles:
@@ -137,16 +134,10 @@ class FollowedRun:
         """Returns an episode's state, by the ledger if it has the group, else by the record."""
         if one.state is None:
             return "eval"
-        if one.state == "stepped" and one.group:
-            with self.lock:
-                if self._counter.is_abandoned(one.group):
-                    return "abandoned"
-                return self._counter.group_state(one.group, self._committed) or one.state
+        group = self.ledger.groups.get(one.group)
+        if one.state == "stepped" and group is not None:
+            return "abandoned" if group.rolled_back else group.final(self._committed).value
         return one.state
-
-    def group_entry(self, group_id: str) -> GroupEntry | None:
-        with self.lock:
-            return self.ledger.groups.get(group_id)
 
     def silence(self) -> float | None:
         """Returns the seconds since the last write to metrics or ledger; None if neither exists."""
@@ -156,7 +147,7 @@ class FollowedRun:
 
     def status(self) -> str:
         """Returns `ended`, `running`, or `quiet` if the ledger has no end and no file was written lately."""
-        if self.ledger.ended is not None:
+        if self.ledger.end is not None:
             return "ended"
         silence = self.silence()
         return "quiet" if silence is None or silence > QUIET_S else "running"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.viewer.formatting import printable
-from tidegate.viewer.ledger_counts import newest_checkpoint
+from tidegate.viewer.ledger import newest_checkpoint
 
 LONGEST_CHARACTER = 4
 """Maximum tokens per character: UTF-8 uses at most four bytes."""

@@ -15,7 +15,7 @@ from tidegate.viewer.dashboard.eval_results import eval_results
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.formatting import printable
-from tidegate.viewer.ledger_counts import STATES
+from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
 from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
 from tidegate.viewer.run_files import Row
@@ -42,17 +42,18 @@ STEP_COLUMNS = {
 
 def state(run: FollowedRun) -> Wire:
     """Returns the state that changes during a run, small enough to be polled every second or two."""
-    stamp = run.refresh()
+    stamp, ledger = run.refresh(), run.ledger
+    publishes, end = ledger.publishes, ledger.end
     planned = run.files.settings.get("trainer", {}).get("steps")
     return {
         "name": run_name(run.files),
         "stamp": str(stamp),
         "step": run.files.last("step"),
         "planned": planned if isinstance(planned, int) else None,
-        "version": run.ledger.version if run.ledger.version is not None else run.files.last("version"),
+        "version": publishes[-1]["version"] if publishes else run.files.last("version"),
         "bound": staleness_bound(run.files.settings.get("trainer", {})),
         "status": run.status(),
-        "why": run.ledger.ended,
+        "why": None if end is None else printable(end.get("why") or ""),
         "silence": run.silence(),
         "failed": stamp.failed > 0,
     }
@@ -85,7 +86,7 @@ def _overview(run: FollowedRun) -> Wire:
             "outcomes": counts.outcomes.most_common(),
             "reasons": counts.reasons.most_common(8),
         },
-        "quarantined": [asdict(task) for task in run.ledger.quarantined[-50:]],
+        "quarantined": quarantined(run.ledger)[-50:],
     }
 
 
@@ -163,7 +164,7 @@ def groups(run: FollowedRun, number: int, which: str | None, start: int, most: i
 
 def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[EpisodeSummary]) -> Wire:
     rewards = [member.reward for member in members if member.reward is not None]
-    entry = run.group_entry(group_id)
+    entry = group_to_wire(run.ledger, group_id) or {}
     return {
         "id": group_id,
         "task": members[0].task,
@@ -176,9 +177,9 @@ def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Ep
         "tokens": statistics.fmean(member.tokens for member in members),
         "oldest": _least(member.oldest for member in members),
         "newest": max((member.newest for member in members if member.newest is not None), default=None),
-        "staleness": None if entry is None else entry.staleness,
-        "lost": 0 if entry is None else len(entry.lost),
-        "replaces": "" if entry is None else entry.replaces,
+        "staleness": entry.get("staleness"),
+        "lost": len(entry.get("lost", ())),
+        "replaces": entry.get("replaces", ""),
     }
 
 
@@ -194,11 +195,14 @@ def group(run: FollowedRun, number: int, group_id: str) -> Wire:
     ended = run.state_of(members[0])
     names = list(file.groups)
     at = names.index(group_id)
-    entry = run.group_entry(group_id)
+    with run.lock:
+        entry = group_to_wire(run.ledger, group_id)
+        if entry is not None:
+            entry["replaced_by"] = replaced_by(run.ledger, group_id)
     return {
         **_group_row(run, group_id, ended, members),
         "members": [member.to_wire() for member in members],
-        "ledger": None if entry is None else entry.to_wire(),
+        "ledger": entry,
         "before": names[at - 1] if at else None,
         "after": names[at + 1] if at + 1 < len(names) else None,
     }
@@ -302,14 +306,15 @@ def failures(run: FollowedRun, start: int, most: int) -> Wire:
         summaries = run.records.file("failed", 0).summaries
     except NotFound:
         summaries = []
-    counts = run.counts()
+    with run.lock:
+        counts, tasks = run.counts(), quarantined(run.ledger)
     page = summaries[::-1][start : start + most]
     return {
         "total": len(summaries),
         "episodes": [episode.to_wire() for episode in page],
         "reasons": [] if counts is None else counts.reasons.most_common(20),
         "outcomes": [] if counts is None else counts.outcomes.most_common(),
-        "quarantined": [asdict(task) for task in run.ledger.quarantined],
+        "quarantined": tasks,
     }
 
 

@@ -13,7 +13,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
-from tidegate.trainer.ledger.recovery import LedgerState
+from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.start import Start, admission_rules
 from tidegate.types import Outcome
 

@@ -20,7 +20,7 @@ from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
-from tidegate.trainer.ledger.recovery import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.start import ResumedRun, Start, admission_rules, take_over
 from tidegate.types import Group, Trajectory

@@ -1,0 +1,173 @@
+"""State of a run by its ledger, and the entries that repair it after a crash or a stop.
+
+A checkpoint's marker is the only commit point. Groups trained on after it are rolled back: their step is
+lost, so they are live again, with their tokens from `trajectories/`, and end once more. Versions published
+after the marker are abandoned: their tokens are not trained on, and the restored weights are published under
+a new number. Groups that ran when the processes exited end `cancelled`, and their tasks are issued again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.types import Outcome
+
+
+@dataclass(slots=True)
+class LedgerItem:
+    """State of a group or an attempt after the entries so far; the fields from `outcome` on are its end's."""
+
+    issued: LedgerEntry
+    state: State = State.LIVE
+    ended_at: int = -1
+    """`seq` of the entry of its end."""
+    outcome: str | None = None
+    why: str | None = None
+    step: int | None = None
+    version: int | None = None
+    oldest: int | None = None
+    staleness: int | None = None
+    rolled_back: bool = False
+    """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
+
+    def final(self, committed: float = math.inf) -> State:
+        """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
+        trained = self.state is State.STEPPED and self.ended_at < committed and not self.rolled_back
+        return State.TRAINED if trained else self.state
+
+
+@dataclass(slots=True)
+class LedgerState:
+    """State of a run after all entries of its ledger; empty for a new run."""
+
+    epoch: int = 0
+    groups: dict[str, LedgerItem] = field(default_factory=dict)
+    attempts: dict[str, LedgerItem] = field(default_factory=dict)
+    abandoned: set[int] = field(default_factory=set)
+    """Versions published after a marker that a later start resumed from."""
+    quarantines: dict[str, LedgerEntry] = field(default_factory=dict)
+    """The entry of each quarantined task."""
+    publishes: list[LedgerEntry] = field(default_factory=list)
+    """The entries of starts and publishes; each has a version."""
+    end: LedgerEntry | None = None
+    """The run's end; None while it runs, or if it was killed."""
+    _members: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def highest_version(self) -> int:
+        return max((line["version"] for line in self.publishes), default=-1)
+
+    @property
+    def quarantined(self) -> set[str]:
+        """Tasks quarantined for failures of their own; older ledgers also quarantined tasks in an outage."""
+        infra = Outcome.INFRA_ERROR
+        return {task for task, line in self.quarantines.items() if line.get("outcome") != infra}
+
+    def apply(self, line: LedgerEntry) -> None:
+        """Update the state with the next entry."""
+        if line["kind"] == "run":
+            self._apply_run(line)
+            return
+        items = self.groups if line["kind"] == "group" else self.attempts
+        if line["event"] == "issued":
+            if line["kind"] == "attempt":
+                self._members.setdefault(line["group"], []).append(line["id"])
+            items[line["id"]] = LedgerItem(line)
+        elif line["event"] == "put_back":
+            for item in [self.groups[line["id"]], *self.members(line["id"]).values()]:
+                if item.state is State.STEPPED:
+                    _end(item, State.LIVE, {})
+                    item.rolled_back = False
+        else:
+            _end(items[line["id"]], State(line["state"]), line)
+
+    def _apply_run(self, line: LedgerEntry) -> None:
+        self.epoch = max(self.epoch, line.get("epoch") or 0)
+        event = line["event"]
+        if event == "started":
+            self.abandon(line.get("position") or 0)
+        if event == "quarantined":
+            self.quarantines[line["task"]] = line
+        if event == "lifted":
+            self.quarantines.pop(line["task"], None)
+        if event in ("started", "publishing"):
+            self.publishes.append(line)
+        if event in ("started", "ended"):
+            self.end = line if event == "ended" else None
+
+    def abandon(self, position: int) -> None:
+        """Abandon steps and versions after `position`, that of the marker that a run resumes from.
+
+        The run's first version, in the first entry, stays valid even without a marker.
+        """
+        for item in [*self.groups.values(), *self.attempts.values()]:
+            item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
+        self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
+
+    def members(self, group: str) -> dict[str, LedgerItem]:
+        """Return a group's attempts by id."""
+        return {name: self.attempts[name] for name in self._members.get(group, [])}
+
+    def rolled_back(self) -> list[str]:
+        """Return the groups to reinstate, in the order in which they were trained on.
+
+        A crash between two entries may leave a group whose attempts ended and which has not.
+        """
+        ended_at = {}
+        for name, group in self.groups.items():
+            items = [group, *self.members(name).values()]
+            if any(item.rolled_back for item in items):
+                ended_at[name] = max(item.ended_at for item in items)
+        return sorted(ended_at, key=ended_at.__getitem__)
+
+    def live(self) -> list[str]:
+        """Return the groups that have not ended."""
+        return [name for name, group in self.groups.items() if group.state is State.LIVE]
+
+    def live_attempts(self, group: str) -> dict[int, str]:
+        """Return a group's live attempts by slot. Those of a sealed group are its successful ones."""
+        members = self.members(group).items()
+        return {item.issued["slot"]: name for name, item in members if item.state is State.LIVE}
+
+    def counts(self, items: Mapping[str, LedgerItem], committed: float = math.inf) -> Counter[State]:
+        """Count items by their final state, if the newest marker is at the position `committed`."""
+        return Counter(item.final(committed) for item in items.values())
+
+
+def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
+    item.state, item.ended_at = state, line.get("seq", -1)
+    item.outcome, item.why = line.get("outcome"), line.get("why")
+    item.step, item.version = line.get("step"), line.get("version")
+    item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
+
+
+def read_ledger_state(ledger: Path) -> LedgerState:
+    """Read a ledger's state; empty if it does not exist. Raises LedgerError if it is damaged."""
+    past = LedgerState()
+    if ledger.exists():
+        for line in read_ledger(ledger):
+            past.apply(line)
+    return past
+
+
+def reinstate(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+    """Make a rolled-back group and its attempts live again."""
+    line = entry("group", "put_back", id=group)
+    record(line)
+    past.apply(line)
+
+
+def cancel_lost(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+    """End a group that was live when the trainer exited, its attempts first."""
+    end = {"state": State.CANCELLED.value, "why": "the processes that ran it ended"}
+    attempts = past.live_attempts(group).values()
+    lines = [entry("attempt", "ended", id=id, outcome=Outcome.CANCELLED.value, **end) for id in attempts]
+    for line in [*lines, entry("group", "ended", id=group, **end)]:
+        record(line)
+        past.apply(line)
