@@ -24,6 +24,7 @@ CORE = {
     "loading",
     "observer",
     "program",
+    "sequences",
     "prometheus",
     "service",
     "settings",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import pairwise
+from typing import Any
 
 _ANY_SIZE = Context(prec=400)
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -25,6 +26,21 @@ def known(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def as_list(value: object) -> list[Any]:
+    """Returns a list of a record; empty if the value is something else."""
+    return value if isinstance(value, list) else []
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Returns a mapping of a record; empty if the value is something else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def mappings(value: object) -> list[Mapping[str, Any]]:
+    """Returns the mappings in a list of a record; leaves everything else out."""
+    return [part for part in as_list(value) if isinstance(part, Mapping)]
 
 
 def number(value: object, digits: int = 3, missing: str = "–") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
-from tidegate.viewer.formatting import known
+from tidegate.viewer.formatting import as_mapping, known, printable
 
 Row = dict[str, float]
 
@@ -159,3 +159,39 @@ def enter_row(rows: list[Row], redone: list[int], line: Mapping[str, Any]) -> No
         rows[-1].update(row)
     else:
         rows.append(row)
+
+
+def eval_results(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns a row for each held-out set of each `tidegate eval`, the newest first, of complete files only.
+    All texts are safe to print."""
+    files = [(path.stat().st_mtime, path) for path in run_dir.glob("evals/*/results.json")]
+    return [row for _, path in sorted(files, reverse=True) for row in _result_rows(path)]
+
+
+def _result_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return
+    results = as_mapping(found)
+    sampling = as_mapping(results.get("sampling"))
+    for name, one in as_mapping(results.get("sets")).items():
+        numbers = as_mapping(one)
+        yield {
+            "directory": printable(f"evals/{path.parent.name}"),
+            "target": printable(Path(str(results.get("target") or "")).name),
+            "agent": printable(as_mapping(results.get("agent")).get("use") or ""),
+            "status": printable(results.get("status") or ""),
+            "set": printable(name),
+            "temperature": known(sampling.get("temperature")),
+            "samples": known(results.get("samples")),
+            "tasks": known(numbers.get("tasks")),
+            "failed": known(numbers.get("failed")),
+            "reward": _interval(numbers.get("reward")),
+            "pass": {printable(k): _interval(value) for k, value in as_mapping(numbers.get("pass")).items()},
+        }
+
+
+def _interval(found: object) -> list[float | None]:
+    numbers = as_mapping(found)
+    return [known(numbers.get(name)) for name in ("mean", "low", "high")]

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidegate.viewer.formatting import known, number, printable
+from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, number, printable
 from tidegate.viewer.run_files import objects
 
 Record = Mapping[str, Any]
@@ -172,10 +172,10 @@ def _order(key: Key) -> tuple[Any, ...]:
 
 def episode(record: Record) -> Transcript:
     """A trajectory's record as what is shown of it; missing fields are left out, never an error."""
-    messages = [one for one in _list(record.get("messages")) if isinstance(one, Mapping)]
+    messages = mappings(record.get("messages"))
     sampled = _sampled(record, messages)
-    parts = record.get("reward_parts")
-    named = parts.items() if isinstance(parts, Mapping) and len(parts) > 1 else ()
+    parts = as_mapping(record.get("reward_parts"))
+    named = parts.items() if len(parts) > 1 else ()
     return Transcript(
         task_id=printable(record.get("task_id", "")),
         outcome=printable(record.get("outcome", "")),
@@ -201,11 +201,10 @@ def _answer(value: object) -> str:
 
 
 def _line(message: Mapping[str, Any], sampled: str) -> TranscriptLine:
-    calls = [one for one in _list(message.get("tool_calls")) if isinstance(one, Mapping)]
     return TranscriptLine(
         role=printable(message.get("role", "")),
         text=printable(_content(message.get("content"))).strip(),
-        calls=tuple(printable(_call(one.get("function"))) for one in calls),
+        calls=tuple(printable(_call(one.get("function"))) for one in mappings(message.get("tool_calls"))),
         sampled=sampled,
     )
 
@@ -236,9 +235,7 @@ def _sampled(record: Record, messages: Sequence[Mapping[str, Any]]) -> dict[int,
     The messages are the newest branch: its turns are found from the newest one through the parents, and
     match the last so many assistant messages (earlier ones were given by the agent).
     """
-    turns = {
-        one["index"]: one for one in _list(record.get("turns")) if isinstance(one, Mapping) and "index" in one
-    }
+    turns = {turn["index"]: turn for turn in mappings(record.get("turns")) if "index" in turn}
     branch: list[Mapping[str, Any]] = []
     at = max((index for index in turns if turns[index].get("delivered", True)), default=None)
     while at in turns and len(branch) <= len(turns):
@@ -249,23 +246,19 @@ def _sampled(record: Record, messages: Sequence[Mapping[str, Any]]) -> dict[int,
 
 
 def _origin(turn: Mapping[str, Any]) -> str:
-    spans = [one for one in _list(turn.get("version_spans")) if isinstance(one, list | tuple) and one]
+    spans = [one for one in as_list(turn.get("version_spans")) if isinstance(one, list | tuple) and one]
     versions = list(dict.fromkeys(str(one[0]) for one in spans))
     words = []
     if len(versions) == 1:
         words.append(f"version {versions[0]}")
     elif versions:
         words.append(f"versions {' → '.join(versions)}, straddles a publish")
-    tokens = len(_list(turn.get("output_ids")))
+    tokens = len(as_list(turn.get("output_ids")))
     if tokens:
         words.append(f"{tokens} tokens")
     if turn.get("finish_reason") == "length":
         words.append("cut at the token limit")
     return printable(", ".join(words))
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta"}

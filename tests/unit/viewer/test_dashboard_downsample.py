@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.viewer.dashboard import downsample
-from tidegate.viewer.dashboard.downsample import Downsampled, one_of
+from tidegate.viewer.dashboard import run as dashboard_run
+from tidegate.viewer.dashboard.run import Downsampled, one_of
 from tidegate.viewer.run_files import Row, RunFiles
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downsample, "MOST_ROWS", 10)
+    monkeypatch.setattr(dashboard_run, "MOST_ROWS", 10)
 
 
 def row(step: int, value: float = 0.0) -> Row:

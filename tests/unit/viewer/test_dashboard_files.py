@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tidegate.viewer.dashboard import tail as follow
-from tidegate.viewer.dashboard.errors import NotFound
-from tidegate.viewer.dashboard.records import Records
+from tidegate.viewer.dashboard.records import NotFound, Records
 from tidegate.viewer.dashboard.tail import Tail
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import TrainingError
+from tidegate.sequences import training_sequences
 from tidegate.types import Ids, Logprobs, Trajectory, Turn
 
 
@@ -53,9 +54,8 @@ class TrainSequence:
 def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[TrainSequence]:
     """Convert a trajectory's tree of turns to sequences; none if no turn can be trained on.
 
-    Each path from a root to a last trainable turn is one sequence. Every delivered, freely sampled token is
-    trained in exactly one of them: turns that several paths share are trained in the first and context in the
-    others. Undelivered and exempt turns are never trained, but may be context.
+    Every delivered, freely sampled token is trained in exactly one of them, by `training_sequences`.
+    Undelivered and exempt turns are never trained, but may be context.
 
     Args:
         trajectory: The episode.
@@ -67,14 +67,12 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     turns = trajectory.turns
     by_turn = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
     advantages = {turn.index: value for turn, value in zip(turns, by_turn, strict=True)}
-    rows = []
-    done: set[int] = set()
-    for leaf in _leaves(trajectory):
-        path = _path(trajectory, leaf)
-        chosen = {turn.index for turn in path if _trainable(turn)} - done
-        done |= chosen
-        rows.append(_row(trajectory, path, chosen, advantages))
-    return rows
+    parents = {turn.index: turn.parent for turn in turns}
+    trainable = {turn.index for turn in turns if _trainable(turn)}
+    return [
+        _row(trajectory, [turns[index] for index in path], own, advantages)
+        for path, own in training_sequences(parents, trainable)
+    ]
 
 
 def minibatches(rows: Sequence[TrainSequence], number: int) -> list[list[TrainSequence]]:
@@ -96,25 +94,6 @@ def _trainable(turn: Turn) -> bool:
     return turn.trainable and bool(
         len(turn.output_ids) if turn.output_mask is None else turn.output_mask.any()
     )
-
-
-def _leaves(trajectory: Trajectory) -> list[Turn]:
-    """Return the trainable turns without a trainable descendant, in order."""
-    turns = [turn for turn in trajectory.turns if _trainable(turn)]
-    inner: set[int] = set()
-    for turn in turns:
-        parent = turn.parent
-        while parent is not None and parent not in inner:
-            inner.add(parent)
-            parent = trajectory.turns[parent].parent
-    return [turn for turn in turns if turn.index not in inner]
-
-
-def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
-    path = [leaf]
-    while path[-1].parent is not None:
-        path.append(trajectory.turns[path[-1].parent])
-    return path[::-1]
 
 
 def _row(

@@ -7,25 +7,24 @@ security policy allows only the page's own scripts.
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import logging
 import threading
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from tidegate.service.serve import Listen, run_app
 from tidegate.viewer.dashboard import views
-from tidegate.viewer.dashboard.episode import Part
-from tidegate.viewer.dashboard.errors import NotFound
-from tidegate.viewer.dashboard.records import Kind
+from tidegate.viewer.dashboard.records import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
 
 log = logging.getLogger(__name__)
@@ -43,10 +42,6 @@ HEADERS = {
 }
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-Number = Annotated[int, Query(ge=0, lt=2**53)]
-Most = Annotated[int, Query(ge=1, le=1000)]
-Tokens = Annotated[int, Query(ge=1, le=20_000)]
-
 
 def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
     """Returns the app for one run.
@@ -57,8 +52,7 @@ def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
     _guard(app, loopback=is_loopback(host))
     _refuse(app)
     _serve_page(app)
-    _serve_run(app, run)
-    _serve_episodes(app, run)
+    _serve_data(app, run)
     return app
 
 
@@ -144,69 +138,18 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if Path(file.name).suffix in TYPES}
 
 
-def _serve_run(app: FastAPI, run: FollowedRun) -> None:
-    @app.get("/api/state")
-    def state() -> Response:
-        return _json(views.state(run))
-
-    @app.get("/api/overview")
-    def overview() -> Response:
-        return _json(views.overview(run))
-
-    @app.get("/api/steps")
-    def steps(before: Number | None = None, most: Most = 200) -> Response:
-        return _json(views.steps(run, before, most))
-
-    @app.get("/api/step")
-    def step(step: Number) -> Response:
-        return _json(views.step(run, step))
-
-    @app.get("/api/evaluations")
-    def evaluations() -> Response:
-        return _json(views.evaluations(run))
-
-    @app.get("/api/failures")
-    def failures(start: Number = 0, most: Most = 100) -> Response:
-        return _json(views.failures(run, start, most))
-
-    @app.get("/api/settings")
-    def settings() -> Response:
-        return _json(views.settings(run))
+def _serve_data(app: FastAPI, run: FollowedRun) -> None:
+    for name, view in views.VIEWS.items():
+        app.get(f"/api/{name}")(_route(view, run))
 
 
-def _serve_episodes(app: FastAPI, run: FollowedRun) -> None:
-    @app.get("/api/groups")
-    def groups(step: Number, state: str | None = None, start: Number = 0, most: Most = 200) -> Response:
-        return _json(views.groups(run, step, state, start, most))
+def _route(view: Callable[..., views.Wire], run: FollowedRun) -> Callable[..., Response]:
+    """Returns a route whose query has the view's parameters after `run`."""
+    signature = inspect.signature(view, eval_str=True)
+    _, *query = signature.parameters.values()
 
-    @app.get("/api/group")
-    def group(step: Number, id: str) -> Response:
-        return _json(views.group(run, step, id))
+    def route(**values: Any) -> Response:
+        return _json(view(run, **values))
 
-    @app.get("/api/compared")
-    def compared(
-        before: Number,
-        after: Number,
-        set: str = "",
-        mode: str = "sampled",
-        task: str | None = None,
-        start: Number = 0,
-        most: Most = 500,
-    ) -> Response:
-        return _json(views.compared(run, before, after, (set, mode), task, start, most))
-
-    @app.get("/api/episode")
-    def episode(kind: Kind, line: Number, step: Number = 0, budget: Tokens = 4000) -> Response:
-        return _json(views.one_episode(run, kind, step, line, budget))
-
-    @app.get("/api/tokens")
-    def tokens(
-        kind: Kind,
-        line: Number,
-        turn: Number,
-        part: Part,
-        start: Number,
-        step: Number = 0,
-        most: Tokens = 2000,
-    ) -> Response:
-        return _json(views.more_tokens(run, kind, step, line, turn, part, start, most))
+    route.__signature__ = signature.replace(parameters=query, return_annotation=Response)  # type: ignore[attr-defined]
+    return route

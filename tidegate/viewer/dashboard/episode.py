@@ -1,20 +1,15 @@
-"""Data of one episode: its turns, their tokens, and why each token was trained on or not.
-
-Sequences follow the trainer's rule: each path from a root to a trainable leaf is one sequence, and a token
-that several sequences share is trained in the first of them.
-"""
+"""Data of one episode: its turns, their tokens, and why each token was trained on or not."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from tidegate.viewer.dashboard.errors import NotFound
-from tidegate.viewer.dashboard.records import EpisodeSummary, spans_of
+from tidegate.sequences import TurnSequence, path_to, training_sequences
+from tidegate.viewer.dashboard.records import EpisodeSummary, NotFound, spans_of
 from tidegate.viewer.dashboard.tokens import Texts
-from tidegate.viewer.formatting import known, printable
+from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, printable
 from tidegate.viewer.transcripts import episode as transcript_of
 
 Part = Literal["given", "sampled"]
@@ -24,48 +19,24 @@ CONTEXT = 8
 """Number of preceding ids that are decoded together with a range of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """One training sequence: its turns from the root on, and those whose tokens it trains (`own`)."""
-
-    turns: tuple[int, ...]
-    own: frozenset[int]
-
-
 class EpisodeTree:
     """The turns of a record by index. Invalid turns are skipped."""
 
     def __init__(self, record: Record) -> None:
-        turns = record.get("turns")
-        listed = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
-        self.turns: dict[int, Record] = {
-            turn["index"]: turn for turn in listed if isinstance(turn.get("index"), int)
-        }
+        turns = mappings(record.get("turns"))
+        self.turns = {turn["index"]: turn for turn in turns if isinstance(turn.get("index"), int)}
+        self.parents: dict[int, int | None] = {}
+        for index, turn in self.turns.items():
+            parent = turn.get("parent")
+            self.parents[index] = parent if parent in self.turns and parent < index else None
 
     def turn(self, index: int) -> Record:
         if index not in self.turns:
             raise NotFound(f"the episode has {len(self.turns)} turns; there is no turn {index}")
         return self.turns[index]
 
-    def path(self, index: int) -> list[int]:
-        """Returns the indices from the root to a turn."""
-        path = [index]
-        while (parent := self.turns[path[-1]].get("parent")) in self.turns and parent not in path:
-            path.append(parent)
-        return path[::-1]
-
-    def sequences(self) -> list[Exported]:
-        """Returns the training sequences in order."""
-        usable = [index for index, turn in self.turns.items() if may_train(turn)]
-        inner = {parent for index in usable for parent in self.path(index)[:-1]}
-        sequences = []
-        done: set[int] = set()
-        for leaf in (index for index in usable if index not in inner):
-            path = self.path(leaf)
-            own = frozenset(turn for turn in path if may_train(self.turns[turn])) - done
-            done |= own
-            sequences.append(Exported(tuple(path), own))
-        return sequences
+    def sequences(self) -> list[TurnSequence]:
+        return training_sequences(self.parents, {i for i, turn in self.turns.items() if may_train(turn)})
 
 
 def may_train(turn: Record) -> bool:
@@ -77,8 +48,7 @@ def may_train(turn: Record) -> bool:
 
 
 def ids(turn: Record, part: Part) -> list[int]:
-    part_ids = turn.get("output_ids" if part == "sampled" else "delta_ids")
-    return part_ids if isinstance(part_ids, list) else []
+    return as_list(turn.get("output_ids" if part == "sampled" else "delta_ids"))
 
 
 def reasons(turn: Record, state: str) -> list[tuple[str, int]]:
@@ -123,17 +93,15 @@ def tokens(tree: EpisodeTree, index: int, part: Part, texts: Texts, start: int, 
         "special": [] if pieces is None else pieces.special,
     }
     if part == "sampled":
-        logprobs = turn.get("logprobs")
-        values = logprobs if isinstance(logprobs, list) else []
-        columns["logprobs"] = [known(value) for value in values[start:end]]
+        columns["logprobs"] = [known(value) for value in as_list(turn.get("logprobs"))[start:end]]
         columns["versions"] = versions(turn, start, end)
     return columns
 
 
 def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int]:
     """Returns up to CONTEXT ids before index `start` of a part of a turn."""
-    parent = tree.turns.get(turn["parent"]) if turn.get("parent") is not None else None
-    before = ids(parent, "sampled")[-CONTEXT:] if parent is not None else []
+    parent = tree.parents[turn["index"]]
+    before = [] if parent is None else ids(tree.turns[parent], "sampled")[-CONTEXT:]
     if part == "sampled":
         before = [*before, *ids(turn, "given")[-CONTEXT:]]
     return [*before, *ids(turn, part)[max(0, start - CONTEXT) : start]][-CONTEXT:]
@@ -142,7 +110,7 @@ def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int
 def turn_to_wire(tree: EpisodeTree, index: int, state: str, sequences: Iterable[int]) -> dict[str, Any]:
     """Returns a turn without its tokens; `sequences` are the numbers of its sequences."""
     turn = tree.turns[index]
-    prompt = sum(len(ids(tree.turns[turn], part)) for turn in tree.path(index)[:-1] for part in PARTS)
+    before = [tree.turns[earlier] for earlier in path_to(index, tree.parents)[:-1]]
     return {
         "index": index,
         "parent": turn.get("parent"),
@@ -156,7 +124,7 @@ def turn_to_wire(tree: EpisodeTree, index: int, state: str, sequences: Iterable[
         "kv_version": turn.get("kv_version") if isinstance(turn.get("kv_version"), int) else None,
         "cached": known(turn.get("cached_tokens")) or 0,
         "seconds": known(turn.get("seconds")),
-        "before": prompt,
+        "before": sum(len(ids(earlier, part)) for earlier in before for part in PARTS),
         "given": len(ids(turn, "given")),
         "sampled": len(ids(turn, "sampled")),
         "spans": spans_of(turn),
@@ -203,11 +171,10 @@ def episode_to_wire(
             for line in transcript.lines
         ],
         "turns": list(turns.values()),
-        "sequences": [{"turns": list(sequence.turns), "own": sorted(sequence.own)} for sequence in sequences],
+        "sequences": [{"turns": path, "own": sorted(own)} for path, own in sequences],
         "no_tokenizer": texts.problem,
     }
 
 
 def _numbers(values: object) -> dict[str, float | None]:
-    items = values.items() if isinstance(values, Mapping) else ()
-    return {printable(name): known(value) for name, value in items}
+    return {printable(name): known(value) for name, value in as_mapping(values).items()}

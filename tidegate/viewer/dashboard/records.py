@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tidegate.viewer.dashboard.errors import NotFound
+from tidegate.errors import TidegateError
 from tidegate.viewer.dashboard.tail import goes_on, json_object, whole_lines
-from tidegate.viewer.formatting import known, printable
+from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, printable
 
 Kind = Literal["step", "eval", "failed"]
 
@@ -20,6 +20,10 @@ MOST_SUMMARIES = 400_000
 """Maximum over all files; the least recently used file is dropped first."""
 MOST_RECORDS = 32
 LONGEST_ERROR = 400
+
+
+class NotFound(TidegateError):
+    """A step, group, episode or turn that the run's files do not hold; the message names it."""
 
 
 @dataclass(slots=True)
@@ -54,10 +58,9 @@ class EpisodeSummary:
 
 def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> EpisodeSummary:
     """Summarises a record; missing fields are never an error."""
-    turns = [turn for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
+    turns = mappings(record.get("turns"))
     versions = [int(span[0]) for turn in turns for span in spans_of(turn)]
-    metadata = record.get("metadata")
-    attempt = record.get("attempt") or (metadata.get("attempt") if isinstance(metadata, Mapping) else None)
+    attempt = record.get("attempt") or as_mapping(record.get("metadata")).get("attempt")
     slot = record.get("slot")
     return EpisodeSummary(
         line=line,
@@ -71,7 +74,7 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
         reward=known(record.get("reward")),
         advantage=known(record.get("advantage")),
         turns=len(turns),
-        tokens=sum(len(_list(turn.get("output_ids"))) for turn in turns),
+        tokens=sum(len(as_list(turn.get("output_ids"))) for turn in turns),
         undelivered=sum(not turn.get("delivered", True) for turn in turns),
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
@@ -85,12 +88,8 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
 
 def spans_of(turn: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Returns the version spans of a turn as (version, start, end); skips invalid ones."""
-    spans = [span for span in _list(turn.get("version_spans")) if isinstance(span, list) and len(span) == 3]
+    spans = [span for span in as_list(turn.get("version_spans")) if isinstance(span, list) and len(span) == 3]
     return [(span[0], span[1], span[2]) for span in spans if all(type(part) is int for part in span)]
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def in_slot_order(members: Sequence[EpisodeSummary]) -> list[EpisodeSummary]:

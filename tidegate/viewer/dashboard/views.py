@@ -1,26 +1,30 @@
-"""Data of the page's requests. All texts are safe to print, and only charts contain markup."""
+"""Data of the page's requests. All texts are safe to print, and only charts contain markup.
+
+The parameters of a view after `run` are those of its request.
+"""
 
 from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
 
-from tidegate.viewer.chart import Chart
+from fastapi import Query
+
 from tidegate.viewer.dashboard import episode
-from tidegate.viewer.dashboard.errors import NotFound
-from tidegate.viewer.dashboard.eval_results import eval_results
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, in_slot_order
+from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
 from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
-from tidegate.viewer.run_files import Row
+from tidegate.viewer.run_files import Row, eval_results
 
 Wire = dict[str, Any]
+Number = Annotated[int, Query(ge=0, lt=2**53)]
+Most = Annotated[int, Query(ge=1, le=1000)]
+Tokens = Annotated[int, Query(ge=1, le=20_000)]
 
 STEP_COLUMNS = {
     "step": "step",
@@ -67,16 +71,15 @@ def overview(run: FollowedRun) -> Wire:
 def _overview(run: FollowedRun) -> Wire:
     files, counts = run.files, run.counts()
     curves = run.curves()
-    reward = reward_chart(curves)
     bound = staleness_bound(files.settings.get("trainer", {}))
     return {
         "opening": opening(files),
         "banners": [printable(text) for text in (*banners(files, counts, progress=False), *run.remarks())],
-        "scores": [asdict(score) for score in scores(files)],
-        "tiles": [asdict(tile) for tile in tiles(files, counts)],
-        "reward": None if reward is None else _chart(reward),
-        "charts": [_chart(chart) for chart in main_charts(curves, bound)],
-        "health": [_chart(chart) for chart in health_charts(curves)],
+        "scores": scores(files),
+        "tiles": list(tiles(files, counts)),
+        "reward": reward_chart(curves),
+        "charts": main_charts(curves, bound),
+        "health": health_charts(curves),
         "books": None
         if counts is None
         else {
@@ -90,18 +93,7 @@ def _overview(run: FollowedRun) -> Wire:
     }
 
 
-def _chart(chart: Chart) -> Wire:
-    """Returns a chart; `svg` is generated markup, `data` the values for tooltips, as JSON."""
-    return {
-        "title": chart.title,
-        "note": chart.note,
-        "svg": str(chart.svg),
-        "legend": chart.legend,
-        "data": chart.data,
-    }
-
-
-def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
+def steps(run: FollowedRun, before: Number | None = None, most: Most = 200) -> Wire:
     """Returns the steps below `before`, the newest first."""
     run.refresh()
     with run.lock:
@@ -109,7 +101,8 @@ def steps(run: FollowedRun, before: int | None, most: int) -> Wire:
         end = len(rows) if before is None else _at(rows, before)
         shown = [row for row in reversed(rows[max(0, end - most) : end]) if row["step"] >= 1]
         more = bool(shown) and shown[-1]["step"] > 1 and end - most > 0
-        return {"steps": [_step_row(row) for row in shown], "more": more}
+        columns = [{name: row.get(key) for name, key in STEP_COLUMNS.items()} for row in shown]
+        return {"steps": columns, "more": more}
 
 
 def _at(rows: Sequence[Row], step: int) -> int:
@@ -117,24 +110,20 @@ def _at(rows: Sequence[Row], step: int) -> int:
     return bisect.bisect_left(rows, float(step), key=lambda row: row["step"])
 
 
-def _step_row(row: Row) -> Wire:
-    return {name: row.get(key) for name, key in STEP_COLUMNS.items()}
-
-
-def step(run: FollowedRun, number: int) -> Wire:
+def step(run: FollowedRun, step: Number) -> Wire:
     """Returns a step's metrics and its neighbours; raises NotFound if the run has not taken it."""
     run.refresh()
     with run.lock:
         rows = run.files.rows
-        at = _at(rows, number)
-        row = rows[at] if at < len(rows) and rows[at]["step"] == number else None
+        at = _at(rows, step)
+        row = rows[at] if at < len(rows) and rows[at]["step"] == step else None
         before = [int(row["step"]) for row in rows[max(0, at - 1) : at] if row["step"] >= 1]
         after = [int(row["step"]) for row in rows[at + (row is not None) :][:1]]
-    written = number in run.records.numbers("step")
+    written = step in run.records.numbers("step")
     if row is None and not written:
-        raise NotFound(f"the run has not taken step {number}")
+        raise NotFound(f"the run has not taken step {step}")
     return {
-        "step": number,
+        "step": step,
         "metrics": row,
         "before": before[0] if before else None,
         "after": after[0] if after else None,
@@ -142,16 +131,18 @@ def step(run: FollowedRun, number: int) -> Wire:
     }
 
 
-def groups(run: FollowedRun, number: int, which: str | None, start: int, most: int) -> Wire:
+def groups(
+    run: FollowedRun, step: Number, state: str | None = None, start: Number = 0, most: Most = 200
+) -> Wire:
     """Returns a step's groups: those trained on, then those dropped while its batch was assembled."""
     run.refresh()
-    file = run.records.file("step", number)
+    file = run.records.file("step", step)
     counts: dict[str, int] = {}
     selected = []
     for group_id, members in file.groups.items():
         ended = run.state_of(members[0])
         counts[ended] = counts.get(ended, 0) + 1
-        if which in (None, ended):
+        if state in (None, ended):
             selected.append((group_id, ended, members))
     page = selected[start : start + most]
     return {
@@ -187,20 +178,20 @@ def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def group(run: FollowedRun, number: int, group_id: str) -> Wire:
+def group(run: FollowedRun, step: Number, id: str) -> Wire:
     """Returns a group with its members, its ledger entry and its neighbours in the file."""
     run.refresh()
-    file = run.records.file("step", number)
-    members = file.group(group_id)
+    file = run.records.file("step", step)
+    members = file.group(id)
     ended = run.state_of(members[0])
     names = list(file.groups)
-    at = names.index(group_id)
+    at = names.index(id)
     with run.lock:
-        entry = group_to_wire(run.ledger, group_id)
+        entry = group_to_wire(run.ledger, id)
         if entry is not None:
-            entry["replaced_by"] = replaced_by(run.ledger, group_id)
+            entry["replaced_by"] = replaced_by(run.ledger, id)
     return {
-        **_group_row(run, group_id, ended, members),
+        **_group_row(run, id, ended, members),
         "members": [member.to_wire() for member in members],
         "ledger": entry,
         "before": names[at - 1] if at else None,
@@ -208,16 +199,23 @@ def group(run: FollowedRun, number: int, group_id: str) -> Wire:
     }
 
 
-def one_episode(run: FollowedRun, kind: Kind, number: int, line: int, budget: int) -> Wire:
+def one_episode(run: FollowedRun, kind: Kind, line: Number, step: Number = 0, budget: Tokens = 4000) -> Wire:
     run.refresh()
-    summary, record = run.records.read(kind, number, line)
+    summary, record = run.records.read(kind, step, line)
     return episode.episode_to_wire(summary, record, run.state_of(summary), run.texts, budget)
 
 
 def more_tokens(
-    run: FollowedRun, kind: Kind, number: int, line: int, turn: int, part: episode.Part, start: int, most: int
+    run: FollowedRun,
+    kind: Kind,
+    line: Number,
+    turn: Number,
+    part: episode.Part,
+    start: Number,
+    step: Number = 0,
+    most: Tokens = 2000,
 ) -> Wire:
-    _, record = run.records.read(kind, number, line)
+    _, record = run.records.read(kind, step, line)
     return episode.tokens(episode.EpisodeTree(record), turn, part, run.texts, start, most)
 
 
@@ -250,15 +248,16 @@ def evaluations(run: FollowedRun) -> Wire:
 
 def compared(
     run: FollowedRun,
-    before: int,
-    after: int,
-    chosen: tuple[str, str],
-    task: str | None,
-    start: int,
-    most: int,
+    before: Number,
+    after: Number,
+    set: str = "",
+    mode: str = "sampled",
+    task: str | None = None,
+    start: Number = 0,
+    most: Most = 500,
 ) -> Wire:
     """Returns the problems (or only `task`) of a set and mode in two evaluations, largest gain first."""
-    first, last = _by_task(run, before, chosen), _by_task(run, after, chosen)
+    first, last = _by_task(run, before, set, mode), _by_task(run, after, set, mode)
     tasks = [(name, _gain(first.get(name), last.get(name))) for name in {**first, **last}]
     gains = [gain for _, gain in tasks if gain is not None]
     tasks.sort(key=lambda item: (item[1] is None, -(item[1] or 0.0)))
@@ -282,12 +281,11 @@ def _gain(before: EpisodeSummary | None, after: EpisodeSummary | None) -> float 
     return after.reward - before.reward
 
 
-def _by_task(run: FollowedRun, number: int, chosen: tuple[str, str]) -> dict[str, EpisodeSummary]:
+def _by_task(run: FollowedRun, number: int, eval_set: str, mode: str) -> dict[str, EpisodeSummary]:
     """Returns the first episode of each task."""
-    file: RecordFile = run.records.file("eval", number)
     episodes: dict[str, EpisodeSummary] = {}
-    for summary in file.summaries:
-        if (summary.eval_set, summary.mode) == chosen:
+    for summary in run.records.file("eval", number).summaries:
+        if (summary.eval_set, summary.mode) == (eval_set, mode):
             episodes.setdefault(summary.task, summary)
     return episodes
 
@@ -299,7 +297,7 @@ def _short(episode: EpisodeSummary | None) -> Wire | None:
     return {name: getattr(episode, name) for name in names}
 
 
-def failures(run: FollowedRun, start: int, most: int) -> Wire:
+def failures(run: FollowedRun, start: Number = 0, most: Most = 100) -> Wire:
     """Returns the failed episodes, newest first; none if the run has no such file."""
     run.refresh()
     try:
@@ -323,3 +321,11 @@ def settings(run: FollowedRun) -> Wire:
         "dir": printable(run.dir),
         "sections": [{"name": name, "rows": rows} for name, rows in shown_settings(run.files.settings)],
     }
+
+
+VIEWS: dict[str, Callable[..., Wire]] = {
+    "state": state, "overview": overview, "steps": steps, "step": step, "groups": groups, "group": group,
+    "evaluations": evaluations, "compared": compared, "failures": failures, "settings": settings,
+    "episode": one_episode, "tokens": more_tokens,
+}  # fmt: skip
+"""The views by the last part of their path."""
