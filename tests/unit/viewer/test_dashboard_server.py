@@ -450,7 +450,8 @@ def test_the_server_needs_no_torch(small: Path) -> None:
         "from tidegate.viewer.dashboard.run import FollowedRun\n"
         "from tidegate.viewer.dashboard import app, views\n"
         f"run = FollowedRun(Path({str(small)!r}))\n"
-        "assert views.one_episode(run, kind='step', line=0, step=1, budget=100)['turns'][0]['sampled_tokens']['texts']\n"
+        "shown = views.one_episode(run, kind='step', line=0, step=1, budget=100)\n"
+        "assert shown['turns'][0]['sampled_tokens']['texts']\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
