@@ -67,10 +67,11 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     turns = trajectory.turns
     by_turn = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
     advantages = {turn.index: value for turn, value in zip(turns, by_turn, strict=True)}
+    by_index = {turn.index: turn for turn in turns}
     parents = {turn.index: turn.parent for turn in turns}
     trainable = {turn.index for turn in turns if _trainable(turn)}
     return [
-        _row(trajectory, [turns[index] for index in path], own, advantages)
+        _row(trajectory, [by_index[index] for index in path], own, advantages)
         for path, own in training_sequences(parents, trainable)
     ]
 
