@@ -381,9 +381,10 @@ async def test_reloads_under_load_mix_no_indexes_and_lose_nothing() -> None:
             reloads = reloading(stand)
             for n in range(1, 5):
                 goal = len(seen) + 8
-                await eventually(lambda goal=goal: len(seen) >= goal)
+                await eventually(lambda goal=goal, n=n: len(seen) >= goal and f"{n - 1}." in seen)
                 assert await anext(reloads) == {"status": 200, "documents": 50 + n}
                 assert (await client.search("7"))[0].text.endswith(f"of {n}.")
+            await eventually(lambda: "4." in seen)
             await reloads.aclose()
             over.set()
             await asyncio.gather(*clients)

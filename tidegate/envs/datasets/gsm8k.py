@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from tidegate.envs.datasets.finite import Finite
 from tidegate.envs.datasets.prompts import Prompt
 from tidegate.envs.datasets.rows import DataRow, read_rows
-from tidegate.envs.grading import verl
-from tidegate.envs.grading.graders import GRADERS
+from tidegate.envs.grading.graders import GRADERS, first_hash
 from tidegate.envs.grading.math_verify import require_math_verify
 from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
@@ -76,7 +75,7 @@ class GSM8K(Finite):
 
     def _task(self, id: str, row: DataRow) -> Task:
         solution = row.text("answer")
-        answer = verl.strict(solution)
+        answer = first_hash(solution)
         if answer is None:
             raise row.error("'answer' has no line '#### number'")
         return Task(id, self.name, self._prompt.messages(row), answer, {"solution": solution})

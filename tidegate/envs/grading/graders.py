@@ -6,15 +6,20 @@ share), or `unparseable`, so that unparseable and wrong answers are counted sepa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tidegate.envs.grading import verl
 from tidegate.envs.grading.answers import EXTRACTORS, number, read_answer
 from tidegate.envs.grading.math_verify import verify
 from tidegate.envs.rewards import Grade, exact_answer
 from tidegate.errors import RewardError
+
+# verl's rules as first published (github.com/volcengine/verl, verl/utils/reward_score/gsm8k.py). Newer
+# versions read the last `####` of the last 300 characters.
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def exact_match(output: str | None, answer: Any) -> float:
@@ -42,13 +47,24 @@ def numeric(output: str | None, answer: Any) -> Grade:
 
 
 def verl_strict(output: str | None, answer: Any) -> Grade:
-    """verl's `strict`: the first `#### number`, compared as text."""
-    return _verl("verl_strict", verl.strict(output or ""), answer)
+    """verl's `strict`: the first `#### number`, compared as text, so `18.0` is not `18`."""
+    return _verl("verl_strict", first_hash(output or ""), answer)
 
 
 def verl_flexible(output: str | None, answer: Any) -> Grade:
-    """verl's `flexible`: the last number, compared as text."""
-    return _verl("verl_flexible", verl.flexible(output or ""), answer)
+    """verl's `flexible`: the last run of digits, dots and commas, compared as text.
+
+    A run that is a single dot counts only if there is no other run before it.
+    """
+    runs = _FLEXIBLE.findall(output or "")
+    last = next((run for run in reversed(runs) if run != "."), ".") if runs else None
+    return _verl("verl_flexible", last, answer)
+
+
+def first_hash(text: str) -> str | None:
+    """Returns the number after the first `#### `, without commas; None if there is none."""
+    match = _STRICT.search(text)
+    return None if match is None else match[1].replace(",", "")
 
 
 def math_verify(output: str | None, answer: Any) -> Grade:
@@ -92,10 +108,9 @@ def _gold(answer: Any) -> Fraction:
     text = str(answer)
     if type(answer) in (int, float):
         return Fraction(text)  # allows 1e-05, which is not read from a model's output
-    value = number(text)
-    if value is None:
-        parsed = read_answer(text)
-        if parsed is None:
-            raise RewardError(f"the answer {text[:80]!r} contains no number")
-        value = parsed.value
-    return value
+    if (value := number(text)) is not None:
+        return value
+    parsed = read_answer(text)
+    if parsed is None:
+        raise RewardError(f"the answer {text[:80]!r} contains no number")
+    return parsed.value

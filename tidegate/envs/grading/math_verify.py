@@ -1,23 +1,30 @@
 """Runs math-verify in a separate process, because parsing a model's output with sympy may never end.
 
 One process serves all threads, one comparison at a time. A comparison that exceeds its timeout is killed with
-the process, and the next one starts another. The process exits when its stdin closes.
+the process, and the next one starts another. The process exits when its stdin closes. It is this module as a
+program, which reads and writes lines of JSON:
+
+-> {"ready": true}
+<- {"output": TEXT, "answer": TEXT}
+-> {"parsed": BOOL, "equal": BOOL}, or {"error": TEXT}
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from typing import Any
 
 from tidegate.errors import ConfigError, RewardError
+from tidegate.service.parent_death import continue_at_parent_exit
 
 LIMIT_S = 10.0
 START_S = 60.0
@@ -59,7 +66,6 @@ class Verifier:
         self.starts = 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._replies: SimpleQueue[bytes] = SimpleQueue()
 
     def verify(self, output: str, answer: str) -> MathVerdict:
         with self._lock:
@@ -68,8 +74,8 @@ class Verifier:
             try:
                 process.stdin.write(json.dumps({"output": output, "answer": answer}).encode() + b"\n")
                 process.stdin.flush()
-                line = self._replies.get(timeout=self.limit_s)
-            except Empty:
+                line = _read_line(process, self.limit_s)
+            except TimeoutError:
                 self._end()
                 raise RewardError(f"math-verify took longer than {self.limit_s:g} s") from None
             except BrokenPipeError:
@@ -92,20 +98,15 @@ class Verifier:
         self._end()
         require_math_verify("this reward")
         self.starts += 1
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tidegate.envs.grading.math_verify_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        replies: SimpleQueue[bytes] = SimpleQueue()
-        threading.Thread(target=_read, args=(process, replies), daemon=True, name="math-verify").start()
-        self._process, self._replies = process, replies
+        command = [sys.executable, "-m", "tidegate.envs.grading.math_verify"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = process
         try:
-            greeting = replies.get(timeout=START_S)  # sent after its imports
-        except Empty:
+            ready = _read_line(process, START_S)  # sent after its imports
+        except TimeoutError:
             self._end()
             raise RewardError(f"math-verify was not ready after {START_S:g} s") from None
-        if not greeting:
+        if not ready:
             self._end()
             raise RewardError("math-verify could not be started; its process ended at once")
         return process
@@ -113,17 +114,42 @@ class Verifier:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+            self._process.communicate()
             self._process = None
 
 
-def _read(process: subprocess.Popen[bytes], replies: SimpleQueue[bytes]) -> None:
-    """Puts each line into the queue, and an empty one when the process has exited."""
+def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """Returns the next reply, empty if the process has exited. Raises TimeoutError."""
     assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            replies.put(line)
-    replies.put(b"")
+    readable = select.poll()  # takes any file descriptor, unlike `select`
+    readable.register(process.stdout, select.POLLIN)
+    if not readable.poll(limit_s * 1000):
+        raise TimeoutError
+    return process.stdout.readline()
+
+
+def main() -> None:
+    continue_at_parent_exit()
+    from math_verify import parse, verify
+
+    # The library's own output goes to stderr.
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def emit(reply: dict[str, Any]) -> None:
+        stdout.write(json.dumps(reply) + "\n")
+        stdout.flush()
+
+    emit({"ready": True})
+    for line in sys.stdin.buffer:
+        texts = json.loads(line)
+        try:
+            gold = parse(f"${texts['answer']}$")
+            output = parse(texts["output"])
+            emit({"parsed": bool(output), "equal": bool(output) and bool(verify(gold, output))})
+        except Exception as error:  # noqa: BLE001 - becomes the reward's error
+            emit({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()
