@@ -109,6 +109,12 @@ def _bounded_product(rng: Random) -> Numbers:
     return {"a": b * c + rng.randint(1, 60), "b": b, "c": c}
 
 
+def _discount(rng: Random) -> Numbers:
+    """(a - b) * c, with a above b."""
+    b, c = rng.randint(2, 15), rng.randint(2, 9)
+    return {"a": b + rng.randint(3, 40), "b": b, "c": c}
+
+
 TEMPLATES = (
     Template("give_away", "{N} has {a} {X} and finds {b} more. Then {N} gives {c} {X} to {M}. "
              "How many {X} does {N} have now?", "a + b - c",
@@ -137,8 +143,7 @@ TEMPLATES = (
     Template("repack", "{N} bakes {a} trays of {b} cookies and puts them in bags of {c}. "
              "How many bags does {N} need?", "a * b / c", _repack),
     Template("discount", "A ticket costs ${a}, but children pay ${b} less. "
-             "How much do {c} children pay?", "(a - b) * c",
-             lambda rng: _plus(_plain(b=(2, 15), c=(2, 9))(rng), "a", "b", rng.randint(3, 40))),
+             "How much do {c} children pay?", "(a - b) * c", _discount),
     Template("leak", "A tank holds {a} liters and loses {b} liters an hour. "
              "How many liters are in it after {c} hours?", "a - b * c", _bounded_product),
     Template("two_prices", "{N} buys {a} {X} at ${b} each and {c} {Y} at ${d} each. "
@@ -169,10 +174,6 @@ UNSEEN_TEMPLATES = (
              "How many {X} does {N} have now?", "a - b + c",
              _plain(a=(25, 99), b=(2, 20), c=(2, 60))),
 )  # fmt: skip
-
-
-def _plus(numbers: Numbers, letter: str, base: str, more: int) -> Numbers:
-    return {**numbers, letter: numbers[base] + more}
 
 
 def draw_problem(rng: Random, templates: Sequence[Template] = TEMPLATES) -> Problem:

@@ -57,11 +57,7 @@ class Environment(ABC):
         return [reward.name for reward in self.rewards]
 
     def score(
-        self,
-        task: Task,
-        trajectory: Trajectory | None,
-        output: str | None,
-        messages: Sequence[Message],
+        self, task: Task, trajectory: Trajectory | None, output: str | None, messages: Sequence[Message]
     ) -> Scored:
         """Scores one episode.
 

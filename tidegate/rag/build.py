@@ -198,7 +198,7 @@ class _Build:
 
 
 def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest | None:
-    """Returns the manifest if this index is already built and intact.
+    """Returns the manifest if this index is already built and intact; removes it if it is damaged.
 
     Raises ConfigError if there is another index and `replace` is not set.
     """
@@ -210,27 +210,22 @@ def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest 
         if plan.replace:
             return None
         raise
-    if manifest.generation == generation:
-        return _verify(manifest, plan.out, progress)
-    if plan.replace:
-        return None
-    raise ConfigError(
-        f"{plan.out} already holds another index ({manifest.documents:,} documents,"
-        f" {', '.join(manifest.modes)}): choose another --out, or replace the index with --replace"
-    )
-
-
-def _verify(manifest: Manifest, directory: Path, progress: BuildProgress) -> Manifest | None:
-    """Returns the manifest if its files are intact; otherwise removes them and returns None."""
+    if manifest.generation != generation:
+        if plan.replace:
+            return None
+        raise ConfigError(
+            f"{plan.out} already holds another index ({manifest.documents:,} documents,"
+            f" {', '.join(manifest.modes)}): choose another --out, or replace the index with --replace"
+        )
     try:
-        manifest.check_files(directory, full=True)
+        manifest.check_files(plan.out, full=True)
     except CorpusError as error:
         progress.print(f"{error}; it is now built again")
-        (directory / NAME).unlink()
-        if (directory / manifest.generation).is_dir():
-            shutil.rmtree(directory / manifest.generation)
+        (plan.out / NAME).unlink()
+        if (plan.out / generation).is_dir():
+            shutil.rmtree(plan.out / generation)
         return None
-    progress.print(f"{directory} is already built from the same files with the same settings")
+    progress.print(f"{plan.out} is already built from the same files with the same settings")
     return manifest
 
 

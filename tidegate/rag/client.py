@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 from urllib.parse import quote
 
@@ -24,9 +24,8 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from tidegate.errors import RetrievalError, RetrievalRefused, RetrievalUnavailable
+from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus.corpus import Document
-from tidegate.rag.endpoints import RagEndpoint, RagEndpoints
 
 RAG_KEY = "TIDEGATE_RAG_KEY"
 """Environment variable with the key of a retrieval server."""
@@ -39,17 +38,15 @@ SEARCH_S = 30.0
 _MAX_ID_BYTES = 16_384
 """Maximum bytes of an id in a URL; servers accept URLs of 64 kB."""
 _CONNECT_S = 5.0
+_FIRST_COOLDOWN_S, _MAX_COOLDOWN_S = 0.1, 5.0
 _MIN_ATTEMPT_S = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
+class SearchResult(Document):
     """A document found by a search. Scores are comparable within one search only; higher is better."""
 
-    id: str
-    title: str
-    text: str
     score: float
 
 
@@ -70,7 +67,7 @@ class SearchClient:
     def __init__(
         self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
     ) -> None:
-        self._servers = RagEndpoints([urls] if isinstance(urls, str) else urls)
+        self._servers = _Servers([urls] if isinstance(urls, str) else urls)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._timeout_s = timeout_s
         self._http: aiohttp.ClientSession | None = None
@@ -78,9 +75,7 @@ class SearchClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -163,14 +158,9 @@ class SearchClient:
                 last_error = str(error)
 
     async def _attempt(
-        self,
-        server: RagEndpoint,
-        method: str,
-        path: str,
-        body: bytes | None,
-        read: Callable[[Any], T],
+        self, server: _Server, method: str, path: str, body: bytes | None, read: Callable[[Any], T],
         limit_s: float,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Makes one call to one server and records whether it succeeded."""
         began = time.monotonic()
         server.busy += 1
@@ -210,6 +200,56 @@ class SearchClient:
             if response.status >= 400:
                 raise _error(response.status, content)
             return orjson.loads(content)
+
+
+@dataclass(slots=True)
+class _Server:
+    """One server; times are in seconds on the caller's clock."""
+
+    url: str
+    busy: int = 0
+    """Calls in progress."""
+    failures: int = 0
+    """Consecutive failures."""
+    cooldown_until: float = 0.0
+
+    def succeeded(self) -> None:
+        self.failures, self.cooldown_until = 0, 0.0
+
+    def failed(self, began: float, now: float) -> None:
+        """Records the failure of a call that began at `began`; the cooldown doubles with each failure.
+
+        Calls that ran at the same time count as one failure.
+        """
+        if began < self.cooldown_until:
+            return
+        self.failures += 1
+        longest = min(_MAX_COOLDOWN_S, _FIRST_COOLDOWN_S * 2 ** (self.failures - 1))
+        self.cooldown_until = now + longest * random.uniform(0.5, 1.0)
+
+
+class _Servers:
+    """The servers of one client, at least one."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        if not urls:
+            raise ConfigError("a search client needs the URL of at least one server")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"{url!r} is not a retrieval server's URL: it must begin with http:// or https://"
+                )
+        self._servers = [_Server(url.rstrip("/")) for url in dict.fromkeys(urls)]
+
+    def next(self, now: float) -> tuple[_Server, float]:
+        """Returns the least busy server without a cooldown, and 0; or that with the shortest cooldown, and
+        the seconds to wait for it (with jitter, so that clients do not retry at the same time)."""
+        available = [server for server in self._servers if server.cooldown_until <= now]
+        if available:
+            least = min(server.busy for server in available)
+            return random.choice([server for server in available if server.busy == least]), 0.0
+        soonest = min(self._servers, key=lambda server: server.cooldown_until)
+        return soonest, (soonest.cooldown_until - now) * random.uniform(1.0, 1.5)
 
 
 def _check_text(text: str) -> None:

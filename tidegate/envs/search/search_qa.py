@@ -83,10 +83,7 @@ class SearchQA(Finite):
         else:
             train = self._of_world(make_world(seed, "train"), hops, seed)
             unseen = make_world(seed, "held_out")
-            held_out = {
-                "": self._of_world(unseen, 2, seed),
-                "three_hops": self._of_world(unseen, 3, seed),
-            }
+            held_out = {"": self._of_world(unseen, 2, seed), "three_hops": self._of_world(unseen, 3, seed)}
         self._set_tasks(train, held_out, seed)
 
     def gold_output(self, task: Task) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from tidegate.errors import ConfigError, RetrievalUnavailable
@@ -48,7 +48,8 @@ class BatchOptions:
 class _PendingQuery:
     query: Query
     arrived: float
-    waiters: set[asyncio.Future[Answer]] = field(default_factory=set)
+    answer: asyncio.Future[Answer]
+    callers: int = 0
 
 
 class QueryBatcher:
@@ -93,11 +94,11 @@ class QueryBatcher:
         Raises RetrievalUnavailable with the code `overloaded`, `deadline` or that of a failed search.
         """
         self._admit(len(queries))
-        pending = [(entry, self._join(entry)) for entry in map(self._entry, queries)]
+        pending = [self._join(query) for query in queries]
         self.waiting += len(pending)
         try:
             async with asyncio.timeout(self._options.deadline_s):
-                answers = [await future for _, future in pending]
+                answers = [await asyncio.shield(entry.answer) for entry in pending]
         except TimeoutError:
             raise RetrievalUnavailable(
                 f"no answer within {self._options.deadline_s:g} s; {self.waiting} queries are waiting",
@@ -105,8 +106,8 @@ class QueryBatcher:
             ) from None
         finally:
             self.waiting -= len(pending)
-            for entry, future in pending:
-                self._leave(entry, future)
+            for entry in pending:
+                self._leave(entry)
         results = []
         for answer in answers:
             if isinstance(answer, RetrievalUnavailable):
@@ -127,7 +128,8 @@ class QueryBatcher:
         await asyncio.gather(self._runner, return_exceptions=True)
         stopping = RetrievalUnavailable("the server is stopping", code="stopping")
         for entry in (*self._queued.values(), *self._running.values()):
-            _resolve(entry, stopping)
+            if not entry.answer.done():  # it is when the batcher is closed twice
+                entry.answer.set_result(stopping)
 
     # -- callers --------------------------------------------------------------------------------
 
@@ -140,27 +142,23 @@ class QueryBatcher:
                 code="overloaded",
             )
 
-    def _entry(self, query: Query) -> _PendingQuery:
+    def _join(self, query: Query) -> _PendingQuery:
         entry = self._running.get(query) or self._queued.get(query)
         if entry is not None:
             self._metrics.joined_queries += 1
-            return entry
-        entry = self._queued[query] = _PendingQuery(query, time.monotonic())
-        self._idle.clear()
-        self._arrived.set()
-        if len(self._queued) >= self._options.max_batch:
-            self._full.set()
+        else:
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            entry = self._queued[query] = _PendingQuery(query, time.monotonic(), answer)
+            self._idle.clear()
+            self._arrived.set()
+            if len(self._queued) >= self._options.max_batch:
+                self._full.set()
+        entry.callers += 1
         return entry
 
-    def _join(self, entry: _PendingQuery) -> asyncio.Future[Answer]:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        entry.waiters.add(future)
-        return future
-
-    def _leave(self, entry: _PendingQuery, future: asyncio.Future[Answer]) -> None:
-        future.cancel()
-        entry.waiters.discard(future)
-        if not entry.waiters and self._queued.get(entry.query) is entry:
+    def _leave(self, entry: _PendingQuery) -> None:
+        entry.callers -= 1
+        if not entry.callers and self._queued.get(entry.query) is entry:
             del self._queued[entry.query]
             self._metrics.dropped_queries += 1
             self._update_idle()
@@ -211,11 +209,5 @@ class QueryBatcher:
         self.running_since = None
         for entry, answer in zip(batch, answers, strict=True):
             del self._running[entry.query]
-            _resolve(entry, answer)
+            entry.answer.set_result(answer)
         self._update_idle()
-
-
-def _resolve(entry: _PendingQuery, answer: Answer) -> None:
-    for future in entry.waiters:
-        if not future.done():
-            future.set_result(answer)

@@ -91,15 +91,11 @@ def _search_r1_writer(payload: Mapping[str, Any]) -> Write:
     if not isinstance(scored, bool):
         raise RetrievalRefused(f"return_scores must be true or false, not {scored!r:.50}")
 
-    def write(results: list[list[SearchResult]]) -> dict[str, Any]:
-        return {"result": [[_search_r1_result(result, scored) for result in rows] for rows in results]}
+    def formatted(result: SearchResult) -> dict[str, Any]:
+        document = {"id": result.id, "contents": _contents(result)}
+        return {"document": document, "score": result.score} if scored else document
 
-    return write
-
-
-def _search_r1_result(result: SearchResult, scored: bool) -> dict[str, Any]:
-    document = {"id": result.id, "contents": _contents(result)}
-    return {"document": document, "score": result.score} if scored else document
+    return lambda results: {"result": [list(map(formatted, rows)) for rows in results]}
 
 
 def _rllm_reply(query: str, method: str, rows: list[SearchResult]) -> dict[str, Any]:
