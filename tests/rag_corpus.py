@@ -1,4 +1,4 @@
-"""Small corpora and their indices, for tests."""
+"""Small corpora and their indexes, for tests."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ async def test_light_and_dark(port: int, url: str) -> None:
         assert await page.look(paper) == light
 
 
-async def test_a_run_that_goes_on_is_seen_going_on(port: int, tmp_path: Path) -> None:
+async def test_a_running_run_updates_live(port: int, tmp_path: Path) -> None:
     run = write_dashboard_run(tmp_path / "run")
     with viewed(run.dir, tmp_path) as url:
         async with chromium.page(port) as page:
@@ -277,7 +277,7 @@ async def test_a_run_that_goes_on_is_seen_going_on(port: int, tmp_path: Path) ->
             clean(page, url)
 
 
-async def test_a_server_that_is_gone_is_told(port: int, tmp_path: Path) -> None:
+async def test_the_page_reports_that_its_server_is_gone(port: int, tmp_path: Path) -> None:
     run = write_dashboard_run(tmp_path / "run")
     async with chromium.page(port) as page:
         with viewed(run.dir, tmp_path) as url:

@@ -34,7 +34,7 @@ def test_a_small_run_of_the_search_demo(tmp_path: Path) -> None:
     assert gone(server["pid"])
 
 
-def test_settings_that_will_not_do_are_told_before_anything_starts(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
     command = [sys.executable, "examples/demo_search/demo.py", f"--run.dir={tmp_path}", "--agent.optoins.k=2"]
     done = subprocess.run(command, cwd=REPO, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -32,7 +32,7 @@ def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> No
     assert max(line["logprob_max_error"] or 0 for line in metrics(tmp_path / "run")[1:]) < 1e-3
 
 
-def test_one_of_two_engines_is_killed_and_the_run_goes_on_with_both(tmp_path: Path) -> None:
+def test_one_of_two_engines_is_killed_and_the_run_continues_with_both(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(run_dir, "--engine.count=2", "--trainer.steps=1000") as run:
         run.until_step(3)
@@ -57,7 +57,7 @@ def sampled_by(run: TrainProcess, engine: str) -> int:
         return int(json.load(reply)["tokens_sampled"])
 
 
-def test_a_killed_gateway_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_gateway_restarts_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=8") as run:
         for step in (1, 4):

@@ -27,7 +27,7 @@ def other_rank(run: TrainProcess) -> int:
     return found[0]
 
 
-def test_two_ranks_train_and_the_run_goes_on_with_one(tmp_path: Path) -> None:
+def test_two_ranks_train_and_the_run_resumes_with_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "two"
     with training(run_dir, "--trainer.steps=3", TWO, SENT) as run:
         run.until_step(1)

@@ -27,7 +27,7 @@ def cluster() -> Iterator[RayCluster]:
         yield one
 
 
-def test_a_run_of_many_actors_loses_some_and_goes_on(cluster: RayCluster) -> None:
+def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> None:
     run_dir = cluster.runs / "many"
     arguments = [
         "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--engine.count=2",

@@ -23,7 +23,7 @@ def shards_of(front: int) -> dict[int, int]:
     return found
 
 
-def test_a_killed_shard_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_shard_restarts_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(run_dir, "--trainer.steps=5", "--eval.tasks=4", "--gateway.shards=2") as run:
         run.until_step(1)

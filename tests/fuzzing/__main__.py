@@ -1,4 +1,4 @@
-"""`python -m tests.fuzzing`: the fuzz by itself, in as many processes as wanted."""
+"""`python -m tests.fuzzing`: runs the fuzzer alone, in any number of processes."""
 
 from __future__ import annotations
 

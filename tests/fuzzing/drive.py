@@ -1,5 +1,5 @@
-"""Many stories against one gateway at a time; the first failure ends them, and is told so that it can be
-seen again."""
+"""Runs many sessions against one gateway at a time; stops at the first failure and prints how to reproduce
+it."""
 
 from __future__ import annotations
 

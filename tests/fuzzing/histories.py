@@ -1,4 +1,4 @@
-"""What clients do to their histories: spell them anew, edit them, mix them up."""
+"""Changes of histories that clients make: other spellings, edits, other orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values and texts that a careless or hostile client may send; the same for the same random stream."""
+"""Invalid and unusual values and texts, determined by the random stream."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ async def test_tool_calls_that_cannot_be_parsed(patient: Patient) -> None:
 
 
 @pytest.mark.slow
-async def test_tool_calls_that_nobody_reads(patient: Patient) -> None:
+async def test_tool_calls_that_no_parser_reads(patient: Patient) -> None:
     patient.settings["gateway"] = {"tool_parser": "none"}
     patient.says(CALL)
     found = await patient.examine()

@@ -1,4 +1,4 @@
-"""`tidegate eval` as a person runs it: gold answers, an endpoint, a run; real processes, nothing left."""
+"""`tidegate eval` as a command: gold answers, an endpoint, a run; real processes, none left over."""
 
 from __future__ import annotations
 

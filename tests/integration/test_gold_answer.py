@@ -1,4 +1,4 @@
-"""The gold answer of a task: in the run's trajectory files, and nowhere that an agent can read it."""
+"""The gold answer of a task is in the run's trajectory files, and nowhere that an agent can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine is held against SGLang, request by request: the same calls, shapes and spans.
+"""The embedded engine compared with SGLang, request by request: the same calls, shapes and spans.
 
 Every test runs against both. Where they are known to differ, the difference is stated in the test.
 """
@@ -122,7 +122,7 @@ async def test_half_of_the_weights_are_of_no_version(engine: Client, versions: l
     assert said == pytest.approx(recomputed(versions[1], [1, 2, 3], reply["output_ids"]), abs=1e-4)
 
 
-async def test_a_paused_request_waits_and_goes_on_with_the_same_tokens(engine: Client) -> None:
+async def test_a_paused_request_waits_and_continues_with_the_same_tokens(engine: Client) -> None:
     params = {"max_new_tokens": LONG, "ignore_eos": True, "temperature": 0}
     expected = (await engine.generate([4, 4], **params))["output_ids"]
     events = []

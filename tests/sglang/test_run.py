@@ -1,4 +1,4 @@
-"""The demo's agent learns through a SGLang server that the run started, whatever is killed."""
+"""The demo's agent learns with a SGLang server that the run started, in spite of killed processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_demo_learns_and_a_killed_server_comes_back(tmp_path: Path, python: 
     demo_learns_though_its_engine_is_killed(tmp_path / "run", through("sglang", python, ARGUMENTS))
 
 
-def test_the_server_ends_with_a_killed_run_which_goes_on(tmp_path: Path, python: str) -> None:
+def test_the_server_exits_with_a_killed_run_which_can_be_resumed(tmp_path: Path, python: str) -> None:
     engine_ends_with_a_killed_run_which_goes_on(tmp_path / "run", through("sglang", python, ARGUMENTS))
 
 

@@ -1,4 +1,4 @@
-"""What a server says of where it is can be called by others."""
+"""The address that a server announces can be reached by other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.service.address import WILDCARDS, reachable_address
 from tidegate.service.serve import Listen, bind, url_of
 
 
-def test_what_listens_everywhere_is_told_by_an_address_that_answers() -> None:
+def test_a_server_on_all_interfaces_announces_a_reachable_address() -> None:
     with bind(Listen("0.0.0.0")) as sock:
         sock.listen()
         url = urlsplit(url_of(sock))

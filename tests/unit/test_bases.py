@@ -1,4 +1,4 @@
-"""The bundled base models: each is small, and what its recipe makes."""
+"""The bundled base models are small, and equal what their recipes make."""
 
 from __future__ import annotations
 

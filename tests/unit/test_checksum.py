@@ -1,4 +1,4 @@
-"""The checksum of weights: the same for tensors and for files, and another one for whatever is wrong."""
+"""The checksum of weights: equal for tensors and files, different for any changed value."""
 
 from __future__ import annotations
 

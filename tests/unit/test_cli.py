@@ -1,4 +1,4 @@
-"""The command line: what it says of its servers, and of words that are mistyped."""
+"""The command line: announced addresses, and messages about mistyped words."""
 
 from __future__ import annotations
 

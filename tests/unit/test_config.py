@@ -1,4 +1,4 @@
-"""Settings: read, overridden, refused by name, written and read again."""
+"""Settings: reading, overrides, errors with names, and writing."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_vllm_takes_weights_from_files_only(tmp_path: Path) -> None:
         load_settings(file, [*vllm, "--trainer.publish_transport=broadcast"])
 
 
-def test_settings_that_differ_are_named_and_no_secret_is_told(tmp_path: Path) -> None:
+def test_settings_that_differ_are_named_without_secrets(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')
     one = load_settings(file, ["--gateway.admin_key=SECRET"])

@@ -1,5 +1,4 @@
-"""The doctor's checks that need no process: each finds the fault that was planted, and nothing where there
-is none."""
+"""The doctor's checks that need no process: each finds its planted fault, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ def test_what_a_template_does_to_a_history(tmp_path: Path, template: str, expect
     assert codes(model_findings(a_model(tmp_path, template))) == expected
 
 
-def test_what_is_exact_and_what_is_not_is_told_by_name_and_reason(tmp_path: Path) -> None:
+def test_exact_and_inexact_parts_are_named_with_the_reason(tmp_path: Path) -> None:
     told = {
         one.code: one.text for one in model_findings(a_model(tmp_path, "qwen3")) if one.check == "template"
     }

@@ -1,4 +1,4 @@
-"""`tidegate train --dry-run`: the memory plan's formulas against real models, and that nothing is touched."""
+"""`tidegate train --dry-run`: the memory plan's formulas against real models; nothing is changed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
         (False, {}, None),
     ],
 )
-def test_what_the_run_directory_holds_is_told(
+def test_the_content_of_the_run_directory_is_reported(
     tmp_path: Path, held: bool, how: dict[str, bool], said: str | None
 ) -> None:
     if held:

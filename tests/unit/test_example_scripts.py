@@ -1,4 +1,4 @@
-"""What the launch scripts of examples share, and how deep research's data is prepared."""
+"""Shared code of the examples' launch scripts, and the preparation of deep research's data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_started_server_is_waited_for_and_ends_with_the_script(tmp_path: Path)
         os.kill(pid, 0)
 
 
-def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     done = bash("start rag http://127.0.0.1:9/ sh -c 'echo no such index; exit 1'\necho on", tmp_path)
     assert done.returncode == 3
     assert done.stderr == "rag did not start; the end of its log:\nno such index\n"

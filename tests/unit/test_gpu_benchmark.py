@@ -1,4 +1,4 @@
-"""The GPU benchmark's parts, on the CPU: it is seldom run where it counts, and must work then."""
+"""The parts of the GPU benchmark, run on the CPU."""
 
 from __future__ import annotations
 

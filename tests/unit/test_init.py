@@ -1,4 +1,4 @@
-"""`tidegate init`: a project that is whole or not there, and touches nothing that exists."""
+"""`tidegate init` creates a complete project or none, and never changes existing files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_project_has_what_it_says(
     assert not any(one.is_symlink() for one in project.rglob("*"))
 
 
-def test_what_it_advises_can_be_run_where_it_is_told(
+def test_the_suggested_commands_can_be_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,7 +70,7 @@ def test_its_settings_agent_and_environment_load(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "name", ["", "1st", "-x", "_x", "a/b", "../a", "a b", "a.b", ".", "..", "é", "a\n", "x" * 65, "$(id)"]
 )
-def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is not a name for a project"):
         make_project(name, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What is said when a run is over."""
+"""Messages at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chaos benchmark reads from a run's files: nothing where all is well, and every fault by name."""
+"""The chaos benchmark's check of a run's files: no finding in a correct run, and each planted fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of /metrics, as Prometheus' own parser reads it."""
+"""The text of /metrics, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_server_counts_for_itself() -> None:
     assert values_of(exposition(metrics_of("tidegate_x", second)))[("seconds_count",)] == 0
 
 
-def test_processes_are_told_apart_by_a_label() -> None:
+def test_processes_are_distinguished_by_a_label() -> None:
     texts = {str(index): exposition([counter("tidegate_x_a", index, "")]).decode() for index in range(2)}
     text = exposition(merged(texts, "shard"))
     assert text.count(b"# TYPE tidegate_x_a_total counter") == 1

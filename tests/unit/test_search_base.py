@@ -1,4 +1,4 @@
-"""The search demo's base model: what it is taught, and what it cannot know of the held-out world."""
+"""The search demo's base model: its training data, and that none of it is of the held-out world."""
 
 from __future__ import annotations
 

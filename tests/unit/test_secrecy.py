@@ -1,4 +1,4 @@
-"""Secrets of processes: real ones, read by others of the same user and of another one."""
+"""Secrets of processes cannot be read by other processes of the same user or of another one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_process_that_is_shielded_is_read_by_no_other_of_its_user() -> None:
 
 @needs_linux
 @pytest.mark.parametrize("shards", [1, 2])
-async def test_a_runs_gateway_tells_its_key_and_options_to_nobody(opened: Path, shards: int) -> None:
+async def test_a_runs_gateway_keeps_its_key_and_options_secret(opened: Path, shards: int) -> None:
     model = make_model_dir(opened / "tiny")
     rows = opened / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1+2?", "answer": "3"}) + "\n")

@@ -1,4 +1,4 @@
-"""The simulator against what can be worked out by hand, and against the invariants of real runs."""
+"""The simulator against results worked out by hand, and against the invariants of real runs."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt_token_s", [0.0, 5e-4])
-def test_what_a_prompt_costs_everyone_is_told_from_what_a_reply_costs_itself(prompt_token_s: float) -> None:
+def test_the_cost_of_prompts_is_separated_from_that_of_replies(prompt_token_s: float) -> None:
     """All prompts are of one length, as a task's often are; 0.05 s of each reply are spent outside."""
     rng = random.Random(2)
     model = EngineModel(iteration_s=0.004, request_s=0.0002, prompt_token_s=prompt_token_s, slots=64)
@@ -223,7 +223,7 @@ def test_what_a_prompt_costs_everyone_is_told_from_what_a_reply_costs_itself(pro
     assert overhead == pytest.approx(0.05, abs=0.04)
 
 
-def test_replies_of_several_engines_are_told_from_those_of_one() -> None:
+def test_replies_of_several_engines_are_distinguished_from_those_of_one() -> None:
     """Two engines that the run started, each with one of every two requests that are alike."""
     rng = random.Random(3)
     model = EngineModel(iteration_s=0.004, request_s=0.0005, slots=64)

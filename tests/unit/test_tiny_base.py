@@ -1,4 +1,4 @@
-"""The tiny base model: what it is taught, and a template whose histories only ever grow."""
+"""The tiny base model: its training data, and a template in which each history extends the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of a person's own code comes first in what is told of an error."""
+"""In messages about an error, the line of the user's own code comes first."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_reward_that_raises_says_where(mine: Callable[[str], Any]) -> None:
         Reward("correct", mine("correct"))({"output": "text"})
 
 
-def test_of_an_error_in_libraries_alone_the_last_frames_are_told() -> None:
+def test_of_an_error_in_libraries_alone_the_last_frames_are_shown() -> None:
     error = ValueError("no frames at all")
     assert (own_frames(error), where(error), describe_error(error, 99)) == (
         [],

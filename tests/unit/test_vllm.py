@@ -1,4 +1,4 @@
-"""vLLM behind SGLang's protocol, as far as it needs no vLLM: files, words, refusals."""
+"""The adapter of vLLM to SGLang's protocol, without vLLM: files, replies, refusals."""
 
 from __future__ import annotations
 

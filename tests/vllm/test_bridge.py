@@ -1,4 +1,4 @@
-"""What only vLLM behind SGLang's protocol does: refusals of its own, and its end."""
+"""Behaviour that only vLLM's adapter has: its own refusals, and its end."""
 
 from __future__ import annotations
 

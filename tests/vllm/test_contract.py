@@ -1,4 +1,4 @@
-"""The embedded engine is held against vLLM behind SGLang's protocol: the same calls, shapes and refusals.
+"""The embedded engine compared with vLLM behind SGLang's protocol: the same calls, shapes and refusals.
 
 Every test runs against both. Where they are known to differ, the difference is stated in the test.
 """

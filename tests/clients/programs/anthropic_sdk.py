@@ -1,4 +1,4 @@
-"""An agent on the `anthropic` SDK. Its only argument says in which way."""
+"""An agent on the `anthropic` SDK. Its only argument selects the way of calling."""
 
 from __future__ import annotations
 

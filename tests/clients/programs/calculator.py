@@ -1,4 +1,4 @@
-"""The tool that all programs bring along, and the task that they were given."""
+"""The tool and the task that all client programs share."""
 
 from __future__ import annotations
 

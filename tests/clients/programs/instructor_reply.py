@@ -1,4 +1,4 @@
-"""A reply of a pydantic type through instructor, which asks again: `chat`, `responses` or `messages`."""
+"""A reply of a pydantic type through instructor, with its retries: `chat`, `responses` or `messages`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop on LiteLLM: `completion` (`chat`, `messages`) or `responses`; each reply goes back as it came."""
+"""A loop on LiteLLM: `completion` (`chat`, `messages`) or `responses`; replies are sent back unchanged."""
 
 from __future__ import annotations
 

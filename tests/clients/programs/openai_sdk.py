@@ -1,4 +1,4 @@
-"""An agent on the `openai` SDK; the same program runs on 2.x and 3.x. Its only argument says in which way."""
+"""An agent on the `openai` SDK, versions 2.x and 3.x. Its only argument selects the way of calling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs of agent frameworks share: a dialect, `whole` or `stream`, a tool and a report."""
+"""Shared parts of the agent frameworks' programs: a dialect, `whole` or `stream`, a tool and a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a well-meaning client says in each dialect, and what it reads in an answer."""
+"""Valid requests in each dialect, and how a client reads the replies."""
 
 from tests.fuzzing.dialects.base import Dialect
 from tests.fuzzing.dialects.chat import Chat

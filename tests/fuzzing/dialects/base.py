@@ -1,4 +1,4 @@
-"""What the driver needs to know of a dialect."""
+"""Interface of a dialect for the fuzzer."""
 
 from __future__ import annotations
 

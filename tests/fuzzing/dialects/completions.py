@@ -1,4 +1,4 @@
-"""Completions: the history is pieces of one text, or of one list of ids."""
+"""Completions: the history is parts of one text, or of one list of ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Driving a scheduler turn by turn, and the plain model's word on what it gave."""
+"""Runs a scheduler step by step, and computes the plain model's logprobs of its replies."""
 
 from __future__ import annotations
 

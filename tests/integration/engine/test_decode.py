@@ -1,4 +1,4 @@
-"""A decode step reads from the device once."""
+"""A decode step copies from the device once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine samples is what the plain model gives: ids, logprobs, versions."""
+"""The engine's samples agree with the plain model: ids, logprobs, versions."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_draws_follow_the_distribution(loaded: tuple[Model, Any]) -> None:
     assert deviation.max() < 5
 
 
-def test_a_retracted_request_goes_on_with_the_same_tokens(loaded: tuple[Model, Any]) -> None:
+def test_a_retracted_request_continues_with_the_same_tokens(loaded: tuple[Model, Any]) -> None:
     model, plain = loaded
     undisturbed = Driver(model)
     expected = [undisturbed.submit(p, max_new_tokens=40, sampling_seed=i) for i, p in enumerate(prompts(12))]
@@ -132,7 +132,9 @@ def test_a_retracted_request_goes_on_with_the_same_tokens(loaded: tuple[Model, A
     assert max(worst_error(plain, g) for g in got) < TOLERANCE
 
 
-def test_frozen_in_place_goes_on_with_the_same_tokens_and_cache(loaded: tuple[Model, Any]) -> None:
+def test_a_request_frozen_in_place_continues_with_the_same_tokens_and_cache(
+    loaded: tuple[Model, Any],
+) -> None:
     model, _ = loaded
     undisturbed = Driver(model)
     expected = undisturbed.submit([1, 2, 3], max_new_tokens=20, sampling_seed=4)

@@ -125,7 +125,7 @@ async def test_replies_follow_other_grammars(client: Client, kind: str, text: st
         assert reply["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-async def test_logprobs_under_a_grammar_are_of_what_it_allows_and_forced_tokens_are_told(
+async def test_logprobs_under_a_grammar_are_over_allowed_tokens_and_forced_ones_are_reported(
     client: Client, parts: tuple[EngineOptions, Model, TokenDecoder, Any]
 ) -> None:
     plain = parts[3]
@@ -144,7 +144,7 @@ async def test_logprobs_under_a_grammar_are_of_what_it_allows_and_forced_tokens_
     assert abs(float(expected) - logprobs[digit]) < 1e-4
 
 
-async def test_a_grammar_goes_on_where_it_was_after_a_retraction(client: Client) -> None:
+async def test_a_grammar_keeps_its_state_after_a_retraction(client: Client) -> None:
     params = {"regex": r"[a-z]{200}", "sampling_seed": 3, "max_new_tokens": 300}
     undisturbed = await client.generate([1, 2], **params)
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""Starting and ending: clear sentences for what cannot be served, and no process left behind."""
+"""Start and end of the engine: clear errors for models it cannot serve, and no leftover process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the gateway with a real SDK share: a stage, a session's client, its record."""
+"""Shared parts of the tests of the gateway with a real SDK: fixtures, a session's client, its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: keys first, bounds in size and time everywhere, and large ones that stop nobody else."""
+"""Request bodies: the key is checked first, size and time are limited, large ones do not block others."""
 
 from __future__ import annotations
 

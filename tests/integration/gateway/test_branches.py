@@ -1,4 +1,4 @@
-"""Chat histories that are no continuation of what was recorded: branches, with their reason."""
+"""Chat histories that do not continue the recorded turns become branches, with their reason."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ async def test_logprobs_come_with_a_stream_s_end(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kept", [True, False])
-async def test_reasoning_is_told_apart_and_may_be_left_out_of_histories(
+async def test_reasoning_is_separate_and_may_be_omitted_from_histories(
     stage: Stage, stream: bool, kept: bool
 ) -> None:
     access, llm = await opened(stage)

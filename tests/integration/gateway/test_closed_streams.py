@@ -1,4 +1,4 @@
-"""Streams that their clients close: what was delivered is a turn, extended where it is quoted."""
+"""Streams that clients close: the delivered part is a turn, which a history with that part extends."""
 
 from __future__ import annotations
 

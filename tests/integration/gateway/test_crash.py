@@ -1,4 +1,4 @@
-"""What a gateway makes of the moments before it was killed, and of a journal that cannot be written.
+"""Recovery of a gateway after a kill at different moments, and a journal that cannot be written.
 
 A kill is a copy of the journal's files: `kill -9` leaves just what was handed to the operating system.
 """

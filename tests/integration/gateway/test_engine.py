@@ -1,4 +1,4 @@
-"""The gateway before the real embedded engine: weights change in the middle of a turn."""
+"""The gateway with the real embedded engine: weights change in the middle of a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine refuses of an agent's wishes is a refusal by name, and no failure of the engine's."""
+"""Requests that the engine refuses get an error with the cause, which does not count as its failure."""
 
 from __future__ import annotations
 

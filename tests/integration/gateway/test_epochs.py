@@ -1,4 +1,4 @@
-"""A trainer that dies and one that comes after it: what the gateway keeps for the second of the first."""
+"""A trainer exits and another one takes over: what the gateway keeps for the second one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway process killed with -9 at every place where it writes, while real clients ride through it."""
+"""A gateway process is killed with -9 at every write, while real clients retry their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that die, hang, fail and answer nonsense: the agent sees a slow answer or one clear error."""
+"""Engines that exit, hang, fail or return invalid data: agents get a late reply or one clear error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_failing_engine_is_a_slow_answer(stage: Stage, faults: list[Faul
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 1)
 
 
-async def test_a_dead_engine_that_comes_back_at_its_address_goes_on(stage: Stage) -> None:
+async def test_an_engine_that_restarts_at_its_address_is_used_again(stage: Stage) -> None:
     access, llm = await opened(stage)
     assert await ask(llm)
     await stage.engine.stop()

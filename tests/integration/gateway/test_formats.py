@@ -1,4 +1,4 @@
-"""Tool calls in the forms of several families, streamed through the gateway and sent back to it."""
+"""Tool calls in the formats of several model families, streamed by the gateway and sent back to it."""
 
 from __future__ import annotations
 

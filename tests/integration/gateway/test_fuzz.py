@@ -1,4 +1,4 @@
-"""Random bodies and histories: never a 5xx, never a reply unrecorded; and the driver sees planted faults."""
+"""Random bodies and histories: no 5xx, every reply is recorded; and the driver detects planted faults."""
 
 from __future__ import annotations
 

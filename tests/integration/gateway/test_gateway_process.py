@@ -1,4 +1,4 @@
-"""The gateway as a process, and a client that waits for it."""
+"""The gateway as a process, and a client that waits for its restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tidegate.gateway.options import GatewayOptions
 __all__ = ["rewarder", "stage"]
 
 
-async def test_the_client_says_who_did_not_answer() -> None:
+async def test_the_client_names_the_gateway_that_did_not_respond() -> None:
     async with GatewayClient("http://127.0.0.1:9", call_s=0.3) as client:
         with pytest.raises(GatewayError, match=r"127\.0\.0\.1:9"):
             await client.list_groups()

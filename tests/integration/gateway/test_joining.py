@@ -1,4 +1,4 @@
-"""Engines that join a gateway that a trainer leads: no call reaches one that it has not admitted."""
+"""Engines that join while a trainer controls the gateway get no calls before they are admitted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def until_version(stage: Stage, engine: FakeEngine) -> None:
     )
 
 
-async def test_without_a_trainer_who_joins_serves(stage: Stage) -> None:
+async def test_without_a_trainer_an_engine_that_joins_serves_at_once(stage: Stage) -> None:
     await stage.client.remove_engine(stage.engine.url)
     other = await another(stage)
     await stage.client.add_engine(other.url)
@@ -119,7 +119,7 @@ async def test_one_that_is_admitted_while_it_comes_back_serves(stage: Stage) -> 
     assert (await row(stage, stage.engine))["state"] == "healthy"
 
 
-async def test_who_joined_and_who_waits_outlives_the_gateway(tmp_path: Path) -> None:
+async def test_joined_and_waiting_engines_survive_a_restart_of_the_gateway(tmp_path: Path) -> None:
     options = GatewayOptions(model=make_model_dir(tmp_path / "tiny"), journal=tmp_path / "journal")
     first = Gateway(options)
     await first.start()

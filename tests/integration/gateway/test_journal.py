@@ -1,4 +1,4 @@
-"""A gateway that goes on where another one ended: the same sessions, turns, groups and leases."""
+"""A gateway that starts from another one's journal has its sessions, turns, groups and leases."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def essence(trajectory: Trajectory) -> dict[str, Any]:
     return trajectory.to_wire()
 
 
-async def test_a_session_goes_on_with_the_same_key(stage: Stage, model: Path, tmp_path: Path) -> None:
+async def test_a_session_continues_with_the_same_key(stage: Stage, model: Path, tmp_path: Path) -> None:
     access = await stage.client.open_session(
         task=TASK, group_id="g", slot=1, seed=7, metadata={"attempt": "a"}
     )

@@ -1,4 +1,4 @@
-"""An event loop that is late must not take a healthy engine for a broken one.
+"""A delayed event loop does not make the gateway quarantine a healthy engine.
 
 The engine answers in a thread of its own, as another process would; what is broken here is the loop.
 """

@@ -1,4 +1,4 @@
-"""What a session may use, what a line may hold, and what nobody may read in logs and errors."""
+"""Limits of sessions and of queues, and secrets that logs and errors must not contain."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ async def test_settings_that_change_nothing_are_accepted(stage: Stage) -> None:
     assert asked == plainly == less
 
 
-async def test_the_sdk_s_tool_loop_is_told_to_send_whole_histories(stage: Stage) -> None:
+async def test_the_sdks_tool_loop_gets_an_error_that_asks_for_whole_histories(stage: Stage) -> None:
     """Its runner asks for a history that is kept by the server first, and goes on without."""
     access, llm = await opened(stage)
 

@@ -1,4 +1,4 @@
-"""Arguments that are nested deeply: refused by name when sent, malformed when sampled."""
+"""Deeply nested arguments: refused with a clear error in requests, malformed in sampled calls."""
 
 from __future__ import annotations
 

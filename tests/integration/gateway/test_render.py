@@ -1,4 +1,4 @@
-"""Rendering within the gateway: what it says at its start, what it counts, and drift that is planted."""
+"""Rendering in the gateway: log lines at its start, counters, and detection of planted drift."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ async def test_another_session_s_response_is_not_found(stage: Stage) -> None:
     assert raised.value.code == "previous_response_not_found"
 
 
-async def test_a_silent_stream_is_kept_alive_and_its_failure_is_told(
+async def test_a_silent_stream_is_kept_alive_and_its_failure_is_reported(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)

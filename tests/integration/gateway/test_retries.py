@@ -1,4 +1,4 @@
-"""What is sent again, and what was never delivered: the raw HTTP that an SDK would send."""
+"""Retried and undelivered replies, with the raw HTTP that an SDK sends."""
 
 from __future__ import annotations
 

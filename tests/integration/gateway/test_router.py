@@ -1,4 +1,4 @@
-"""SGLang's own router before two embedded engines: it passes on what samples, and nothing that controls."""
+"""SGLang's own router in front of two embedded engines forwards generation, but no control calls."""
 
 from __future__ import annotations
 

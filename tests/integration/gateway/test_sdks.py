@@ -1,4 +1,4 @@
-"""The real SDKs, the gateway and the embedded engine with a model that really calls its tool."""
+"""The real SDKs, the gateway and the embedded engine with a model that calls its tool."""
 
 from __future__ import annotations
 

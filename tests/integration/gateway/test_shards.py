@@ -1,4 +1,4 @@
-"""A sharded gateway: a front, two shards, and clients that notice nothing of it.
+"""A sharded gateway, with a front and two shards, behaves like a single one.
 
 In the quick suite the front's shards are in this process; in the slow one they are processes of their own,
 as the command line starts them.
@@ -355,7 +355,7 @@ async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-async def test_a_front_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
+async def test_a_stopped_front_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "front.json", tmp_path / "tmp"
     place.mkdir()
     process = await asyncio.create_subprocess_exec(

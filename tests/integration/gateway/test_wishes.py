@@ -1,4 +1,4 @@
-"""What a chat request wishes of sampling and tools: honoured, overridden or refused by name."""
+"""Sampling parameters and tool settings of chat requests: applied, overridden or refused with their name."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def test_a_history_that_outgrew_the_context_truncates_and_a_first_prompt_d
     assert summary.outcome is Outcome.AGENT_ERROR
 
 
-async def test_an_agent_that_goes_on_with_a_shorter_history_completes(stage: Stage) -> None:
+async def test_an_agent_that_continues_with_a_shorter_history_completes(stage: Stage) -> None:
     await narrow(stage, 64)
     access, llm = await opened(stage)
     await llm.chat.completions.create(model="m", messages=ASK)

@@ -1,4 +1,4 @@
-"""Clients, before servers that fail as they are told to."""
+"""The client of retrieval servers, with servers that fail on command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with retrieval servers: no wrong document, no answer lost, and nobody else is harmed."""
+"""Faults of retrieval servers: no wrong document, no lost answer, and no effect on other requests."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ async def test_a_broken_index_is_refused_and_the_one_in_use_stays(
         assert [found.id for found in await client.search("ember")] == ["ember"]
 
 
-async def test_an_index_that_cannot_be_opened_at_first_is_told() -> None:
+async def test_an_index_that_cannot_be_opened_at_the_start_is_reported() -> None:
     told: list[str] = []
 
     def open_index(directory: Path, options: RagOptions) -> Any:
@@ -249,7 +249,7 @@ async def test_while_it_loads_it_is_alive_and_not_ready() -> None:
             assert response.status == 200
 
 
-async def test_disconnects_in_mid_batch_harm_nobody() -> None:
+async def test_disconnects_during_a_batch_do_not_affect_other_clients() -> None:
     index = FakeIndex()
     async with serving(index, k=1) as (url, retrieval), SearchClient(url) as client:
         index.gate.clear()

@@ -1,4 +1,4 @@
-"""The retrieval server's routes, as clients of ours and of peers call them."""
+"""The retrieval server's routes, in our format and in those of other projects."""
 
 from __future__ import annotations
 

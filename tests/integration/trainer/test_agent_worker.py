@@ -1,4 +1,4 @@
-"""The agents' process with its owner: real processes, agents that do the worst, and nothing left behind."""
+"""The agents' process and its owner: real processes, misbehaving agents, no leftovers."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_log_takes_so_much_and_no_more() -> None:
         ("DEADLY:x", StartError, "exited at start:\nlast words"),
     ],
 )
-async def test_an_agent_that_cannot_be_loaded_is_told_at_the_start(
+async def test_an_agent_that_cannot_be_loaded_is_reported_at_the_start(
     file: Path, tmp_path: Path, use: str, error: type[Exception], message: str
 ) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")

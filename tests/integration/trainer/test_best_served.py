@@ -1,4 +1,4 @@
-"""`tidegate engine --model …/checkpoints/best`: it serves the policy, as plain transformers has it."""
+"""`tidegate engine --model …/checkpoints/best` serves the same policy as plain transformers."""
 
 from __future__ import annotations
 

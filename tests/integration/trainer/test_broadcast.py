@@ -1,4 +1,4 @@
-"""Weights sent over a process group to the real engine: all of them or none, and files where it fails."""
+"""Weights sent over a process group to the real engine: complete or not at all, with files as fallback."""
 
 from __future__ import annotations
 

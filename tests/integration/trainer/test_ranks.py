@@ -1,4 +1,4 @@
-"""Several trainer ranks, as processes over gloo: the same as one, and never left waiting for each other."""
+"""Several trainer ranks, as processes over gloo: results equal those of one, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(base: Path, tmp
     assert apart(parameters(tmp_path / "same"), parameters(base)) == 0
 
 
-async def test_a_rank_that_dies_is_named_and_nobody_waits(base: Path, tmp_path: Path) -> None:
+async def test_a_rank_that_exits_is_named_and_no_other_rank_waits(base: Path, tmp_path: Path) -> None:
     async with opened(base, tmp_path) as (lead, ranks):
         process = ranks.processes[0]._process
         assert process is not None

@@ -1,4 +1,4 @@
-"""Agents: how they are found, functions as agents, and what a session gives them."""
+"""Agents: loading, functions as agents, and the attributes of a session."""
 
 from __future__ import annotations
 

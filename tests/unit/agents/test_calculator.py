@@ -1,4 +1,4 @@
-"""The calculator: exact, bounded, and nothing but ValueError whatever it is given."""
+"""The calculator: exact, bounded, and no exception except ValueError for any input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any program as an agent: what it is told, what is taken from it, and that nothing of it is left."""
+"""Any program as an agent: its environment, its output, and cleanup of its processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python(code: str, **env: str) -> CommandAgent:
     return CommandAgent([sys.executable, "-c", code], env)
 
 
-async def test_it_is_told_where_the_model_is_and_what_to_do() -> None:
+async def test_a_command_receives_the_endpoint_and_the_task() -> None:
     names = [
         "OPENAI_BASE_URL",
         "OPENAI_API_KEY",

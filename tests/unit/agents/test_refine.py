@@ -1,4 +1,4 @@
-"""The refine service: a second model with URLs of its own, least loaded first."""
+"""The refine service: a second model at its own URLs; calls go to the least loaded one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search agent: the real SDK against a scripted model, the real client against the real server's app."""
+"""The search agent, with the real SDK and a scripted model, the real retrieval client and server app."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_calls_are_made_at_the_same_time_and_a_failure_ends_the_others() -
     assert sorted(ended) == ["a", "c"]
 
 
-async def test_a_query_that_was_made_before_is_told_and_not_made_again() -> None:
+async def test_a_repeated_query_is_reported_and_not_sent_again() -> None:
     index = FakeIndex()
     twice = calls(("search", {"query": "7"}), ("search", {"query": " 7 "}))
     result, requests = await ask([twice, tool_call("search", {"query": "7"}), ANSWER], index)
@@ -180,7 +180,7 @@ async def test_a_number_as_an_argument_is_a_text() -> None:
     assert tool_texts(requests[1])[0].startswith("[d/7]")
 
 
-async def test_results_are_cut_to_what_is_left_of_the_context_and_a_full_one_is_told() -> None:
+async def test_results_are_cut_to_the_rest_of_the_context_and_a_full_one_is_reported() -> None:
     """The scripted model reports no usage, so that a token is four characters."""
 
     script = [tool_call("search", {"query": str(n)}) for n in range(9)]
@@ -224,7 +224,7 @@ async def test_a_retrieval_server_that_is_away_is_no_empty_result() -> None:
     ("path", "options", "code"),
     [("", {"api_key": "secret"}, "wrong_key"), ("/api", {}, "no_such_route"), ("", {"k": 2000}, None)],
 )
-async def test_a_mistake_in_the_options_ends_the_run_and_is_not_told_to_the_model(
+async def test_an_invalid_option_ends_the_run_and_is_not_sent_to_the_model(
     path: str, options: dict[str, Any], code: str | None
 ) -> None:
     """The model would be rewarded for what it did without a search that works."""
@@ -255,6 +255,6 @@ async def test_a_mistake_in_the_options_ends_the_run_and_is_not_told_to_the_mode
         ({"url": ["http://127.0.0.1:1"]}, "no option 'url'; did you mean 'urls'"),
     ],
 )
-def test_options_that_will_not_do_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_agent("search", options)

@@ -1,4 +1,4 @@
-"""A request, a pass, a step or the whole model fails: whose error it is."""
+"""Failures of a request, a pass, a step or the whole model: which requests get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill passes: whom they take together, how long one may be, and what may come between two."""
+"""Prefill passes: which prompts share one, how long one may be, and what runs between two."""
 
 from __future__ import annotations
 

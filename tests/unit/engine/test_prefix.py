@@ -1,4 +1,4 @@
-"""The prefix cache: what it finds, and what it forgets first."""
+"""The prefix cache: lookups, and the order of eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every refusal of `/generate` names what it refuses."""
+"""Each refusal of `/generate` names the invalid field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counter-based uniforms and what is drawn with them."""
+"""Counter-based uniform numbers, and the tokens drawn with them."""
 
 from __future__ import annotations
 

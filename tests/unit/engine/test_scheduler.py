@@ -1,4 +1,4 @@
-"""The scheduler: who is sampled, delivered, paused, aborted, and under which version."""
+"""The scheduler: sampling, delivery, pause, abort, and the version of each token."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_retracted_requests_come_back_before_those_that_waited(
     assert decoder.prefills == [[4] * 4, [6] * 4]
 
 
-def test_a_rid_in_use_is_refused_and_the_first_goes_on(scheduler: Scheduler) -> None:
+def test_a_rid_in_use_is_refused_and_the_first_request_continues(scheduler: Scheduler) -> None:
     first, second = generation([1, 2], 5, rid="a"), generation([1, 2], 5, rid="a")
     submit(scheduler, first, second)
     drain(scheduler, first, second)

@@ -1,4 +1,4 @@
-"""Weights are checked whole before the live model is touched."""
+"""New weights are checked completely before the served model is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a number is read from what a model wrote, and by which way."""
+"""Extraction of numbers from a model's output, and which extractor found each."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_number_by_itself() -> None:
 GIVEN = {"info": {}, "task": None, "messages": [], "trajectory": None}
 
 
-def test_unparseable_is_told_apart_from_wrong() -> None:
+def test_unparseable_and_wrong_answers_are_counted_separately() -> None:
     reward = Reward("numeric", numeric)
     right, wrong, none = (
         reward.grade({**GIVEN, "output": output, "answer": 18})

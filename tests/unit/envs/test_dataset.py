@@ -1,4 +1,4 @@
-"""One's own data as tasks: files, prompts, the held-out part, rewards by name, and rows that will not do."""
+"""The environment `dataset`: files, prompts, the held-out part, rewards by name, and invalid rows."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_rewards_by_name_with_weights(tmp_path: Path, data: str) -> None:
         ({"pth": "x"}, "no option 'pth'"),
     ],
 )
-def test_a_wrong_option_is_told(data: str, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_option_is_refused(data: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_environment("dataset", {"path": data, **options})
 

@@ -1,4 +1,4 @@
-"""The arithmetic environment and how environments are found."""
+"""The arithmetic environment, and loading of environments."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_scores_are_weighted_and_kept_apart() -> None:
     assert Two().names == ["length", "turns"]
 
 
-def test_a_raising_reward_is_told_by_name() -> None:
+def test_a_raising_reward_is_named() -> None:
     class Broken(Arithmetic):
         rewards = (Reward("broken", lambda output: 1 / 0),)
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_loaded_is_said_in_words(
         load_environment(use.replace("FILE", str(file)), options)
 
 
-def test_a_file_that_raises_is_told(tmp_path: Path) -> None:
+def test_a_file_that_raises_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("raise KeyError('lost')")
     with pytest.raises(ConfigError, match="cannot be loaded: KeyError"):

@@ -1,4 +1,4 @@
-"""GSM8K: its files, its gold answers, and verl's two ways of grading against a plain reference."""
+"""GSM8K: its files, its gold answers, and verl's two graders against a plain reference."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_how_the_answer_was_found_is_kept(data: Path) -> None:
         ({"prompt": "{question!r:>9} {0}"}, "braces must contain a column's name"),
     ],
 )
-def test_a_wrong_option_is_told(data: Path, options: dict, message: str) -> None:
+def test_an_invalid_option_is_refused(data: Path, options: dict, message: str) -> None:
     given = {"path": str(data), **options}
     if options.get("path") == "FILE":
         given["path"] = str(data / "test.jsonl")
@@ -264,7 +264,7 @@ def test_a_comparison_that_hangs_is_ended_and_the_next_one_is_served(judge: Veri
     assert judge.starts == 2
 
 
-def test_a_process_that_died_is_told_and_replaced(judge: Verifier) -> None:
+def test_a_process_that_exited_is_replaced(judge: Verifier) -> None:
     judge.verify("1", "1")
     assert judge._process is not None
     judge._process.kill()

@@ -1,4 +1,4 @@
-"""Several environments as one: shares, order, names, and that each part rewards its own tasks."""
+"""Mixtures of environments: shares, order, names, and rewards by the environment of each task."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_runs_metrics_are_reported_per_part() -> None:
         ([{"use": "mixture", "options": {"parts": [{"use": "arithmetic"}]}}], "a part cannot be a mixture"),
     ],
 )
-def test_a_wrong_setting_is_told(parts: list[Any], message: str) -> None:
+def test_an_invalid_setting_is_refused(parts: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_environment("mixture", {"parts": parts})
 

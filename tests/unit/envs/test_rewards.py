@@ -1,4 +1,4 @@
-"""Rewards: what they may ask for, what they may return, and how a number is read from an answer."""
+"""Rewards: their parameters and return values, and extraction of numbers from answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short answers are graded as SQuAD grades them, by hand-worked cases."""
+"""Grades of short answers by SQuAD's rules, in cases worked out by hand."""
 
 from __future__ import annotations
 

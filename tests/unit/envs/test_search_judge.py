@@ -1,4 +1,4 @@
-"""The judge: a second model over the real SDK, whose verdicts are kept and whose failures are no verdict."""
+"""The judge: a second model over the real SDK; verdicts are cached, failures are not."""
 
 from __future__ import annotations
 

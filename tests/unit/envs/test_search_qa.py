@@ -47,7 +47,7 @@ def test_the_gold_output_of_every_task_is_right() -> None:
             assert environment.score(task, None, f"<answer>{task.answer[0]}</answer>", []).reward == 0.0
 
 
-def test_every_grade_is_told_whichever_counts() -> None:
+def test_every_grade_is_a_metric_whichever_is_the_reward() -> None:
     task = Task("t", "search_qa", [], ["Barack Obama"], {"gold": {"d1": "", "d2": ""}})
     seen = [{"role": "tool", "content": "[d1] Obama\nA president."}]
     said = "<answer>president Obama</answer>"
@@ -152,7 +152,7 @@ def test_the_cipher_is_the_published_one() -> None:
         ({"question": " ", "answer": "x"}, "'question' is empty"),
     ],
 )
-def test_a_row_that_will_not_do_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     path = written(tmp_path / "q.jsonl", [{"question": "x", "answer": "y"}, row])
     with pytest.raises(ConfigError, match=f"line 2: {message}"):
         SearchQA(path=path, eval_path=path)

@@ -1,4 +1,4 @@
-"""The synthetic world: one fact a passage, no entity in two splits, one answer a question."""
+"""The synthetic world: one fact per passage, no entity in two splits, one answer per question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress lines of an evaluation where standard error is no terminal."""
+"""Progress lines of an evaluation when standard error is not a terminal."""
 
 from __future__ import annotations
 

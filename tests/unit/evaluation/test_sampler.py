@@ -1,4 +1,4 @@
-"""The sampler: bounded, in order, retries what is nobody's fault, gives up where nothing can succeed."""
+"""The sampler: bounded concurrency, order, retries of infrastructure failures, an end in an outage."""
 
 from __future__ import annotations
 

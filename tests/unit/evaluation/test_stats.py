@@ -1,4 +1,4 @@
-"""pass@k and intervals against plain references, and the numbers of a set."""
+"""pass@k and intervals against plain references, and the statistics of a set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_wilsons_interval_is_the_published_one() -> None:
     assert wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
 
 
-def test_which_interval_is_told() -> None:
+def test_the_kind_of_interval_is_stated() -> None:
     shares = estimate([1.0, 0.0, 1.0, 1.0])
     assert (shares.mean, shares.method, shares.tasks) == (0.75, "Wilson score interval", 4)
     means = estimate([0.5, 0.25, 1.0])

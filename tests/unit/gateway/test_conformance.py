@@ -1,4 +1,4 @@
-"""What is said of a template is what it does."""
+"""The conformance check of a chat template reports what the template does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_templates_that_write_replies_as_they_are_sampled_are_exact_throughout(n
         ("glm4", "a tool's result", "exact", ""),
     ],
 )
-def test_what_is_not_exact_is_told_with_the_reason(name: str, kind: str, verdict: str, why: str) -> None:
+def test_inexact_parts_are_reported_with_the_reason(name: str, kind: str, verdict: str, why: str) -> None:
     certificate = check_conformance(family_renderer(name, "tiny"))
     [found] = [one for one in certificate.results if one.kind == kind]
     assert (found.verdict, why in found.reason) == (verdict, True), found

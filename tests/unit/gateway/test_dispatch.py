@@ -1,4 +1,4 @@
-"""Seats, slots and lines: what moves when engines come and go, and who goes first."""
+"""Choice of engines and queues: what changes when engines join and leave, and the order of calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sits(pool: Dispatcher, seat: Affinity) -> EngineEndpoint:
 
 
 @given(NAMES)
-def test_who_leaves_gives_up_only_its_own_and_who_joins_takes_only_what_it_wins(names: set[str]) -> None:
+def test_an_engine_that_leaves_or_joins_moves_only_its_own_sessions(names: set[str]) -> None:
     gone = min(names)
     whole = dict.fromkeys(names, 0.0)
     rest = dict.fromkeys(names - {gone}, 0.0)
@@ -193,7 +193,7 @@ class Caller:
         await settled(lambda: len(self.served) > count or not more)
 
 
-async def test_a_hundred_parallel_calls_of_one_session_starve_nobody() -> None:
+async def test_a_hundred_parallel_calls_of_one_session_starve_no_other() -> None:
     caller = Caller(dispatch(engine("e", limit=4)))
     await caller.call(Affinity("greedy", "greedy"), 104)
     others = [Affinity(f"modest {number}", "x") for number in range(5)]
@@ -293,7 +293,7 @@ async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
         await first
 
 
-async def test_who_waited_without_an_engine_goes_before_who_came_when_it_was_back() -> None:
+async def test_calls_that_waited_for_an_engine_precede_later_ones() -> None:
     caller = Caller(dispatch())
     early = [Affinity(f"early {number}", "x") for number in range(4)]
     for seat in early:

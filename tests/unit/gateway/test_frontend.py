@@ -1,4 +1,4 @@
-"""The front of shards where a client leaves, or a shard does not answer, at the worst moment."""
+"""The front of a sharded gateway when a client disconnects or a shard does not respond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups under fenced leases: examples, and a state machine against a plain model."""
+"""Groups with fenced leases: examples, and a state machine against a plain model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_group_dropped_while_leased_may_still_be_acknowledged() -> None:
     assert await store.ack(1, one.lease_id, "stale") == []
 
 
-async def test_a_lease_that_reached_nobody_is_given_again() -> None:
+async def test_a_lease_that_was_not_delivered_is_given_again() -> None:
     store = new_store()
     await store.seal(group("a"))
     lost = await store.lease(1, 1, 0)

@@ -1,4 +1,4 @@
-"""What goes into the journal comes back: every field of a turn, and what bodies may bring."""
+"""Every field of a turn and of request bodies is the same after writing and reading the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large JSON in pieces: the same value as the library reads, and the same refusals."""
+"""Large JSON parsed in pieces: the same values and errors as from the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hermes tool calls: what is a call, what stays content, whatever pieces the text comes in."""
+"""Hermes tool calls: calls and content are the same however the text is divided into pieces."""
 
 from __future__ import annotations
 

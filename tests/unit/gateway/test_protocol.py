@@ -1,4 +1,4 @@
-"""The engine's replies, read strictly: what it does not attest is not made up."""
+"""Strict parsing of the engine's replies: missing values are errors and are not filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning told apart from the answer, whatever pieces the text comes in."""
+"""Reasoning and answer are separated, however the text is divided into pieces."""
 
 from __future__ import annotations
 

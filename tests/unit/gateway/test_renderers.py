@@ -1,4 +1,4 @@
-"""Beside the library `renderers`, written by hand for each family: the same follow-ups, the same calls."""
+"""Comparison with the library `renderers`: the same follow-up prompts and the same calls."""
 
 from __future__ import annotations
 

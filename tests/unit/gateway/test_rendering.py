@@ -1,4 +1,4 @@
-"""Follow-ups extend recorded ids exactly, in the words of the model's own template."""
+"""Follow-up prompts extend the recorded ids exactly, with the text of the model's own template."""
 
 from __future__ import annotations
 

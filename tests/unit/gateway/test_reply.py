@@ -1,4 +1,4 @@
-"""From ids to what a client reads: characters are never split, stop strings never shown."""
+"""From ids to the client's text: characters are never split, stop strings never included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: slow, raising, hanging, not a number, missing; each has its own end."""
+"""Rewards that are slow, raise, hang, are missing or not a number: the outcome of each."""
 
 from __future__ import annotations
 

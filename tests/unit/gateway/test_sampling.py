@@ -1,4 +1,4 @@
-"""Sampling: in training the session decides, in evaluation the agent may; budgets are never exceeded."""
+"""Sampling: the session's parameters in training, the agent's in evaluation; budgets are never exceeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bound below a prompt's tokens: never more than the prompt has, over random texts."""
+"""The lower bound of a prompt's tokens never exceeds their number, over random texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of tool calls: whole, malformed and streamed replies, and which form a template writes."""
+"""Tool-call formats: whole, malformed and streamed replies, and detection of a template's format."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_the_settings_refuse_an_unknown_form() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_a_forced_reply_begins_with_goes_on_to_a_call(form: str) -> None:
+def test_the_prefix_of_a_forced_reply_continues_to_a_call(form: str) -> None:
     known = FORMATS[form]
     use = ToolUse("required", "find")
     if known.forced is None:

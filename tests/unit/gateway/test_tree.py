@@ -1,4 +1,4 @@
-"""The tree: histories are matched by meaning, recorded ids are extended exactly, branches say why."""
+"""The tree: histories are matched by meaning, recorded ids are extended exactly, branches have a reason."""
 
 from __future__ import annotations
 

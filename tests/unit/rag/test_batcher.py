@@ -1,4 +1,4 @@
-"""Batches: what is computed together, what only once, and what not at all."""
+"""Batches of queries: grouping, shared computation of equal queries, dropped queries."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_a_deadline_ends_the_wait_and_drops_the_question() -> None:
     assert index.batches == [("0",), ("2",)]
 
 
-async def test_what_nobody_waits_for_is_not_computed() -> None:
+async def test_a_query_without_callers_is_not_computed() -> None:
     index = FakeIndex()
     async with batcher(index) as made:
         running = await busy(made, index)
@@ -175,7 +175,7 @@ async def test_a_question_that_makes_the_search_fail_fails_alone() -> None:
         assert await ask(made, "4") == ["d/4"]
 
 
-async def test_who_waits_when_it_ends_is_told() -> None:
+async def test_callers_that_wait_at_the_end_get_an_error() -> None:
     index = FakeIndex()
     async with batcher(index) as made:
         running = await busy(made, index)

@@ -1,4 +1,4 @@
-"""Builds: what a killed one has done is kept, and an index that was there before is there until the end."""
+"""Index builds: a killed build resumes, and an existing index stays until the new one is complete."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def contents(directory: Path) -> dict[str, str]:
         pytest.param("rag.index", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_build_goes_on_and_ends_as_one_that_was_not(
+def test_a_killed_build_resumes_with_the_same_result(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed, calm = tmp_path / "killed", tmp_path / "calm"
@@ -190,7 +190,7 @@ def test_the_corpus_hash_is_of_the_documents_not_of_their_form(tmp_path: Path) -
     assert len(hashes) == 2
 
 
-def test_a_place_or_a_number_of_threads_that_will_not_do_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_directory_or_number_of_threads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--threads 0"):
         build_quietly(plan_of(tmp_path, threads=0))
     (tmp_path / "index").write_text("a file")

@@ -1,4 +1,4 @@
-"""Answers that are kept, within their bytes."""
+"""The cache of search results, limited by bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora as people keep them: what is read of them, and what is refused."""
+"""Reading of corpora in several formats, and refusal of invalid rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_document_by_its_id(tmp_path: Path) -> None:
             corpus[row]
 
 
-def test_ids_that_share_a_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_with_the_same_hash_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (corpus_module, ingest_module):
         monkeypatch.setattr(module, "id_hash", lambda id: len(id))
     corpus = read(tmp_path, write_jsonl(tmp_path / "c.jsonl", passages(30)))
@@ -155,7 +155,7 @@ def test_ids_that_occur_twice_are_refused_with_both_places(tmp_path: Path) -> No
     ]
 
 
-def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     with pytest.raises(CorpusError, match="the source has no documents"):
         read(tmp_path, tmp_path / "empty.jsonl")

@@ -1,4 +1,4 @@
-"""Encoders: the hashing one, and sentence-transformers models with the prefixes they want."""
+"""Encoders: the hashing one, and sentence-transformers models with their prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of index: which is chosen, what it costs, what it finds, and how damage is noticed."""
+"""Vector index types: choice, size, recall, and detection of damaged files."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_another_model_under_the_same_name_is_refused(whole: Path) -> None:
         ('{"format": 2, "generation": "g"}', "format: Input should be 1"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused(whole: Path, tmp_path: Path, text: str, why: str) -> None:
+def test_an_invalid_manifest_is_refused(whole: Path, tmp_path: Path, text: str, why: str) -> None:
     directory, _ = copied(whole, tmp_path)
     (directory / NAME).write_text(text)
     with pytest.raises(CorpusError, match=rf"{why}.*build the index again"):

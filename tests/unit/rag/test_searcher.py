@@ -1,4 +1,4 @@
-"""Questions to passages, on an index that was built from a corpus."""
+"""Searches of an index that was built from a corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the learning side share: a tiny random model, rows, and random trees of turns.
+"""Fixtures for tests of training: a tiny random model, rows, and random trees of turns.
 
 What imports torch is imported where it is needed: most of these tests do without it.
 """

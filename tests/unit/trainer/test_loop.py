@@ -1,4 +1,4 @@
-"""The loop with scripted hands: what it waits for, and in which order things happen."""
+"""The training loop with scripted parts: what each step waits for, and the order of events."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_step_has_its_line_also_where_the_run_ends_before_the_next(tmp_p
     assert hands.lines[1]["reward/mean"] == 0.5
 
 
-async def test_a_step_has_its_line_also_where_the_gateway_cannot_be_told_of_it(tmp_path: Path) -> None:
+async def test_a_step_has_its_line_even_if_the_gateway_cannot_be_reached(tmp_path: Path) -> None:
     loop, hands, book = looped(tmp_path, steps=3)
     hands.ready.set()
 

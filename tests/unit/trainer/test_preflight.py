@@ -1,4 +1,4 @@
-"""What is refused of a run before anything of it is started or written."""
+"""Invalid runs are refused before anything is started or written."""
 
 from __future__ import annotations
 

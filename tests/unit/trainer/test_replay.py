@@ -1,4 +1,4 @@
-"""What cannot be replayed as it was is said before anything is loaded."""
+"""A replay that is not possible is refused before anything is loaded."""
 
 import json
 from pathlib import Path

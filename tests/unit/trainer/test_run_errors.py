@@ -1,4 +1,4 @@
-"""What a run says when the operating system refuses it something."""
+"""A run's error messages when the operating system refuses an operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Very long runs: fewer rows for the charts, the same however the run grew."""
+"""Very long runs: the charts get fewer rows, which do not depend on how the file grew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that grow are followed and never read twice; of a file of trajectories one record is read."""
+"""Growing files are read incrementally; of a trajectory file a single record is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single groups as the dashboard reads them from the ledger."""
+"""Groups as the dashboard reads them from the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's server: what it tells of a run, and what it refuses."""
+"""The dashboard's server: its data about a run, and the requests it refuses."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_run_that_grows_is_followed(growing: Writer) -> None:
         assert ask("state")["status"] == "ended"
 
 
-def test_a_run_that_goes_back_is_told_so(growing: Writer) -> None:
+def test_a_run_that_is_rolled_back_is_reported(growing: Writer) -> None:
     with client_of(growing.dir) as client:
         ask = asking(client)
         assert ask("groups", step=3)["groups"][0]["state"] == "stepped"

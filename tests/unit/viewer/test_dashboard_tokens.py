@@ -1,4 +1,4 @@
-"""Which tokens were trained, as the trainer has it; and what each of them says, as the tokenizer has it."""
+"""Which tokens were trained on, as in the trainer, and the text of each, as in the tokenizer."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_special_tokens_are_marked(model: Path) -> None:
     assert found.special == [0, 2]
 
 
-def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_without_a_tokenizer_ids_are_shown_with_the_reason(tmp_path: Path) -> None:
     texts = Texts(tmp_path, str(tmp_path / "gone"))
     assert texts.pieces([1, 2]) is None
     assert texts.problem is not None
@@ -153,7 +153,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_told(tmp_path: Path
     assert tokens(EpisodeTree(record), 0, "sampled", texts, 0, 10)["texts"] is None
 
 
-def test_a_broken_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     texts = Texts(tmp_path, str(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Episodes for people: the same problems before and after, chosen by a rule that is told."""
+"""The report's example episodes: the same tasks before and after training, chosen by a stated rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view: what it says, that it fits, and that it costs next to nothing."""
+"""The live view: its content, its size, and its low cost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_one_evaluation_is_not_shown_as_a_change() -> None:
     assert "→" not in next(line for line in drawn(board, 100).splitlines() if "held out" in line)
 
 
-def test_who_waits_for_whom_is_two_bars_in_proportion() -> None:
+def test_the_waits_of_trainer_and_rollout_are_two_bars_in_proportion() -> None:
     board = LiveState(10, 2, 0.0, info=dict(INFO))
     board.add_step(
         {"step": 1, "time/step": 2.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 5.0}, 1.0
@@ -286,7 +286,7 @@ def test_showing_a_run_needs_neither_torch_nor_matplotlib() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_news_after_the_end_is_still_told() -> None:
+def test_events_after_the_end_are_still_shown() -> None:
     terminal = Terminal()
     view = make_view(True, 1, 2, Console(file=terminal, force_terminal=True, _environ={"TERM": "xterm"}))
     view.started({**INFO, "resumed_from": 0})

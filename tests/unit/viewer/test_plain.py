@@ -1,4 +1,4 @@
-"""Plain lines: one a step, in columns, and a reader who goes away does not end the run."""
+"""Plain progress lines: one per step, in columns; a closed pipe does not end the run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_progress_speaks_seldom_and_at_the_end(view: PlainView, console: Console
     assert len(lines_of(console)) == 2
 
 
-def test_silence_is_broken_by_what_goes_on(view: PlainView, console: Console, clock: Clock) -> None:
+def test_long_waits_are_reported(view: PlainView, console: Console, clock: Clock) -> None:
     for _ in range(100):
         clock.now += 0.5
         view.state({"groups/live": 12.0, "groups/ready": 3.0, "tokens/sampled_total": clock.now * 100})
@@ -110,7 +110,7 @@ def test_text_from_elsewhere_stays_one_harmless_line(view: PlainView, console: C
     assert "\x1b" not in line
 
 
-def test_a_reader_who_goes_away_does_not_end_the_run(clock: Clock) -> None:
+def test_a_closed_pipe_does_not_end_the_run(clock: Clock) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", buffering=1) as file:

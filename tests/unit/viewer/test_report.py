@@ -1,4 +1,4 @@
-"""The report: one page that stands alone, tells the truth of what is there, and trusts no text."""
+"""The report: one self-contained page that agrees with the files and escapes all text."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_resumed_run_shows_what_stands(tmp_path: Path) -> None:
     assert "Training time 0:5" in page.text  # the two hours of standing still are not training
 
 
-def test_standing_still_is_told_by_the_ledger_too(tmp_path: Path) -> None:
+def test_a_standstill_is_shown_by_the_ledger_too(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=30)
     rows = metrics_of(run_dir)
     for row in rows[21:]:
@@ -326,7 +326,7 @@ def ending(name: str, state: str, kind: str = "group", **more: Any) -> Iterator[
     yield {"kind": kind, "event": "ended", "id": name, "state": state, "staleness": 1}
 
 
-def test_the_books_know_what_is_trained(tmp_path: Path) -> None:
+def test_the_ledger_knows_which_groups_are_trained(tmp_path: Path) -> None:
     """A stepped group is trained once a marker lies behind it; what a resumption went back over is not."""
     ledger = entries(
         {"kind": "run", "event": "started", "position": None},
@@ -375,7 +375,7 @@ def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> N
     assert (counts.groups, counts.attempts, counts.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
 
 
-def test_the_books_agree_with_the_audit(tmp_path: Path) -> None:
+def test_the_reports_ledger_agrees_with_the_audit(tmp_path: Path) -> None:
     from tidegate.trainer.ledger.audit import audit_run
 
     run_dir = write_run(tmp_path / "demo", steps=30)

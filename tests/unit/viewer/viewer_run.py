@@ -1,4 +1,4 @@
-"""A made-up run directory for tests of the viewer.
+"""An invented run directory for tests of the viewer.
 
 python tests/unit/viewer/viewer_run.py DIR   # writes one
 """

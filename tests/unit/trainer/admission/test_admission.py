@@ -1,4 +1,4 @@
-"""The admission core: gate, bound, failures, replacement. Every rule has a case that breaks without it."""
+"""The admission core: gate, bound, failures, replacement. Each rule has a test that fails without it."""
 
 from __future__ import annotations
 
@@ -466,7 +466,7 @@ def test_a_probe_whose_group_ends_makes_room_for_another_one() -> None:
     assert core.blocked_by() is None, "where nothing runs a new group is the probe"
 
 
-def test_what_fails_while_nothing_can_be_sampled_is_charged_to_nobody() -> None:
+def test_failures_while_no_engine_responds_are_not_charged() -> None:
     driver = Driver(max_attempts=1)
     core, group = driver.core, driver.start()
     one, other = core.start_attempt(group, 0), core.start_attempt(group, 1)

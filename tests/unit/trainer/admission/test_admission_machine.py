@@ -1,4 +1,4 @@
-"""Admission as a state machine: hypothesis chooses what happens next, and makes what breaks a rule short."""
+"""Admission as a state machine: hypothesis chooses the events, and shrinks those that break a rule."""
 
 from __future__ import annotations
 

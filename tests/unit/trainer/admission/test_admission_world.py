@@ -1,4 +1,4 @@
-"""The seeded driver over many worlds: no event order breaks the book or the bound."""
+"""The seeded driver over many simulated runs: no order of events breaks the ledger or the bound."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_world(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_world_of_outages_goes_on_and_blames_no_task(seed: int) -> None:
+def test_a_run_with_outages_continues_and_quarantines_no_task(seed: int) -> None:
     rules = Rules(2, 4, 2, 2, max_attempts=2, max_infra_attempts=3)
     world = World(rules, random.Random(seed), 0.5, 0.1, 0.001, 0.005)
     world.run(4_000)

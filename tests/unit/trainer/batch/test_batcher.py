@@ -1,4 +1,4 @@
-"""Batches before a scripted gateway: what is filtered, what is replaced, what the metrics say of it."""
+"""Assembly of batches with a scripted gateway: filtered and replaced groups, and their metrics."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advanta
 
 
 @pytest.mark.parametrize("dynamic_sampling", [True, False])
-async def test_the_share_of_groups_without_variance_is_told_either_way(
+async def test_the_share_of_groups_without_variance_is_recorded_either_way(
     dynamic_sampling: bool, tmp_path: Path
 ) -> None:
     batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=dynamic_sampling)

@@ -1,4 +1,4 @@
-"""Credit by episode and by turn, against sums written down plainly."""
+"""Credit by episode and by turn, against plain sums."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`checkpoints/best`: what is kept, what a crash leaves, what a resumed run knows; that it is the policy."""
+"""`checkpoints/best`: which is kept, after a crash and in a resumed run; its weights are the policy's."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_is_a_model_that_anyone_can_load(base, tmp_path):
     load(path)
 
 
-def test_no_checkpoint_is_none(tmp_path):
+def test_without_a_checkpoint_none_is_found(tmp_path):
     assert checkpoints.latest(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
     assert checkpoints.latest(tmp_path) is None

@@ -1,4 +1,4 @@
-"""A run on a cluster, as far as it needs no Ray: who sits where, what goes along, who runs an agent."""
+"""Runs on a cluster, without Ray: placement, environment variables, and where agents run."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Hearing(Silent):
         self.heard.append((what, done, total))
 
 
-def test_an_observer_elsewhere_hears_what_was_told_once_and_in_order() -> None:
+def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
     relay, hearing = ObserverRelay(), Hearing()
     relay.note("a")
     relay.progress("evaluation", 1, 2)
@@ -194,7 +194,7 @@ async def test_each_run_goes_to_the_process_that_has_the_fewest() -> None:
     assert all(member.closed for member in members)
 
 
-async def test_an_agent_that_one_process_cannot_load_is_told_as_such() -> None:
+async def test_an_agent_that_one_process_cannot_load_is_reported() -> None:
     class Failing(Member):
         async def open(self) -> None:
             raise StartError("no such agent")

@@ -1,4 +1,4 @@
-"""A cluster that is not there: one sentence, soon. Ray itself would wait for minutes."""
+"""A cluster that cannot be reached gives one clear error within seconds; Ray would wait for minutes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusal(cluster: str, kind: type[TidegateError] = StartError) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["ray://", ""])
-def test_where_nobody_answers_is_said(scheme: str, nobody: str, mute: str) -> None:
+def test_an_address_that_does_not_respond_is_reported(scheme: str, nobody: str, mute: str) -> None:
     assert "cannot connect" in refusal(scheme + nobody)
     assert "the server is not Ray, or does not respond within 0.3 s" in refusal(scheme + mute)
 

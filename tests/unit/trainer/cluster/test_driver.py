@@ -1,4 +1,4 @@
-"""The command's side of a run on a cluster, where the cluster goes."""
+"""The command that drives a run on a cluster, when the cluster is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drive(settings: Settings) -> int:
     return driver.drive("ray://head:10001", settings, make, Silent())
 
 
-def test_a_head_node_that_is_lost_behind_ray_s_client_is_told_in_a_sentence(
+def test_a_head_node_lost_behind_rays_client_gives_one_clear_message(
     settings: Settings, failing: dict[str, BaseException]
 ) -> None:
     """There nothing is a RayError, and what is to be ended cannot be told so."""
@@ -73,17 +73,13 @@ def test_a_cluster_that_is_gone_is_asked_for_nothing(
         drive(settings)
 
 
-def test_a_run_whose_actor_died_is_told_as_such(
-    settings: Settings, failing: dict[str, BaseException]
-) -> None:
+def test_a_run_whose_actor_died_is_reported(settings: Settings, failing: dict[str, BaseException]) -> None:
     failing["get"] = ActorDiedError()
     with pytest.raises(TrainingError, match=r"^the run was lost: .*--resume$"):
         drive(settings)
 
 
-def test_a_reader_who_went_away_is_no_lost_cluster(
-    settings: Settings, failing: dict[str, BaseException]
-) -> None:
+def test_a_closed_pipe_is_not_a_lost_cluster(settings: Settings, failing: dict[str, BaseException]) -> None:
     failing["get"] = BrokenPipeError()
     with pytest.raises(BrokenPipeError):
         drive(settings)

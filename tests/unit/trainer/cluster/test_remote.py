@@ -1,4 +1,4 @@
-"""Processes on other nodes as the run sees them, where the actor in between does not do as it should."""
+"""Processes on other nodes, when the actor between them and the run fails."""
 
 from __future__ import annotations
 

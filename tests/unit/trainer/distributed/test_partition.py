@@ -1,4 +1,4 @@
-"""Rows dealt out to ranks: every one once, in passes of like size."""
+"""Partition of rows among ranks: each row once, in passes of similar size."""
 
 import numpy as np
 import pytest

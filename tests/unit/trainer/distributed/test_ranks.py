@@ -1,4 +1,4 @@
-"""Trainer ranks after an error of rank 0: what is said of it, and whether more is asked of them."""
+"""Trainer ranks after an error of rank 0: its message, and no further commands to the ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_after_an_error_in_step_they_go_on(settings: TrainerSettings, error: Exc
     assert len(other.messages) == 2
 
 
-def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: TrainerSettings) -> None:
+def test_a_rank_that_reads_nothing_is_named_and_gets_no_more_commands(settings: TrainerSettings) -> None:
     deaf = Told(deaf=True)
     ranks = RankProcesses(settings, [deaf])
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_a_rank_that_reads_nothing_is_named_and_told_nothing_more(settings: Trai
     assert deaf.messages == []
 
 
-async def test_a_group_that_cannot_be_left_holds_nobody_up(
+async def test_a_process_group_that_cannot_be_left_does_not_block(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LEAVE_S", 0.05)

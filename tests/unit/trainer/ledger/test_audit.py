@@ -1,4 +1,4 @@
-"""The book on disk, and the audit that proves it: every tampering is found."""
+"""The audit of a ledger on disk finds every manipulation."""
 
 from __future__ import annotations
 

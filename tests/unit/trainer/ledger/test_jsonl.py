@@ -1,4 +1,4 @@
-"""Files of lines, as a killed process leaves them."""
+"""JSONL files that end in the middle of a line, as after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ledger tells a run that goes on: what is put back, what stays trained, which versions are spent."""
+"""What a resumed run reads from a ledger: reinstated groups, trained groups, used version numbers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> 
     assert past.live_attempts("g") == {0: "g.0.1", 1: "g.1.1"}
 
 
-def test_a_group_behind_the_marker_goes_on_and_its_task_is_not_issued_again() -> None:
+def test_a_group_after_the_marker_continues_and_its_task_is_not_issued_again() -> None:
     first = [started(1), *stepped("a", 1, index=0)]
     entries = [*first, *stepped("b", 2, index=2)]
     opened, book = resumed(entries, len(first), [tokens("b", 0)], cursor=1)
@@ -190,7 +190,7 @@ def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
     assert opened.admission.next_ticket() == TaskTicket(0, "b", 1)
 
 
-def test_what_had_not_ended_goes_on_where_its_tokens_are_and_is_cancelled_elsewhere() -> None:
+def test_groups_that_had_not_ended_continue_if_their_tokens_exist_and_are_cancelled_otherwise() -> None:
     """`file` was about to be entered as stepped on, `gateway` was ready, `half` lacks an episode."""
     entries = [started(1)]
     for index, name in enumerate(("file", "gateway", "half", "ran")):

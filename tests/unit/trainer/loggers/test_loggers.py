@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard and Weights & Biases, by their own writers; and loggers that fail or hang."""
+"""Metrics in TensorBoard and Weights & Biases, with their own writers; and loggers that fail or hang."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start(
 @pytest.mark.parametrize(
     ("made", "why"), [(True, "RuntimeError: no connection"), (False, "OSError: no room")]
 )
-def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
+def test_a_logger_that_raises_is_reported_once_and_the_run_continues(
     monkeypatch: pytest.MonkeyPatch, made: bool, why: str
 ) -> None:
     monkeypatch.setattr(background, "START_DELAYS_S", ())
@@ -194,7 +194,9 @@ def test_a_logger_that_raises_is_told_of_once_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize(("steps", "why"), [(3, "did not finish within 0.1 s"), (50, "10 steps are queued")])
-def test_a_logger_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, steps: int, why: str) -> None:
+def test_a_logger_that_hangs_does_not_block_the_run(
+    monkeypatch: pytest.MonkeyPatch, steps: int, why: str
+) -> None:
     monkeypatch.setattr(background, "CLOSE_S", 0.1)
     monkeypatch.setattr(background, "MAX_QUEUED", 10)
     let_go = threading.Event()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the gradients to the last bit, with less kept for them."""
+"""Activation checkpointing: gradients identical bit for bit, with less memory."""
 
 from __future__ import annotations
 

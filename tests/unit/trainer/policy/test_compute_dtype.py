@@ -1,4 +1,4 @@
-"""Passes in bfloat16 over parameters in float32."""
+"""Forward passes in bfloat16 with parameters in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: the adapter is trained, and nobody but the trainer knows of it."""
+"""LoRA: the adapter is trained, and only the trainer handles it; engines get merged weights."""
 
 from __future__ import annotations
 

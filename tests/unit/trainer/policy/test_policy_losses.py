@@ -1,4 +1,4 @@
-"""What the losses ask of the policy: the same gradient in any layout, π_old, minibatches, a reference."""
+"""Losses in the policy: the same gradient in any layout, π_old, minibatches, a reference model."""
 
 import math
 from dataclasses import replace

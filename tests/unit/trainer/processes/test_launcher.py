@@ -1,4 +1,4 @@
-"""The servers of a run: how many, under which names, with which command line, and started again how often."""
+"""The servers of a run: their number, names, command lines and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer rank's process before its owner: one that reads nothing holds nobody up."""
+"""A trainer rank's process that reads nothing does not block its owner."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_rank_that_reads_nothing_is_named_when_patience_ends(start: Star
             await asyncio.to_thread(process.send, BATCH)
 
 
-async def test_stopping_lets_go_of_who_tells_a_rank_that_reads_nothing(start: Start) -> None:
+async def test_stopping_releases_a_caller_blocked_on_a_rank_that_reads_nothing(start: Start) -> None:
     async with start(DEAF, 600) as process, asyncio.timeout(5):
         telling = asyncio.create_task(asyncio.to_thread(process.send, BATCH))
         while not process._sending.locked():  # noqa: ASYNC110 - in a thread, which says nothing

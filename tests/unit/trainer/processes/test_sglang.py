@@ -1,4 +1,4 @@
-"""A foreign server that a run starts: its command, its readiness, its end. The real one: tests/sglang."""
+"""A foreign server that a run starts: its command, readiness and end. The real one: tests/sglang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A component's death ends the job and says why; what must be whole is whole even when cancelled."""
+"""The exit of a component ends the job with its reason; cleanup completes even when cancelled."""
 
 from __future__ import annotations
 

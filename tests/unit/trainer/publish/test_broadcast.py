@@ -1,4 +1,4 @@
-"""Weights sent in buckets: what is gathered when, what is held, and what one engine's fault is to others."""
+"""Weights sent in buckets: order, memory, and the effect of one engine's failure on the others."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_hel
 
 
 @pytest.mark.parametrize("at", [0, 2, NUMBER - 1])
-async def test_one_that_fails_gets_no_more_and_stops_nobody(at: int) -> None:
+async def test_an_engine_that_fails_gets_no_more_and_stops_no_other(at: int) -> None:
     well, broken, source, notes = Receiver("well"), Receiver("broken", breaks=at), Source(), list[str]()
     for one in (well, broken):
         one.takes.set()
@@ -199,7 +199,7 @@ async def test_a_server_of_several_replicas_or_stages_is_refused_by_name(name: s
     assert not engine.asked
 
 
-async def test_where_nobody_is_left_to_send_to_nothing_more_is_gathered() -> None:
+async def test_without_engines_left_nothing_more_is_gathered() -> None:
     broken, source = Receiver("broken", breaks=0), Source()
     assert await sender_to(source, [], broken).send([broken], 3) == set()
     assert source.gathered == 2, "the one that was asked for, and the one ahead"

@@ -1,4 +1,4 @@
-"""The engines of a run: who joins is brought to what is live before it serves, who leaves is let go."""
+"""Engines that join a run get the live weights before they serve; engines that leave are released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish: the order of moves, what happens half-way, and who is told."""
+"""Publishing: the order of calls, failures in the middle, and notifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of the tasks that were given up."""
+"""The file of quarantined tasks."""
 
 from __future__ import annotations
 

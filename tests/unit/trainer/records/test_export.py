@@ -1,4 +1,4 @@
-"""Trajectories read back as they were, and handed to other tools."""
+"""Exported trajectories equal the recorded ones, and other tools can read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a batch, and that docs/metrics.md explains every key (the real run's: e2e/test_train)."""
+"""The metrics of a batch; docs/metrics.md explains every key (for a real run: e2e/test_train)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch(*episodes: Trajectory, version: int = 1, staleness: int = 0) -> Batch:
     return Batch(BatchSelection(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
 
 
-def test_staleness_is_told_in_optimiser_steps_too(tmp_path: Path) -> None:
+def test_staleness_is_recorded_in_optimiser_steps_too(tmp_path: Path) -> None:
     """Versions 0, 1, 2 are published after steps 0, 2, 4; the batch of step 6 holds a token of version 1."""
     log = recorder(tmp_path, [0, 0, 1, 1, 2, 2])
     for step in range(6):
@@ -173,5 +173,5 @@ def _of_an_evaluation() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("key", ["reward/mean/x", "loss2", "eval/other", ""])
-def test_a_key_that_nobody_explained_is_found(key: str) -> None:
+def test_a_key_without_an_explanation_is_found(key: str) -> None:
     assert unexplained([key]) == {key}

@@ -1,4 +1,4 @@
-"""Rollout before a scripted gateway and worker: retries, drops, staleness, stopping, hopelessness."""
+"""Rollout with a scripted gateway and worker: retries, drops, staleness, stop, repeated failure."""
 
 from __future__ import annotations
 
