@@ -171,6 +171,29 @@ async def test_tokens_are_counted_as_they_will_be_sent(stage: Stage) -> None:
     assert counted.input_tokens == len(stage.engine.requests[1]["input_ids"])
 
 
+async def test_a_count_does_not_touch_the_record(stage: Stage) -> None:
+    """It is no request of the conversation: the next turn is compared with the last one that was sampled."""
+    access, llm = await opened(stage)
+    first = await whole(llm)
+    history = [*ASK, {"role": "assistant", "content": first.content}, *ASK]
+    other: Any = [{"role": "user", "content": "A title, please."}]
+    before = await stage.client.metrics()
+    for counted in (history, other, [*history, {"role": "assistant", "content": "Hm."}, *other]):
+        await llm.messages.count_tokens(model="m", messages=counted)
+    node = stage.gateway.session(access.session_id).tree.nodes[0]
+    assert not node.quoted
+    after = await stage.client.metrics()
+    names = ("rerendered", "undelivered", "branches")
+    for name in names:
+        assert [row for row in after.split("\n") if name in row] == [
+            row for row in before.split("\n") if name in row
+        ]
+    await whole(llm, messages=other)
+    await stage.client.finish(access.session_id, reward=0)
+    second = (await stage.client.trajectory(access.session_id)).turns[1]
+    assert second.branch == "edited: message 0 (user) differs from the last request's"
+
+
 async def test_tool_choices(stage: Stage) -> None:
     _, llm = await opened(stage)
     start = '<tool_call>\n{"name":'

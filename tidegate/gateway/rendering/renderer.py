@@ -24,8 +24,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.parsing.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
-from tidegate.gateway.rendering.call_ids import needs_short_ids, with_short_ids
-from tidegate.gateway.rendering.chat_template import ChatTemplate, Suffixes, Unrenderable
+from tidegate.gateway.rendering.chat_template import ChatTemplate, Suffixes, Unrenderable, with_short_ids
 from tidegate.gateway.rendering.messages import normalized
 from tidegate.gateway.rendering.suffix_cache import MINIMAL_PROMPT, SuffixCache
 from tidegate.gateway.rendering.tokenizer import Codec, load_tokenizer
@@ -65,7 +64,7 @@ class Renderer:
         self.stop_ids = sorted({*stops, *(self.encode(self.turn_end) if self.turn_end else ())})
         self.escaped_requests = 0
         """Requests with special-token text in their messages."""
-        self._short_ids = needs_short_ids(self.template)
+        self._short_ids = self.template.needs_short_ids
         self._stops = frozenset(self.stop_ids)
         self._suffixes = SuffixCache(suffixes)
         self._roots: OrderedDict[bytes, Ids] = OrderedDict()

@@ -84,6 +84,10 @@ class RequestHistories:
         self._histories.insert(0, history)
         del self._histories[MAX_HISTORIES:]
 
+    def restore(self, histories: list[RequestHistory]) -> None:
+        """Restores the state in which `all` returned `histories`."""
+        self._histories = histories
+
     def drop_newest(self) -> None:
         del self._histories[:1]
 

@@ -87,10 +87,12 @@ class TurnTree:
         tools: Any,
         options: Any,
         render_alike: Alike = lambda recorded, sent: False,
+        record: bool = True,
     ) -> Attachment:
         """Finds the longest recorded history that `messages` extends, by meaning or by rendered text.
 
-        Raises ApiError for messages that cannot be rendered.
+        With `record`, later requests are compared with this one, to give the reason of a branch. Raises
+        ApiError for messages that cannot be rendered.
         """
         if self.nodes and not self._histories:
             self._restore_histories()
@@ -99,6 +101,8 @@ class TurnTree:
         parent, start = self._extended_turn(history)
         while self._renders_alike(history, parent, start, render_alike):
             parent, start = self._extended_turn(history)
+        if not record:
+            self._histories.restore(earlier)
         complete = parent is None or self.nodes[parent].reply_hash == history.hashes[start - 1]
         return Attachment(
             parent,

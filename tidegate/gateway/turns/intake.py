@@ -132,9 +132,11 @@ class Intake:
             await self._lock()
         return self._turns.call(self._session, request, await self._render_in_thread(request, branch_reason))
 
-    async def _render_in_thread(self, request: TurnRequest, branch_reason: str | None = None) -> Rendered:
+    async def _render_in_thread(
+        self, request: TurnRequest, branch_reason: str | None = None, record: bool = True
+    ) -> Rendered:
         prompts, session = self._turns.prompts, self._session
-        attachment = prompts.attach(session, request)
+        attachment = prompts.attach(session, request, record)
         if attachment is not None and attachment.branch_reason is not None and branch_reason is not None:
             attachment = attachment._replace(branch_reason=branch_reason)
         return await self._threads.run(self._large, prompts.render, session, request, attachment)
@@ -146,15 +148,16 @@ class Intake:
         return await self._threads.run(True, digest_of, position, body)
 
     async def count(self, request: TurnRequest) -> int:
-        """Returns the number of tokens of a request's prompt. Raises ApiError."""
-        self._turns.check_open(self._session)
-        prompts = self._turns.prompts
+        """Returns the number of tokens of a request's prompt; the session is not changed. Raises ApiError."""
+        prompts, session = self._turns.prompts, self._session
+        self._turns.check_open(session)
         try:
             if self._large:
                 raise LargeText
-            attachment = prompts.attach(self._session, request)
-            rendered = prompts.render(self._session, request, attachment, inline=True)
+            attachment = prompts.attach(session, request, record=False)
+            rendered = prompts.render(session, request, attachment, inline=True)
         except LargeText:
             await self._lock()
-            rendered = await self._render_in_thread(request)
-        return prompts.count(self._session, rendered)
+            rendered = await self._render_in_thread(request, record=False)
+        assert rendered.attachment is not None, "raw prompts are not counted"
+        return len(session.tree.prompt(rendered.attachment.parent, rendered.delta))

@@ -106,14 +106,32 @@ class PromptBuilder:
         if session.tree.newest() is not None:
             session.context_overflow = f"the model's context is full ({tokens} of {self.context} tokens)"
 
-    def attach(self, session: GatewaySession, request: TurnRequest) -> Attachment | None:
-        """Attaches a request's messages to its session's tree, on the event loop.
+    def attach(self, session: GatewaySession, request: TurnRequest, record: bool = True) -> Attachment | None:
+        """Attaches a request's messages to its session's tree, on the event loop; without `record`, the
+        session is only read.
 
         Returns None for a raw prompt, which `prepare` attaches by its ids.
         """
         if request.prompt is not None:
             return None
-        return self._attach_messages(session, self._without_unread_options(request))
+        tools, options = request.tools, self._renderer.used_options(request.template_options)
+
+        def render_alike(recorded: list[Message], sent: list[Message]) -> bool:
+            return self._renderer.renders_alike(recorded, sent, tools, options)
+
+        attachment = session.tree.attach(request.messages, tools, options, render_alike, record)
+        if attachment.quoted_ids is not None:
+            if not record:  # the turn cannot be split, so the complete history is rendered
+                return attachment._replace(parent=None, start=0)
+            return self._split_at_quote(session, request, attachment)
+        nodes = session.tree.nodes
+        if (
+            request.parent is None
+            or attachment.parent is None
+            or nodes[attachment.parent].reply_hash != nodes[request.parent].reply_hash
+        ):
+            return attachment
+        return attachment._replace(parent=request.parent)
 
     def render(
         self,
@@ -202,11 +220,6 @@ class PromptBuilder:
             engine_request.stop_after = partial(stop_after, self._renderer.decode, stops)
         return engine_request
 
-    def count(self, session: GatewaySession, rendered: Rendered) -> int:
-        """Returns the number of tokens of a prompt."""
-        attachment, delta, _ = self._accept(session, rendered)
-        return len(session.tree.prompt(attachment.parent, delta))
-
     def _accept(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
         """Attaches a raw prompt, counts a branch's tokens and marks the parent's reply as received."""
         attachment, delta = rendered.attachment, rendered.delta
@@ -240,24 +253,6 @@ class PromptBuilder:
     def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
         """Removes the template options that the template does not read."""
         return replace(request, template_options=self._renderer.used_options(request.template_options))
-
-    def _attach_messages(self, session: GatewaySession, request: TurnRequest) -> Attachment:
-        tools, options = request.tools, request.template_options
-
-        def render_alike(recorded: list[Message], sent: list[Message]) -> bool:
-            return self._renderer.renders_alike(recorded, sent, tools, options)
-
-        attachment = session.tree.attach(request.messages, tools, options, render_alike)
-        if attachment.quoted_ids is not None:
-            return self._split_at_quote(session, request, attachment)
-        nodes = session.tree.nodes
-        if (
-            request.parent is None
-            or attachment.parent is None
-            or nodes[attachment.parent].reply_hash != nodes[request.parent].reply_hash
-        ):
-            return attachment
-        return attachment._replace(parent=request.parent)
 
     def _split_at_quote(
         self, session: GatewaySession, request: TurnRequest, attachment: Attachment
