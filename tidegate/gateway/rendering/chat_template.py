@@ -1,11 +1,10 @@
-"""Compiles the model's chat template; renders complete histories and the suffix after a reply."""
+"""Compiles the model's chat template; renders complete histories."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Collection
 from datetime import datetime
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -20,12 +19,7 @@ from jinja2.utils import Namespace
 from tidegate.gateway.rendering.tokenizer import unescape_json
 from tidegate.types import Message
 
-PLACEHOLDER = "zQstandQz"
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-
-
-class Unrenderable(Exception):
-    """The template has no suffix after this reply; the complete history must be rendered."""
 
 
 class _Generation(Extension):
@@ -135,7 +129,7 @@ class ChatTemplate:
     def _accepts(self, call_id: str) -> bool:
         call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
         history: list[Message] = [
-            _user("."),
+            {"role": "user", "content": "."},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "1", "tool_call_id": call_id, "name": "f"},
         ]
@@ -162,95 +156,3 @@ def _short_id(call_id: str) -> str:
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]
-
-
-class Suffixes:
-    """Renders the suffix after a reply, from the end of the reply's turn on.
-
-    The reply is rendered as PLACEHOLDER: its sampled ids are recorded and never encoded again. `added` are
-    the tokenizer's added tokens, `stops` the texts of the stop tokens.
-    """
-
-    def __init__(self, template: ChatTemplate, added: Collection[str], stops: Collection[str]) -> None:
-        self._template = template
-        self.past_turn_end = self._find_past_turn_end(added)
-        """The token that ends a past reply; empty if only the next role's marker ends it."""
-        last = self._last_reply_tail()
-        self.turn_end = _first_token(added, last) if last else self.past_turn_end
-        """The token that ends the last reply and stops the model; in some formats not `past_turn_end`."""
-        self._turn_ends = tuple({*stops, self.past_turn_end} - {""})
-
-    def after(
-        self, before: list[Message], reply: Message, new: list[Message], tools: Any, options: dict[str, Any]
-    ) -> str:
-        """Returns the text after `reply`. Raises Unrenderable if the template has none."""
-        calls = reply.get("tool_calls")
-        if calls:
-            # A template that renders no calls may still render the suffix as after any text.
-            with contextlib.suppress(Unrenderable):
-                return self._cut_after_calls(self._tail(before, _with_calls(calls), new, tools, options))
-        tail = self._tail(before, _assistant(PLACEHOLDER), new, tools, options)
-        stripped = tail.lstrip()
-        return stripped if stripped.startswith(self._turn_ends) else tail
-
-    def _cut_after_calls(self, tail: str) -> str:
-        """`tail` without the end of the call that contained the placeholder."""
-        ends = [at for at in map(tail.find, self._turn_ends) if at >= 0]
-        if not ends:
-            raise Unrenderable("the template writes no end-of-turn token after calls")
-        return tail[min(ends) :]
-
-    def _tail(
-        self,
-        before: list[Message],
-        reply: Message,
-        new: list[Message],
-        tools: Any,
-        options: dict[str, Any],
-        prompt: bool = True,
-    ) -> str:
-        try:
-            text = self._template.render([*before, reply, *new], tools, options, prompt)
-        except Exception as error:  # noqa: BLE001 - templates raise arbitrary exceptions
-            raise Unrenderable(str(error)) from None
-        if text.count(PLACEHOLDER) != 1:
-            raise Unrenderable("the template does not render a reply's content unchanged")
-        return text.rpartition(PLACEHOLDER)[2]
-
-    def _find_past_turn_end(self, added: Collection[str]) -> str:
-        """The token that follows a reply whatever message comes next; "" if it depends on that message."""
-        firsts: set[str] = set()
-        for new in ([_user(".")], [], [{"role": "tool", "content": ".", "tool_call_id": "c", "name": "f"}]):
-            with contextlib.suppress(Unrenderable):
-                firsts.add(
-                    _first_token(added, self._tail([_user(".")], _assistant(PLACEHOLDER), new, None, {}))
-                )
-        return firsts.pop() if len(firsts) == 1 else ""
-
-    def _last_reply_tail(self) -> str:
-        with contextlib.suppress(Unrenderable):
-            return self._tail([_user(".")], _assistant(PLACEHOLDER), [], None, {}, prompt=False)
-        return ""
-
-
-def _first_token(added: Collection[str], text: str) -> str:
-    """The longest added token that `text` begins with."""
-    text = text.lstrip()
-    return max((token for token in added if text.startswith(token)), key=len, default="")
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def _with_calls(calls: list[dict[str, Any]]) -> Message:
-    """A reply whose last call has the placeholder as its argument."""
-    marked = [
-        {**call, "function": {"name": call["function"]["name"], "arguments": {"x": text}}}
-        for call, text in zip(calls, ["."] * (len(calls) - 1) + [PLACEHOLDER], strict=True)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": marked}

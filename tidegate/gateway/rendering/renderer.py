@@ -24,9 +24,10 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.reasoning import CLOSE as THOUGHT_END
 from tidegate.gateway.parsing.reasoning import OPEN as THOUGHT_START
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
-from tidegate.gateway.rendering.chat_template import ChatTemplate, Suffixes, Unrenderable, with_short_ids
+from tidegate.gateway.rendering.chat_template import ChatTemplate, with_short_ids
 from tidegate.gateway.rendering.messages import normalized
-from tidegate.gateway.rendering.suffix_cache import MINIMAL_PROMPT, SuffixCache
+from tidegate.gateway.rendering.suffix_template import Continuation
+from tidegate.gateway.rendering.suffixes import MINIMAL_PROMPT, SuffixCache, Suffixes, Unrenderable
 from tidegate.gateway.rendering.tokenizer import Codec, load_tokenizer
 from tidegate.types import Ids, Message
 
@@ -161,7 +162,7 @@ class Renderer:
             before = context
             context = lambda: with_short_ids(before())  # noqa: E731 - wraps the argument
             [reply], new = with_short_ids([reply]), with_short_ids(new)
-        text = self._suffixes.after(context, reply, new, tools, options)
+        text = self._suffixes.after(context, Continuation(reply, new, tools, options))
         # Encoded with the end of turn: tokenization of the first new token depends on it.
         return _array(self._without_sampled_end(self.encode(text), last_id))
 

@@ -10,19 +10,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidegate.types import Message
-
-Suffix = Callable[[Message, list[Message]], str]
-"""Renders the suffix, given the reply and the new messages."""
 
 _MARK = re.compile("zQ([0-9]{5})Qz")  # nine letters and digits: some templates check the length of call ids
 _PROBES = (" \n \"quoted\" \\ é🍎 <b> & 'x' \t\n", "x", "\n\nlines\n\n", '{"a": [1, "b"]}')
 
 
+class Continuation(NamedTuple):
+    """A reply, the new messages after it, and the tools and template options of the request."""
+
+    reply: Message
+    new: list[Message]
+    tools: Any
+    options: dict[str, Any]
+
+
 class MessageShape(NamedTuple):
-    """The kinds of some messages, and the strings in them that vary."""
+    """The kinds of a continuation's messages, and the strings in them that vary."""
 
     kinds: tuple[object, ...]
     fields: list[str]
@@ -30,13 +36,11 @@ class MessageShape(NamedTuple):
 
 
 def describe(reply: Message, new: list[Message]) -> MessageShape | None:
-    """The shape of messages; None for replies and blank messages, which templates treat by content."""
+    """Returns the shape of messages; None for replies and blank messages: templates treat them by content."""
     calls = reply.get("tool_calls") or ()
     shape: list[object] = [len(calls)]
     contents: list[str] = []
-    rest: list[str] = []
-    for call in calls:
-        rest += (call["id"], call["function"]["name"])
+    rest = [text for call in calls for text in (call["id"], call["function"]["name"])]
     ids = rest[::2]
     for message in new:
         role, content = message["role"], message["content"]
@@ -55,8 +59,9 @@ def describe(reply: Message, new: list[Message]) -> MessageShape | None:
     return MessageShape(tuple(shape), contents + rest, len(contents))
 
 
-def with_fields(reply: Message, new: list[Message], fields: list[str]) -> tuple[Message, list[Message]]:
-    """The messages with other strings as the fields of `describe`."""
+def with_fields(continuation: Continuation, fields: list[str]) -> Continuation:
+    """Returns the messages with other strings as the fields of `describe`."""
+    reply, new = continuation.reply, continuation.new
     calls = reply.get("tool_calls") or ()
     ids = [call["id"] for call in calls]
     rest = iter(fields[len(new) :])
@@ -75,66 +80,57 @@ def with_fields(reply: Message, new: list[Message], fields: list[str]) -> tuple[
         elif answered is not None:
             form["tool_call_id"] = next(rest)
         messages.append(form)
-    return ({**reply, "tool_calls": renamed_calls} if renamed_calls else reply), messages
-
-
-def _identity(text: str) -> str:
-    return text
+    if renamed_calls:
+        reply = {**reply, "tool_calls": renamed_calls}
+    return continuation._replace(reply=reply, new=messages)
 
 
 def _in_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _stripped_in_json(text: str) -> str:
-    return _in_json(text.strip())
-
-
 _TRANSFORMS: tuple[Callable[[str], str], ...] = (
-    _identity, str.strip, str.lstrip, str.rstrip, _in_json, _stripped_in_json,
+    str, str.strip, str.lstrip, str.rstrip, _in_json, lambda text: _in_json(text.strip()),
 )  # fmt: skip
 
 
 class SuffixTemplate:
     """Text with slots: `texts[0]`, the transformed field `slots[0]`, `texts[1]`, …"""
 
-    def __init__(
-        self, texts: list[str], slots: list[int], transforms: dict[int, Callable[[str], str]]
-    ) -> None:
+    def __init__(self, texts: list[str], slots: list[int], fields: int) -> None:
         self._texts = texts
         self._slots = slots
-        self._transforms = transforms
+        self.transforms = [_TRANSFORMS[0]] * fields
         self.uses = 0
 
     def fill(self, fields: list[str]) -> str:
         parts = [self._texts[0]]
         for slot, text in zip(self._slots, self._texts[1:], strict=True):
-            parts.append(self._transforms[slot](fields[slot]))
-            parts.append(text)
+            parts += (self.transforms[slot](fields[slot]), text)
         return "".join(parts)
 
 
-def infer(suffix: Suffix, reply: Message, new: list[Message], shape: MessageShape) -> SuffixTemplate | None:
-    """Infer the suffix template of a message shape; None if filling slots does not reproduce the suffix.
+def infer(
+    suffix: Callable[[Continuation], str], continuation: Continuation, shape: MessageShape
+) -> SuffixTemplate | None:
+    """Infers the suffix template of a message shape; None if filling slots does not reproduce the suffix.
 
-    Raises the exceptions of `suffix`.
+    Raises the exceptions of `suffix`, which renders a continuation.
     """
     marks = [f"zQ{index:05d}Qz" for index in range(len(shape.fields))]
-    split = _MARK.split(suffix(*with_fields(reply, new, marks)))
-    template = SuffixTemplate(
-        split[::2], [int(mark) for mark in split[1::2]], dict.fromkeys(range(len(marks)), _identity)
-    )
+    split = _MARK.split(suffix(with_fields(continuation, marks)))
+    template = SuffixTemplate(split[::2], [int(mark) for mark in split[1::2]], len(marks))
     for slot in range(shape.contents):
         fields = [*marks[:slot], _PROBES[0], *marks[slot + 1 :]]
-        written = suffix(*with_fields(reply, new, fields))
+        written = suffix(with_fields(continuation, fields))
         for form in _TRANSFORMS:
-            template._transforms[slot] = form
+            template.transforms[slot] = form
             if template.fill(fields) == written:
                 break
         else:
             return None
     for probe in _PROBES:
         fields = [probe] * shape.contents + marks[shape.contents :]
-        if template.fill(fields) != suffix(*with_fields(reply, new, fields)):
+        if template.fill(fields) != suffix(with_fields(continuation, fields)):
             return None
     return template

@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.rendering.suffix_cache import CALL, MINIMAL_PROMPT
+from tidegate.gateway.rendering.suffixes import CALL, MINIMAL_PROMPT
 from tidegate.gateway.rendering.tokenizer import ESCAPE
 from tidegate.types import Message
 
