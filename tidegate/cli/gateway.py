@@ -104,7 +104,7 @@ def _options(
     arguments: argparse.Namespace, limits: dict[str, int], secrets: dict[str, Any]
 ) -> GatewayOptions:
     from tidegate.envs.base import check_reward_timeout, load_environment
-    from tidegate.gateway.engines.pool import PoolOptions
+    from tidegate.gateway.engines.engine import PoolOptions
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.sessions.limits import SessionLimits
     from tidegate.gateway.sharding.shard import id_prefix, journal_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.groups.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import Fault, Stage, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from tests.fakes import FakeEngine, Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Outcome, Task, Trajectory, VersionSpan
 

@@ -21,8 +21,8 @@ import pytest
 from tests.fakes import eventually
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
-from tidegate.gateway.engines.engine import Affinity, EngineRecord
-from tidegate.gateway.engines.pool import EnginePool, PoolOptions
+from tidegate.gateway.engines.engine import Affinity, EngineRecord, PoolOptions
+from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest
 
 REPLY = {

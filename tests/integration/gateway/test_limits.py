@@ -19,7 +19,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.turns import request_body
 from tidegate.types import Outcome, Task

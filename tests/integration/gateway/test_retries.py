@@ -181,7 +181,7 @@ async def test_a_key_does_not_join_a_call_that_was_abandoned_a_moment_ago(stage:
         await stage.engine.until(lambda: len(stage.engine.requests) == 1)
         session = stage.gateway.sessions.get(access.session_id)
         assert session is not None
-        (call,) = session.calls.live
+        (call,) = session.calls.running
         before = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
         listeners, call.listeners = call.listeners, set()
         stage.gateway.turns.abandon(session, call)

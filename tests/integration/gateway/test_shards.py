@@ -32,7 +32,7 @@ from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
-from tidegate.gateway.engines.pool import PoolOptions
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.journal.sqlite import FILE

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.gateway.engines.dispatcher import Dispatcher, QueueFullError
+from tidegate.gateway.engines.dispatcher import Dispatcher, QueueFullError, place, rank
 from tidegate.gateway.engines.engine import Affinity, EngineEndpoint
 from tidegate.gateway.engines.fair_queue import FairQueue, Tickets
-from tidegate.gateway.engines.hashing import place, rank
 
 NAMES = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=2, max_size=9)
 KEYS = [f"session {number}" for number in range(200)]

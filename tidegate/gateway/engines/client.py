@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.loop_delay import DelayTolerantConnector, delay_tolerant_timeout
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
 
-REFUSALS = frozenset({400, 422})
-RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
+_REFUSALS = frozenset({400, 422})
+_RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
+_TICKS = 20
+
+
+@contextlib.asynccontextmanager
+async def delay_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations.
+
+    With thousands of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then
+    fail connections that were established but not yet processed, and quarantine a healthy engine.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+
+        def tick(remaining: int) -> None:
+            if remaining == 0:
+                timeout.reschedule(loop.time())
+            else:
+                next_tick[:] = [loop.call_later(seconds / _TICKS, tick, remaining - 1)]
+
+        next_tick: list[asyncio.TimerHandle] = []
+        tick(_TICKS)
+        try:
+            yield
+        finally:
+            next_tick[0].cancel()
+
+
+class DelayTolerantConnector(aiohttp.TCPConnector):
+    """TCP connector without a connection limit; connecting times out after `connect_s`."""
+
+    def __init__(self, connect_s: float, keepalive_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_s)
+        self._connect_s = connect_s
+
+    async def connect(self, *arguments: Any, **options: Any) -> Any:
+        async with delay_tolerant_timeout(self._connect_s):
+            return await super().connect(*arguments, **options)
 
 
 class ProbeTimeout(Exception):
@@ -36,10 +72,9 @@ class EngineClient:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Wait up to 2 s for pending aborts, then close the connections."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
-                await asyncio.gather(*self._aborts, return_exceptions=True)
+        """Waits up to 2 s for pending aborts, then closes the connections."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=2.0)
         await self._http.close()
 
     async def generate(
@@ -61,10 +96,9 @@ class EngineClient:
                 events = (buffer + chunk).split(b"\n\n")
                 buffer = events.pop()
                 data = [event[5:].strip() for event in events if event.startswith(b"data:")]
-                newest = next((event for event in reversed(data) if event != b"[DONE]"), None)
-                if newest is not None:
-                    # Events are cumulative: the newest contains the others.
-                    piece = read_reply(_event(url, newest), partial=True)
+                data = [event for event in data if event != b"[DONE]"]
+                if data:  # events are cumulative: the newest contains the others
+                    piece = read_reply(_event(url, data[-1]), partial=True)
                     take(piece)
                     if piece.finish:
                         return
@@ -95,7 +129,7 @@ class EngineClient:
             return data
 
     def abort(self, urls: tuple[str, ...], rid: str) -> None:
-        """Abort a request on the engines in a background task."""
+        """Aborts a request on the engines in a background task."""
         task = asyncio.create_task(self._abort(urls, rid), name=f"abort {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -127,9 +161,9 @@ def _event(url: str, data: bytes) -> Any:
 
 def _refused(url: str, status: int, data: bytes) -> EngineError:
     text = data[:300].decode(errors="replace")
-    if status in REFUSALS:
+    if status in _REFUSALS:
         return RequestRefusedError(url, _reason(data) or text)
-    return EngineError(f"{url} returned HTTP {status}: {text}", retryable=status in RETRYABLE)
+    return EngineError(f"{url} returned HTTP {status}: {text}", retryable=status in _RETRYABLE)
 
 
 def _reason(data: bytes) -> str | None:

@@ -9,12 +9,16 @@ was in rotation wait for any engine, ahead of later calls that wait for a partic
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.engine import Affinity, EngineEndpoint
 from tidegate.gateway.engines.fair_queue import FairQueue, QueueTicket, Tickets
-from tidegate.gateway.engines.hashing import place
+
+SLACK = 0.25
+"""Fraction above the mean load at which a member takes no more keys."""
 
 
 class QueueFullError(EngineError):
@@ -44,7 +48,7 @@ class Dispatcher:
         self._queues[engine] = FairQueue()
 
     def remove(self, url: str) -> EngineEndpoint | None:
-        """Take an engine out of rotation; its running calls continue. None if it is unknown."""
+        """Takes an engine out of rotation; its running calls continue. None if it is unknown."""
         engine = self.engines.pop(url, None)
         if engine is not None:
             engine.healthy = False
@@ -129,3 +133,26 @@ class Dispatcher:
                 self.waiting -= 1
                 self._tickets.withdraw(waiter.affinity.flow)
                 return
+
+
+def rank(key: str, members: Iterable[str]) -> list[str]:
+    """Returns the members by descending score for a key, a hash of key and member (rendezvous hashing, Thaler
+    and Ravishankar, 1998): adding or removing a member moves only its own keys."""
+
+    def score(member: str) -> bytes:
+        return blake2b(f"{member}\0{key}".encode("utf-8", "replace"), digest_size=8).digest()
+
+    return sorted(members, key=score, reverse=True)
+
+
+def place(key: str, loads: Mapping[str, float]) -> str:
+    """Returns the highest-ranked member below the load limit; `loads` gives the current load of each member.
+
+    The limit is the mean rounded up, or SLACK above the mean if that is more, so some member is below it
+    (Mirrokni, Thorup and Zadimoghaddam, 2018). Raises ValueError if there is no member.
+    """
+    if not loads:
+        raise ValueError("cannot place a key: there are no members")
+    total = sum(loads.values()) + 1
+    limit = max(-(-total // len(loads)), int(total * (1 + SLACK) / len(loads)))
+    return next(member for member in rank(key, loads) if loads[member] + 1 <= limit)

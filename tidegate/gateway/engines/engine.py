@@ -19,6 +19,22 @@ class EngineRecord(NamedTuple):
     admitted: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Options of the pool; durations in seconds."""
+
+    connect_s: float = 5.0
+    probe_every_s: float = 2.0
+    probe_timeout_s: float = 10.0
+    """An engine that does not answer `/model_info` within this time counts as hanging."""
+    engine_calls: int | None = None
+    """Concurrent calls on one engine; None: twice its reported `max_slots`, or 256 without them."""
+    waiting_calls: int = 8192
+    """Largest number of calls that wait for a slot; further calls are refused."""
+    shards: int = 1
+    """Number of gateways that share the engines."""
+
+
 @dataclass(eq=False, slots=True)
 class EngineEndpoint:
     """An address that generates: an engine, or a router with engines behind it."""
@@ -103,7 +119,6 @@ class Affinity:
         engine.assigned_sessions += 1
 
     def release(self) -> None:
-        """Drop the assignment. Idempotent."""
         if self.engine is not None:
             self.engine.assigned_sessions -= 1
             self.engine = None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
-from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint
+from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint, PoolOptions
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -20,7 +20,7 @@ _FIRST_WAIT_S = 0.05
 
 
 class HealthProbe:
-    """Probes one engine until cancelled: every `every_s` seconds, sooner after a failure.
+    """Probes one engine until cancelled, at an interval, and sooner after a failure.
 
     `on_change(engine)` is called after a successful probe and when the engine goes down. If
     `trainer_managed`, an engine that leaves quarantine with other weights waits until the trainer admits it.
@@ -30,15 +30,13 @@ class HealthProbe:
         self,
         engine: EngineEndpoint,
         client: EngineClient,
-        every_s: float,
-        most_calls: Callable[[int | None], int],
+        options: PoolOptions,
         on_change: Callable[[EngineEndpoint], None],
         trainer_managed: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._client = client
-        self._every_s = every_s
-        self._most_calls = most_calls
+        self._options = options
         self._on_change = on_change
         self._trainer_managed = trainer_managed
         self._wake = asyncio.Event()
@@ -64,7 +62,7 @@ class HealthProbe:
             if ok:
                 wait = _FIRST_WAIT_S
                 self._recover(version_before)
-                pause = self._every_s
+                pause = self._options.probe_every_s
             elif 0 < timeouts < _TIMEOUTS_TO_QUARANTINE:
                 pause = _FIRST_WAIT_S
             else:
@@ -72,7 +70,7 @@ class HealthProbe:
                 for timeout in self._engine.calls.values():
                     timeout.reschedule(0.0)
                 self._engine.calls.clear()
-                wait = min(wait * 2, self._every_s)
+                wait = min(wait * 2, self._options.probe_every_s)
                 pause = wait * random.uniform(0.5, 1.0)
             self.probed.set()
             self._wake.clear()
@@ -114,11 +112,19 @@ class HealthProbe:
         engine.max_context = min(
             filter(None, (_positive(info, "max_context") for info in infos)), default=None
         )
-        slots = [_positive(info, "max_slots") for info in infos]
-        engine.limit = self._most_calls(None if None in slots else sum(filter(None, slots)))
+        engine.limit = self._limit([_positive(info, "max_slots") for info in infos])
         versions = sorted({str(info.get("weight_version")) for info in infos})
         engine.weight_version = ", ".join(versions)  # engines behind a router may differ
         return True
+
+    def _limit(self, slots: list[int | None]) -> int:
+        """Returns the limit of concurrent calls from this gateway, one of several shards.
+
+        It is twice the slots: the engine's own queue bridges the time until the next call arrives, and
+        further calls wait in the gateway's fair queue.
+        """
+        reported = DEFAULT_CALLS if None in slots else 2 * sum(filter(None, slots))
+        return max(1, -(-(self._options.engine_calls or reported) // self._options.shards))
 
     async def _info(self, url: str, routed: bool) -> dict[str, Any] | None:
         """`/model_info` of one engine; a timeout behind a router is left to the router."""
@@ -128,16 +134,6 @@ class HealthProbe:
             if routed:
                 return None
             raise
-
-
-def most_calls(slots: int | None, fixed: int | None, shards: int) -> int:
-    """The limit of concurrent calls from one gateway shard to an engine.
-
-    Twice the slots: the engine's own queue bridges the time until the next call arrives, and further calls
-    wait in the gateway's fair queue.
-    """
-    total = fixed or (2 * slots if slots is not None else DEFAULT_CALLS)
-    return max(1, -(-total // shards))
 
 
 def _positive(info: dict[str, Any], name: str) -> int | None:

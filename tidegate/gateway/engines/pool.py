@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import aiohttp
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.client import EngineClient
 from tidegate.gateway.engines.dispatcher import Dispatcher
-from tidegate.gateway.engines.engine import Affinity, EngineEndpoint, EngineRecord
-from tidegate.gateway.engines.health import HealthProbe, most_calls
+from tidegate.gateway.engines.engine import Affinity, EngineEndpoint, EngineRecord, PoolOptions
+from tidegate.gateway.engines.health import HealthProbe
 from tidegate.gateway.engines.protocol import (
     NON_RESUMABLE_PARAMS,
     GenerateRequest,
@@ -37,22 +35,6 @@ log = logging.getLogger("tidegate.gateway.engines.engine")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 LAST_EVENT_S = 10.0
 """Time limit for an engine to end an aborted request with the event that attests its versions."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Options of the pool; durations in seconds."""
-
-    connect_s: float = 5.0
-    probe_every_s: float = 2.0
-    probe_timeout_s: float = 10.0
-    """An engine that does not answer `/model_info` within this time counts as hanging."""
-    engine_calls: int | None = None
-    """Concurrent calls on one engine; None: twice its reported `max_slots`, or 256 without them."""
-    waiting_calls: int = 8192
-    """Largest number of calls that wait for a slot; further calls are refused."""
-    shards: int = 1
-    """Number of gateways that share the engines."""
 
 
 class EnginePool:
@@ -84,7 +66,7 @@ class EnginePool:
     # -- membership ------------------------------------------------------------------------------
 
     async def add(self, record: EngineRecord, wait_s: float = 0.0) -> EngineEndpoint:
-        """Add an engine or update its record; waits up to `wait_s` for the first probe. Idempotent."""
+        """Adds an engine or updates its record; waits up to `wait_s` for the first probe. Idempotent."""
         url = record.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
         if engine is None:
@@ -101,22 +83,15 @@ class EnginePool:
         return engine
 
     def _observe(self, engine: EngineEndpoint) -> None:
-        options = self._options
-        calls = functools.partial(most_calls, fixed=options.engine_calls, shards=options.shards)
         probe = HealthProbe(
-            engine,
-            self._client,
-            options.probe_every_s,
-            calls,
-            self._changed,
-            trainer_managed=lambda: self.trainer_managed,
+            engine, self._client, self._options, self._changed, trainer_managed=lambda: self.trainer_managed
         )
         task = asyncio.create_task(probe.run(), name=f"probe {engine.url}")
         task.add_done_callback(self._probe_ended)
         self._probes[engine], self._probe_tasks[engine] = probe, task
 
     async def remove(self, url: str) -> bool:
-        """Take an engine out; its running calls continue. Whether it was in the pool."""
+        """Takes an engine out; its running calls continue. Returns whether it was in the pool."""
         engine = self._dispatch.remove(url.rstrip("/"))
         if engine is None:
             return False
@@ -132,7 +107,6 @@ class EnginePool:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that wait for a slot."""
         return self._dispatch.waiting
 
     @property
@@ -166,7 +140,7 @@ class EnginePool:
         deadline: float,
         on_ids: Callable[[list[int]], None] | None = None,
     ) -> GenerateResult:
-        """Sample one reply, retrying on other engines after failures.
+        """Samples one reply, retrying on other engines after failures.
 
         `deadline` is in the loop's time. `on_ids` is called with all ids so far on each streamed event.
         Cancelling aborts the engine call. A request closed by its client returns the tokens so far.

@@ -189,7 +189,7 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
         "group_id": session.group_id,
         "slot": session.slot,
         "turns": len(session.tree.nodes),
-        "calls": len(session.calls.live),
+        "calls": len(session.calls.running),
         "limits": session.limits.to_wire(),
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,

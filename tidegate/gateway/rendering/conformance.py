@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.errors import ApiError
@@ -35,8 +34,7 @@ class Case(NamedTuple):
     truncated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CaseResult:
+class CaseResult(NamedTuple):
     """The verdict on one kind of continuation, and the reason if it is not exact."""
 
     kind: str
@@ -44,8 +42,7 @@ class CaseResult:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ConformanceReport:
+class ConformanceReport(NamedTuple):
     """Results for a template; `escapes_special_tokens`: special-token text in messages stays text."""
 
     results: tuple[CaseResult, ...]
@@ -69,33 +66,47 @@ class ConformanceReport:
 
 
 def check_conformance(renderer: Renderer) -> ConformanceReport:
-    """Test a renderer. Takes milliseconds; run it off the event loop nevertheless."""
-    return ConformanceReport(
-        tuple(_check_case(renderer, case) for case in _battery()), _escapes_special_tokens(renderer)
-    )
+    """Tests a renderer. Takes milliseconds; run it off the event loop nevertheless."""
+    results = tuple(_check_case(renderer, case) for case in _battery())
+    return ConformanceReport(results, _escapes_special_tokens(renderer))
 
 
 def _battery() -> Iterator[Case]:
-    question, reply, more = [_user("What is 2 + 3?")], _assistant("It is 5."), _user("And 4 + 4?")
+    question, reply, more = (
+        [_message("user", "What is 2 + 3?")],
+        _message("assistant", "It is 5."),
+        _message("user", "And 4 + 4?"),
+    )
     one, two = _calls(1), _calls(2)
     yield Case("a question", question, reply, [more])
     yield Case(
-        "a question, with a system prompt and tools", [_system("Be brief."), *question], reply, [more], _TOOLS
+        "a question, with a system prompt and tools",
+        [_message("system", "Be brief."), *question],
+        reply,
+        [more],
+        _TOOLS,
     )
-    yield Case("two questions at once", question, reply, [more, _user("And 1 + 1?")])
-    yield Case("a system message in the middle", question, reply, [_system("Be brief."), more])
-    yield Case("a reply that the client wrote", question, reply, [more, _assistant("8"), _user("Sure?")])
+    yield Case("two questions at once", question, reply, [more, _message("user", "And 1 + 1?")])
+    yield Case("a system message in the middle", question, reply, [_message("system", "Be brief."), more])
+    yield Case(
+        "a reply that the client wrote",
+        question,
+        reply,
+        [more, _message("assistant", "8"), _message("user", "Sure?")],
+    )
     yield Case("nothing: another reply", question, reply, [])
     yield Case("a tool's result", question, one, _results(one), _TOOLS)
     yield Case("results of parallel calls", question, two, _results(two), _TOOLS)
     yield Case("a tool's result and a question", question, one, [*_results(one), more], _TOOLS)
     yield Case("after a truncated reply", question, reply, [more], truncated=True)
-    yield Case("after an empty reply", question, _assistant(""), [more])
+    yield Case("after an empty reply", question, _message("assistant", ""), [more])
     thought = "<think>\nTwo and three.\n</think>\n\nIt is 5."
-    yield Case("after reasoning", question, _assistant(thought), [more], sampled=thought)
-    yield Case("Unicode", question, _assistant(_UNICODE), [_user(_UNICODE)])
-    yield Case("whitespace at the edges", question, reply, [_user(_EDGES)])
-    yield Case("whitespace at a reply's edges", question, _assistant(_EDGES), [more], sampled=_EDGES)
+    yield Case("after reasoning", question, _message("assistant", thought), [more], sampled=thought)
+    yield Case("Unicode", question, _message("assistant", _UNICODE), [_message("user", _UNICODE)])
+    yield Case("whitespace at the edges", question, reply, [_message("user", _EDGES)])
+    yield Case(
+        "whitespace at a reply's edges", question, _message("assistant", _EDGES), [more], sampled=_EDGES
+    )
 
 
 def _check_case(renderer: Renderer, case: Case) -> CaseResult:
@@ -131,18 +142,19 @@ def _compare(renderer: Renderer, case: Case, prompt: list[int], output: list[int
 
 
 def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]:
-    """The ids that a model following the template may sample for the reply, including its end.
+    """The ids that a model following the template may sample for the reply, including its end: a reasoning
+    model may reason or not, so as the template renders a last reply, and a past one.
 
-    A reasoning model may reason or not, so: the reply as the template renders a last one, and as a past one.
     `prompt` is the length of the prompt in characters.
     """
     end = [] if case.truncated else renderer.encode(renderer.turn_end)
     if case.sampled is not None:
         yield [*renderer.encode(case.sampled), *end]
         return
-    text = _as_last_reply(renderer, case)
-    if text is not None:
-        ids = renderer.encode(text)
+    before = renderer.render_text(case.before, case.tools, {})
+    full = renderer.render_text([*case.before, case.reply], case.tools, {}, prompt=False)
+    if full.startswith(before):
+        ids = renderer.encode(full.removeprefix(before))
         stop = next((at for at, token in enumerate(ids) if token in renderer.stop_ids), None)
         yield [*ids, *end] if stop is None else ids[: stop if case.truncated else stop + 1]
     rendered = _render_all(renderer, case)
@@ -153,17 +165,9 @@ def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]
     yield [*renderer.encode(case.reply["content"]), *end]
 
 
-def _as_last_reply(renderer: Renderer, case: Case) -> str | None:
-    prompt = renderer.render_text(case.before, case.tools, {})
-    full = renderer.render_text([*case.before, case.reply], case.tools, {}, prompt=False)
-    return full.removeprefix(prompt) if full.startswith(prompt) else None
-
-
 def _encode_suffix(renderer: Renderer, case: Case, last_id: int | None) -> list[int]:
-    ids: list[int] = renderer.encode_suffix(
-        lambda: case.before, case.reply, case.new, case.tools, {}, last_id
-    ).tolist()
-    return ids
+    suffix = renderer.encode_suffix(lambda: case.before, case.reply, case.new, case.tools, {}, last_id)
+    return list(suffix.tolist())
 
 
 def _render_all(renderer: Renderer, case: Case) -> str | None:
@@ -178,27 +182,19 @@ def _render_all(renderer: Renderer, case: Case) -> str | None:
 def _escapes_special_tokens(renderer: Renderer) -> bool:
     """Whether special-token text of a user stays text."""
     control = [renderer.token_text(token) for token in renderer.stop_ids]
-    context, reply = [_user("a")], _assistant("b")
+    context, reply = [_message("user", "a")], _message("assistant", "b")
     counts = []
     for text in ("x", " ".join(control)):
         try:
-            delta = renderer.encode_suffix(lambda: context, reply, [_user(text)], None, {}, None)
+            delta = renderer.encode_suffix(lambda: context, reply, [_message("user", text)], None, {}, None)
         except Unrenderable:
             return renderer.codec.escapes_special_tokens
         counts.append(sum(delta.tolist().count(token) for token in renderer.stop_ids))
     return bool(counts[0] == counts[1])
 
 
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
 
 
 def _calls(count: int) -> Message:

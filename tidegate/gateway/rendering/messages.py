@@ -17,23 +17,14 @@ from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.nesting import MAX_LEVELS, too_deep
 from tidegate.types import Message
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _THOUGHT_END = "</think>"
 _EXACT = 2**53
 """Below it float64 represents every integer."""
 
 
 def template_form(message: Any, index: int) -> Message:
-    """Convert a message for chat templates: content as a string, tool arguments as a dict.
-
-    Raises ApiError that names the message and the unsupported part.
-    """
+    """Converts a message for chat templates: content to text, tool arguments to a dict. Raises ApiError."""
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise ApiError(f"{where} is not an object", param="messages")
@@ -81,22 +72,19 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise unsupported(where, "only function calls with a name are supported")
-    arguments = read_arguments(function.get("arguments"))
+    arguments = _read_arguments(function.get("arguments"))
     if too_deep(arguments):
         raise ApiError(
             f"{where}: the arguments of {function['name']!r} are nested more than {MAX_LEVELS} levels deep; "
             "send flatter ones"[:300],
             param="messages",
         )
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 
 
-def read_arguments(arguments: Any) -> Any:
-    """Parse tool arguments; invalid JSON stays text."""
+def _read_arguments(arguments: Any) -> Any:
+    """Parses tool arguments; invalid JSON stays text."""
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
@@ -107,9 +95,8 @@ def read_arguments(arguments: Any) -> Any:
 
 def meaning(form: Message) -> bytes:
     """Bytes that are equal for messages of equal meaning; `form` is a `template_form`."""
-    return orjson.dumps(
-        (form["role"], _content(form), form.get("name"), _calls(form)), option=orjson.OPT_SORT_KEYS
-    )
+    content = (form["role"], _content(form), form.get("name"), _calls(form))
+    return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
 
 
 def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:

@@ -94,8 +94,7 @@ class Renderer:
                 self._roots.move_to_end(key)
                 return self._roots[key]
         _check(len(payload), max_characters)
-        if self.codec.contains_special_token_text(payload.decode()):
-            messages = self._escaped(messages)
+        messages = self._escaped(messages, payload)
         text = self.render_text(messages, tools, options)
         _check(len(text), max_characters)
         ids = _array(self.encode(text))
@@ -106,11 +105,13 @@ class Renderer:
                     self._roots.popitem(last=False)
         return ids
 
-    def _escaped(self, messages: list[Message]) -> list[Message]:
+    def _escaped(self, messages: list[Message], payload: bytes) -> list[Message]:
+        """Escapes special-token text in messages; `payload` is their JSON text."""
+        if not self.codec.contains_special_token_text(payload.decode()):
+            return messages
         with self._lock:
             self.escaped_requests += 1
-        escaped: list[Message] = self.codec.escape_all(messages)
-        return escaped
+        return list(self.codec.escape_all(messages))
 
     def render_text(
         self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True
@@ -128,10 +129,12 @@ class Renderer:
     ) -> bool:
         """Whether the template renders two histories to the same text."""
         try:
-            texts = [self.render_text(normalized(messages), tools, options) for messages in (one, other)]
+            first, second = (
+                self.render_text(normalized(messages), tools, options) for messages in (one, other)
+            )
         except ApiError:
             return False
-        return texts[0] == texts[1]
+        return first == second
 
     def used_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options that the template reads; others do not change a prompt."""
@@ -149,15 +152,13 @@ class Renderer:
     ) -> Ids:
         """Ids that `new` adds after the recorded reply, including the end of its turn; shape [delta].
 
-        `context` returns the messages before the reply (called only if the template depends on them), `reply`
-        is the reply's template form, `last_id` the last id that the model sampled for it.
-        Raises Unrenderable if the template has no suffix after this reply, LargeText above
-        `max_characters` characters.
+        `context` returns the messages before the reply, if the template depends on them; `reply` is the
+        reply's template form, `last_id` the last id that the model sampled for it. Raises Unrenderable if the
+        template has no suffix after this reply, LargeText above `max_characters` characters.
         """
         payload = orjson.dumps(new)
         _check(len(payload), max_characters)
-        if self.codec.contains_special_token_text(payload.decode()):
-            new = self._escaped(new)
+        new = self._escaped(new, payload)
         if self._short_ids:
             before = context
             context = lambda: with_short_ids(before())  # noqa: E731 - wraps the argument
@@ -167,11 +168,8 @@ class Renderer:
         return _array(self._without_sampled_end(self.encode(text), last_id))
 
     def _without_sampled_end(self, ids: list[int], last_id: int | None) -> list[int]:
-        """`ids` without the end of turn if the model sampled it.
-
-        Any stop token ends the turn, so no second one follows it. In families without an end-of-turn token,
-        the model stops at the marker of the next role.
-        """
+        """`ids` without the end of turn if the model sampled it: any stop token, which in families without an
+        end-of-turn token is the marker of the next role."""
         if not ids or last_id not in self._stops:
             return ids
         return ids[1:] if ids[0] == last_id or ids[:1] == self.past_turn_end_ids else ids

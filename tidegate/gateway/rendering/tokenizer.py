@@ -55,12 +55,11 @@ class Codec:
         self.vocabulary = len(tokenizer)
         """Number of token ids."""
         special = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        hidden = {self.added[token] for token in special if token in self.added}
         visible_ids = {self.added[token] for token in visible if token in self.added}
-        hidden = {self.added[token] for token in special if token in self.added} | set(
-            tokenizer.all_special_ids
-        )
-        self._hidden = frozenset(hidden - visible_ids)
-        self._control = _pattern(special)
+        self._hidden = (hidden | set(tokenizer.all_special_ids)) - visible_ids
+        breakable = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, breakable))) if breakable else None
         self._longest_control = max(map(len, special), default=0)
         self.escapes_special_tokens = self._control is not None and self._encodes_escaped(special)
         """Whether special-token text can be escaped; if not, it becomes special tokens."""
@@ -68,21 +67,16 @@ class Codec:
             self._control = None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, control tokens included; those that `shield` broke are plain text."""
-        if ESCAPE in text:
-            return [token for piece in text.split(ESCAPE) for token in self._encode(piece)]
-        return self._encode(text)
+        """Ids of `text`, special tokens included; escaped ones are plain text."""
+        return [token for piece in text.split(ESCAPE) for token in self._encode(piece)]
 
     def _encode(self, text: str) -> list[int]:
-        if self._backend is not None:
-            ids: list[int]
-            if len(text) > _ALONE:  # releases the interpreter lock; the call below is faster
-                [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-                ids = encoding.ids
-            else:
-                ids = self._backend.encode(text, add_special_tokens=False).ids
-            return ids
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if self._backend is None:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if len(text) <= _ALONE:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        # Releases the interpreter lock; the call above is faster.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that clients read: without special tokens, except the visible ones."""
@@ -90,23 +84,23 @@ class Codec:
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """The text of `ids` with all special tokens."""
-        if self._backend is not None:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-            return text
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if self._backend is None:
+            return str(
+                self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def token_text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
     def escape_special_tokens(self, text: str) -> str:
-        """Insert ESCAPE into special-token text; other text is returned unchanged."""
+        """Inserts ESCAPE into special-token text; other text is returned unchanged."""
         if not self.contains_special_token_text(text):
             return text
         text = text.replace(ESCAPE, "")
-        while (
-            found := self._control_at(text, 0)
-        ) is not None:  # again: a broken one may have overlapped another
+        while self.contains_special_token_text(text):  # again: a broken one may have overlapped another
             parts, at = [], 0
+            found = self._control_at(text, 0)
             while found is not None:
                 parts += [text[at : found.start() + 1], ESCAPE]
                 at = found.start() + 1
@@ -115,11 +109,9 @@ class Codec:
         return text
 
     def contains_special_token_text(self, text: str) -> bool:
-        """Whether there is anything to shield in `text`."""
         return self._control_at(text, 0) is not None
 
     def _control_at(self, text: str, at: int) -> re.Match[str] | None:
-        """The first special-token text from `at` on."""
         if self._control is None:
             return None
         for start in range(at, len(text), _WINDOW):
@@ -129,7 +121,7 @@ class Codec:
         return None
 
     def escape_all(self, value: Any) -> Any:
-        """A JSON value with every string in it shielded."""
+        """Escapes every string in a JSON value."""
         if isinstance(value, str):
             return self.escape_special_tokens(value)
         if isinstance(value, list):
@@ -148,8 +140,3 @@ class Codec:
 def unescape_json(text: str) -> str:
     """Restore ESCAPE in rendered text if the template wrote it as JSON escapes."""
     return text.replace(_JSON_ESCAPE, ESCAPE) if _JSON_ESCAPE in text else text
-
-
-def _pattern(special: Collection[str]) -> re.Pattern[str] | None:
-    breakable = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, breakable))) if breakable else None

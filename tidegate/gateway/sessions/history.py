@@ -1,4 +1,5 @@
-"""Caches the newest request histories of a session, so that only new messages are hashed.
+"""Caches the newest request histories of a session, so that only new messages are hashed, and names what
+distinguishes a branch from them.
 
 Every request repeats its conversation, one turn longer. A session may have several conversations in parallel
 (a main agent and its sub-agents), so several histories are kept; a request continues the one with which it
@@ -35,12 +36,7 @@ class RequestHistory:
 
     def common_length(self, other: RequestHistory) -> int:
         """Returns the number of leading messages that both share, by meaning."""
-        count = 0
-        for mine, theirs in zip(self.hashes, other.hashes, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        return count
+        return _common(self.hashes, other.hashes)
 
     def adopt_recorded(self, start: int, recorded: Sequence[Message]) -> None:
         """Replaces the hashes from `start` on by those of `recorded`, which renders to the same text."""
@@ -53,14 +49,13 @@ class RequestHistory:
     def equal_messages(self, messages: Sequence[Message]) -> int:
         """Returns the number of leading messages that are equal, spelling included."""
         own = self.messages
-        if messages[: len(own)] == own:
-            return len(own)
-        count = 0
-        for mine, other in zip(own, messages, strict=False):
-            if mine != other:
-                break
-            count += 1
-        return count
+        return len(own) if messages[: len(own)] == own else _common(own, messages)
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns the number of leading items that two sequences share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 class RequestHistories:
@@ -121,3 +116,33 @@ class RequestHistories:
             if shared > max_shared or best is None:
                 best, max_shared = history, shared
         return best, max_shared
+
+
+def branch_reason(
+    history: RequestHistory, earlier: Sequence[RequestHistory], parent: int | None, start: int, newest: int
+) -> str:
+    """Names the first difference from the earlier request with which `history` shares most messages.
+
+    `history` extends turn `parent`, which is not the newest turn `newest`, by its messages from `start` on.
+    `earlier` is ordered from newest to oldest.
+    """
+    same_tools = [
+        other
+        for other in earlier
+        if other.tools_hash == history.tools_hash and other.hashes != history.hashes
+    ]
+    if not same_tools:
+        return f"tools: they or the template's options differ from those of turn {newest}"
+    nearest = max(same_tools, key=history.common_length)
+    whose = "the last" if nearest is earlier[0] else "an earlier"
+    common = history.common_length(nearest)
+    if common == len(history.hashes):
+        return f"rewound: {common} messages, {whose} request had {len(nearest.hashes)}"
+    changed = f"edited: message {common} ({history.messages[common].get('role')})"
+    if common < len(nearest.hashes) and nearest is earlier[0]:
+        return f"{changed} differs from {whose} request's"
+    if parent is not None and all(message["role"] != "assistant" for message in history.messages[start:]):
+        return f"older: turn {parent} is continued, the newest is turn {newest}"
+    if common < len(nearest.hashes):
+        return f"{changed} differs from {whose} request's"
+    return f"{changed} is not the recorded reply"

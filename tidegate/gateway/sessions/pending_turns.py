@@ -135,7 +135,7 @@ class PendingTurns:
 
     def __init__(self) -> None:
         self.started_calls = 0
-        self.live: set[PendingTurn] = set()
+        self.running: set[PendingTurn] = set()
         self._by_idempotency_key: dict[str, PendingTurn | TurnNode] = {}
         self._undelivered: list[PendingTurn] = []
         self._recorded: list[TurnNode] = []
@@ -145,7 +145,7 @@ class PendingTurns:
 
     def add(self, call: PendingTurn) -> None:
         self.started_calls += 1
-        self.live.add(call)
+        self.running.add(call)
         self._undelivered.append(call)
         if call.idempotency_key is not None:
             self._by_idempotency_key[call.idempotency_key] = call
@@ -167,20 +167,16 @@ class PendingTurns:
 
         Raises ApiError if an idempotency key is reused with another body.
         """
-        if (
-            idempotency_key is not None
-            and (earlier := self._by_idempotency_key.get(idempotency_key)) is not None
-        ):
-            if (earlier.digest if isinstance(earlier, PendingTurn) else earlier.request.digest) != digest:
+        earlier = None if idempotency_key is None else self._by_idempotency_key.get(idempotency_key)
+        if earlier is not None:
+            pending = earlier if isinstance(earlier, PendingTurn) else None
+            if earlier.request.digest != digest:
                 raise ApiError(
                     "Idempotency-Key: it was sent with another body before; use a new key",
                     param="Idempotency-Key",
                 )
-            if isinstance(earlier, PendingTurn) and (
-                earlier.refusal is not None or earlier.engine_request.closed
-            ):
-                return None
-            return earlier
+            given_up = pending is not None and (pending.refusal or pending.engine_request.closed)
+            return None if given_up else earlier
         if not retry:
             return None
         repeated = [call for call in self._undelivered if call.digest == digest]
@@ -203,29 +199,22 @@ class PendingTurns:
 
     def on_done(self, call: PendingTurn) -> None:
         """Handles the end of a generation; failed and abandoned calls cannot be retried."""
-        self.live.discard(call)
-        call.engine_request.prompt = call.engine_request.prompt[
-            :0
-        ].copy()  # frees the prompt; a retry needs only the reply
+        self.running.discard(call)
+        call.engine_request.prompt = np.empty(0, np.int32)  # a retry needs only the reply
         if call.node is None:
-            self._forget(call)
+            self.forget(call)
 
     def on_abandoned(self, call: PendingTurn) -> None:
         """Handles a call whose last listener disconnected before the reply."""
         self._abandoned[call.digest] += 1
-        self._forget(call)
+        self.forget(call)
 
     def on_delivered(self, call: PendingTurn) -> None:
         """Replaces a delivered call by its recorded turn, which a retry may still get."""
-        self._forget(call)
-        assert call.node is not None, "only a recorded turn is delivered"
-        self._delivered[call.digest] = call.node
+        self.forget(call)
+        self._delivered[call.digest] = call.recorded
         if call.idempotency_key is not None:
-            self._by_idempotency_key[call.idempotency_key] = call.node
-
-    def on_closed(self, call: PendingTurn) -> None:
-        """Handles a call whose last listener disconnected after a part of the reply."""
-        self._forget(call)
+            self._by_idempotency_key[call.idempotency_key] = call.recorded
 
     def on_superseded(self, node: TurnNode) -> None:
         """Handles the retry of a partly delivered reply: the turn is not returned again."""
@@ -233,13 +222,14 @@ class PendingTurns:
         if node.request.idempotency_key is not None:
             self._by_idempotency_key.pop(node.request.idempotency_key, None)
 
-    def _forget(self, call: PendingTurn) -> None:
+    def forget(self, call: PendingTurn) -> None:
+        """Lets no retry join a call, for instance as its client disconnected after a part of the reply."""
         if call in self._undelivered:
             self._undelivered.remove(call)
 
     def cancel_all(self, error: ApiError) -> None:
         """Cancels every running generation; listeners get `error`."""
-        for call in list(self.live):
+        for call in list(self.running):
             call.refusal = call.refusal or error
             if call.task is not None:
                 call.task.cancel()

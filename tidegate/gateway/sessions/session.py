@@ -216,8 +216,8 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
     `now` is on the event loop's clock. Raises ApiError if a budget is exhausted.
     """
     limits = session.limits
-    live = len(session.calls.live)
-    if limits.turns is not None and (turns := session.tree.replies() + live) >= limits.turns:
+    running = len(session.calls.running)
+    if limits.turns is not None and (turns := session.tree.replies() + running) >= limits.turns:
         raise _budget_exceeded(session, f"turns: {turns} of {limits.turns}")
     if limits.seconds is not None and (seconds := now - session.opened) >= limits.seconds:
         raise _budget_exceeded(session, f"seconds: {seconds:.0f} of {limits.seconds:g}")
@@ -227,9 +227,9 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
         left = limits.tokens - tokens
         if left <= 0:
             raise _budget_exceeded(session, f"tokens: {tokens} of {limits.tokens}")
-    if limits.calls is not None and live >= limits.calls:
+    if limits.calls is not None and running >= limits.calls:
         raise ApiError(
-            f"this session has {live} calls in progress (limit {limits.calls}); retry when one has ended",
+            f"this session has {running} calls in progress (limit {limits.calls}); retry when one has ended",
             status=429,
             type="too_many_calls",
             code="too_many_calls",

@@ -10,8 +10,7 @@ import numpy as np
 
 from tidegate.gateway.parsing.reply import begins_with
 from tidegate.gateway.rendering.messages import chain, resemble, template_form
-from tidegate.gateway.sessions.branches import branch_reason
-from tidegate.gateway.sessions.history import MAX_HISTORIES, RequestHistories, RequestHistory
+from tidegate.gateway.sessions.history import MAX_HISTORIES, RequestHistories, RequestHistory, branch_reason
 from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn, spans_within
 
 Alike = Callable[[list[Message], list[Message]], bool]
@@ -153,7 +152,7 @@ class TurnTree:
         return False
 
     def forget_request(self) -> None:
-        """Discards the messages of the last attached request, which does not fit the model's context."""
+        """Discards the last attached request, which does not fit the model's context."""
         self._histories.drop_newest()
 
     def _find_closed_turn(self, history_hash: bytes, message: Message) -> int | None:
@@ -179,7 +178,6 @@ class TurnTree:
     def _branch_reason(
         self, history: RequestHistory, earlier: list[RequestHistory], parent: int | None, start: int
     ) -> str | None:
-        """Returns the reason that a request does not extend the newest turn, or None if it does."""
         newest = len(self.nodes) - 1
         if newest < 0 or parent == newest:
             return None
@@ -198,13 +196,8 @@ class TurnTree:
         """Returns a turn's prompt and output ids; shape [prompt + output]."""
         if self._tip is not None and self._tip[0] == index:
             return self._tip[1]
-        pieces = []
-        at: int | None = index
-        while at is not None:
-            turn = self.nodes[at].turn
-            pieces += [turn.output_ids, turn.delta_ids]
-            at = turn.parent
-        return np.concatenate(pieces[::-1])
+        turns = [node.turn for node in self._path(index)]
+        return np.concatenate([ids for turn in turns for ids in (turn.delta_ids, turn.output_ids)])
 
     def append(
         self,
@@ -314,13 +307,16 @@ class TurnTree:
 
     def history(self, index: int) -> list[Message]:
         """Returns a turn's messages from its root on, including its reply."""
-        pieces: list[list[Message]] = []
+        return [message for node in self._path(index) for message in (*node.new_messages, node.reply)]
+
+    def _path(self, index: int) -> list[TurnNode]:
+        """Returns the turns from a root to turn `index`."""
+        path: list[TurnNode] = []
         at: int | None = index
         while at is not None:
-            node = self.nodes[at]
-            pieces.append([*node.new_messages, node.reply])
-            at = node.turn.parent
-        return [message for piece in reversed(pieces) for message in piece]
+            path.append(self.nodes[at])
+            at = path[-1].turn.parent
+        return path[::-1]
 
     def replies(self) -> int:
         """Returns the number of recorded replies; the second part of a split reply does not count."""

@@ -13,7 +13,7 @@ import orjson
 from yarl import URL
 
 from tidegate.errors import GatewayError, TidegateError
-from tidegate.gateway.engines.loop_delay import DelayTolerantConnector
+from tidegate.gateway.engines.client import DelayTolerantConnector
 from tidegate.gateway.sharding.shard import Shard
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")

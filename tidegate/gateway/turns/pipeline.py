@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import orjson
+
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.engines.dispatcher import QueueFullError
 from tidegate.gateway.engines.pool import LAST_EVENT_S, EnginePool
@@ -21,11 +23,12 @@ from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode
-from tidegate.gateway.turns.access_log import log_turn
 from tidegate.gateway.turns.prompts import PromptBuilder, Rendered
-from tidegate.types import CLIENT_CLOSED
+from tidegate.types import CLIENT_CLOSED, Turn
 
 log = logging.getLogger("tidegate.gateway")
+access_log = logging.getLogger("tidegate.gateway.access")
+"""One JSON line per turn, at level INFO."""
 ABANDONED = "the call was abandoned"
 
 
@@ -198,7 +201,7 @@ class TurnPipeline:
             metrics.tool_call_parses[turn.parse] += 1
         metrics.client_closed_turns += turn.finish_reason == CLIENT_CLOSED
         metrics.turn_seconds.observe(turn.seconds)
-        log_turn(session, turn, call.prompt_tokens)
+        _log_turn(session, turn, call.prompt_tokens)
         return node
 
     def _on_done(self, session: GatewaySession, call: PendingTurn, task: asyncio.Task[None]) -> None:
@@ -233,12 +236,11 @@ class TurnPipeline:
     def deliver(self, session: GatewaySession, call: PendingTurn) -> None:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
-        assert call.node is not None, "only a recorded reply is delivered"
-        self._mark_delivered(session, call.node.turn.index)
+        self._mark_delivered(session, call.recorded.turn.index)
         session.engine_error = session.restart_reason = session.context_overflow = None
 
     def _close(self, session: GatewaySession, call: PendingTurn) -> None:
-        session.calls.on_closed(call)
+        session.calls.forget(call)
         session.engine_error = session.restart_reason = session.context_overflow = None
         call.engine_request.close()
         if call.node is not None:
@@ -246,9 +248,8 @@ class TurnPipeline:
 
     def _cut(self, session: GatewaySession, call: PendingTurn) -> None:
         """Truncates a recorded turn to the delivered part."""
-        assert call.node is not None, "only a recorded turn is truncated"
         session.calls.on_delivered(call)
-        node = call.node
+        node = call.recorded
         if node.turn.delivered:
             return
         self._metrics.client_closed_turns += 1
@@ -276,7 +277,7 @@ class TurnPipeline:
         """
         quoted = [
             call
-            for call in session.calls.live
+            for call in session.calls.running
             if call.engine_request.closed
             or (
                 call.delivered_parts and (call.id.encode() in body or any(map(call.quoted_by, turn_requests)))
@@ -288,15 +289,14 @@ class TurnPipeline:
 
     async def close_streams(self, session: GatewaySession) -> None:
         """Records the delivered parts of the streams that are open when their session ends."""
-        for call in list(session.calls.live):
+        for call in list(session.calls.running):
             if call.delivered_parts and not call.engine_request.closed:
                 self._close(session, call)
         await self.wait_for_closed_streams(session)
 
     def on_sent(self, session: GatewaySession, call: PendingTurn) -> None:
         """Records that a complete reply was sent."""
-        assert call.node is not None, "only a recorded reply is sent"
-        self._journal.sent(session, call.node.turn.index)
+        self._journal.sent(session, call.recorded.turn.index)
 
     def _mark_quoted(self, session: GatewaySession, index: int) -> None:
         session.tree.nodes[index].quoted = True
@@ -306,3 +306,23 @@ class TurnPipeline:
         if not session.tree.nodes[index].turn.delivered:
             self._metrics.undelivered_turns -= 1
             session.tree.mark_delivered(index)
+
+
+def _log_turn(session: GatewaySession, turn: Turn, prompt_tokens: int) -> None:
+    """Writes a line of the access log: session and token counts, but no text, token ids or keys."""
+    if not access_log.isEnabledFor(logging.INFO):
+        return
+    row = {
+        "session": session.id,
+        "turn": turn.index,
+        "parent": turn.parent,
+        "group": session.group_id,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": len(turn.output_ids),
+        "cached_tokens": turn.cached_tokens,
+        "finish": turn.finish_reason,
+        "versions": [span.version for span in turn.version_spans],
+        "branch": turn.branch,
+        "seconds": round(turn.seconds, 4),
+    }
+    access_log.info("%s", orjson.dumps(row).decode())
