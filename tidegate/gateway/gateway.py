@@ -28,7 +28,7 @@ from tidegate.gateway.sessions.session import FinishReport, GatewaySession, Sess
 from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
-from tidegate.gateway.turns.prompts import model_context
+from tidegate.gateway.turns.prompts import PromptBuilder, model_context
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
@@ -79,15 +79,15 @@ class Gateway:
             retention_s=self.options.retention_s,
         )
         self.pool = EnginePool(self.options.pool, self._fail)
-        self.turns = TurnPipeline(
+        prompts = PromptBuilder(
             self.renderer,
             self.pool,
             self.metrics,
-            self.journal,
             self.tool_format,
             model_context(self.options.model),
             self.options.structured_output,
         )
+        self.turns = TurnPipeline(prompts, self.pool, self.metrics, self.journal)
         await self.pool.start()
         self.pool.trainer_managed = recovered.trainer_managed
         for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):

@@ -142,7 +142,6 @@ def tool_use(choice: Any, name: Any, tools: Sequence[Any] | None, parallel: bool
 
 
 def event(payload: dict[str, Any], name: str | None = None) -> bytes:
-    """Formats a server-sent event."""
     return framed(orjson.dumps(payload), name)
 
 
@@ -152,6 +151,5 @@ def framed(data: bytes, name: str | None = None) -> bytes:
 
 
 def openai_error(refusal: ApiError) -> bytes:
-    """Returns an error body in the format of OpenAI's dialects."""
     payload = {"message": str(refusal), "type": refusal.type, "param": refusal.param, "code": refusal.code}
     return orjson.dumps({"error": payload})

@@ -194,7 +194,6 @@ def _user_messages(role: str, content: list[Any], where: str) -> list[Message]:
 
 
 def _assistant_message(content: list[Any], where: str) -> Message:
-    """Joins an assistant's content blocks to one message."""
     message: Message = {"role": "assistant", "content": ""}
     for index, block in enumerate(content):
         match block:
@@ -229,7 +228,6 @@ def _block(part: Part, key: str, signature: str) -> dict[str, Any]:
 
 
 def _empty_block(part: Part, key: str = "") -> dict[str, Any]:
-    """Returns a content block without its content."""
     if isinstance(part, ToolCall):
         return {"type": "tool_use", "id": key, "name": part.name, "input": {}}
     if isinstance(part, Reasoning):

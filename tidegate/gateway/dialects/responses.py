@@ -314,7 +314,6 @@ class ResponseEvents:
         return self._added(part) + self._in_part("response.content_part.added", part=content_of(self._open))
 
     def _close(self, status: str = "completed") -> bytes:
-        """Ends the item in progress, if there is one."""
         part, self._open = self._open, None
         if part is None:
             return b""

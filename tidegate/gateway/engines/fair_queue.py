@@ -69,18 +69,15 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> QueueTicket:
-        """Ticket of the next item; raises IndexError if the queue is empty."""
         return self._items[0][0]
 
     def push(self, ticket: QueueTicket, item: T) -> None:
         insort(self._items, (ticket, item), key=_TICKET)
 
     def pop(self) -> T:
-        """Remove and return the next item; raises IndexError if the queue is empty."""
         return self._items.pop(0)[1]
 
     def discard(self, ticket: QueueTicket) -> bool:
-        """Remove an item; whether it was queued."""
         at = bisect_left(self._items, ticket, key=_TICKET)
         queued = at < len(self._items) and self._items[at][0] == ticket
         if queued:
@@ -88,6 +85,5 @@ class FairQueue(Generic[T]):
         return queued
 
     def drain(self) -> list[T]:
-        """Remove and return all items, in ticket order."""
         items, self._items = self._items, []
         return [item for _, item in items]

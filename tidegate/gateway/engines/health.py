@@ -42,6 +42,7 @@ class HealthProbe:
         self._wake = asyncio.Event()
         self.probed = asyncio.Event()
         """Set after the first probe."""
+        self.task = asyncio.create_task(self._run(), name=f"probe {engine.url}")
 
     def failed(self, *, at_once: bool, counts: bool = True) -> None:
         """Record a failed call; `at_once` quarantines without waiting for further failures."""
@@ -49,7 +50,7 @@ class HealthProbe:
         if at_once or self._engine.failures >= _FAILURES_TO_QUARANTINE:
             self._quarantine()
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         wait = _FIRST_WAIT_S
         timeouts = 0
         while True:

@@ -49,7 +49,6 @@ class EnginePool:
         self.trainer_managed = False
         """A trainer manages the engines: one added by another client waits until the trainer admits it."""
         self._probes: dict[EngineEndpoint, HealthProbe] = {}
-        self._probe_tasks: dict[EngineEndpoint, asyncio.Task[None]] = {}
         self.errors = 0
         self.continued = 0
         """Engine calls that continued a reply from its tokens so far."""
@@ -58,9 +57,10 @@ class EnginePool:
         self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
 
     async def close(self) -> None:
-        for probe in self._probe_tasks.values():
-            probe.cancel()
-        await asyncio.gather(*self._probe_tasks.values(), return_exceptions=True)
+        tasks = [probe.task for probe in self._probes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
     # -- membership ------------------------------------------------------------------------------
@@ -72,7 +72,15 @@ class EnginePool:
         if engine is None:
             engine = EngineEndpoint(url, (url,))
             self._dispatch.add(engine)
-            self._observe(engine)
+            probe = HealthProbe(
+                engine,
+                self._client,
+                self._options,
+                self._changed,
+                trainer_managed=lambda: self.trainer_managed,
+            )
+            probe.task.add_done_callback(self._probe_ended)
+            self._probes[engine] = probe
         engine.control = tuple(address.rstrip("/") for address in record.control) or (url,)
         engine.joined, engine.admitted = record.joined, record.admitted
         self._changed(engine)
@@ -82,21 +90,12 @@ class EnginePool:
                     await self._probes[engine].probed.wait()
         return engine
 
-    def _observe(self, engine: EngineEndpoint) -> None:
-        probe = HealthProbe(
-            engine, self._client, self._options, self._changed, trainer_managed=lambda: self.trainer_managed
-        )
-        task = asyncio.create_task(probe.run(), name=f"probe {engine.url}")
-        task.add_done_callback(self._probe_ended)
-        self._probes[engine], self._probe_tasks[engine] = probe, task
-
     async def remove(self, url: str) -> bool:
         """Takes an engine out; its running calls continue. Returns whether it was in the pool."""
         engine = self._dispatch.remove(url.rstrip("/"))
         if engine is None:
             return False
-        self._probes.pop(engine)
-        self._probe_tasks.pop(engine).cancel()
+        self._probes.pop(engine).task.cancel()
         return True
 
     def get(self, url: str) -> EngineEndpoint | None:

@@ -103,7 +103,6 @@ class GenerateResult:
     """Engine calls that returned tokens."""
 
     def truncate(self, end: int) -> None:
-        """Keep the first `end` tokens."""
         del self.ids[end:], self.logprobs[end:], self.masses[end:]
         self.spans = spans_within(self.spans, 0, end)
 

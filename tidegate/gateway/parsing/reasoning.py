@@ -10,7 +10,7 @@ from typing import Literal
 
 from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, partial_suffix
 
-OPEN, CLOSE = "<think>", "</think>"
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 
 
 class ReasoningParser:
@@ -44,21 +44,21 @@ class ReasoningParser:
     def _start(self, text: str) -> list[Part]:
         """Text before it is certain whether the reply begins with reasoning."""
         solid = text.lstrip()
-        if len(solid) < len(OPEN) and OPEN.startswith(solid):
+        if len(solid) < len(THOUGHT_START) and THOUGHT_START.startswith(solid):
             self._held = text
             return []
-        if self._opened or solid.startswith(OPEN):
+        if self._opened or solid.startswith(THOUGHT_START):
             self._at = "reasoning"
-            return self._reasoning(solid.removeprefix(OPEN))
+            return self._reasoning(solid.removeprefix(THOUGHT_START))
         self._at = "answer"
         return self._answer.feed(text)
 
     def _reasoning(self, text: str) -> list[Part]:
-        reasoning, closed, after = text.partition(CLOSE)
+        reasoning, closed, after = text.partition(THOUGHT_END)
         if closed:
             self._at = "gap"
             return [*self._reasoning_part(reasoning.rstrip()), *self._gap(after)]
-        certain = text[: len(text) - partial_suffix(text, CLOSE)].rstrip()
+        certain = text[: len(text) - partial_suffix(text, THOUGHT_END)].rstrip()
         self._held = text[len(certain) :]
         return self._reasoning_part(certain)
 

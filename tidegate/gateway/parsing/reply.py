@@ -142,12 +142,10 @@ class ReplyReader:
         return self._parser.status
 
     def truncate(self, count: int) -> None:
-        """Keep only the first `count` parts."""
         del self.parts[count:], self.part_ends[count:]
         del self.call_ids[sum(isinstance(part, ToolCall) for part in self.parts) :]
 
     def message(self) -> Message:
-        """The reply as an OpenAI message."""
         content = "".join(part for part in self.parts if isinstance(part, str))
         calls = [part for part in self.parts if isinstance(part, ToolCall)]
         reasoning = "".join(part.text for part in self.parts if isinstance(part, Reasoning))
@@ -183,7 +181,6 @@ def count_read_ids(
 
 
 def begins_with(reply: Message, message: Message) -> bool:
-    """Whether `reply` begins with the assistant message `message`."""
     complete, partial = template_form(reply, 0), template_form(message, 0)
     for name in ("content", "reasoning_content"):
         if not complete.get(name, "").lstrip().startswith(partial.get(name, "").lstrip()):

@@ -52,7 +52,6 @@ class ConformanceReport(NamedTuple):
         return [result for result in self.results if result.verdict == verdict]
 
     def summary(self) -> str:
-        """A one-line summary for a log."""
         parts = [f"{len(self.with_verdict('exact'))} of {len(self.results)} kinds of continuations are exact"]
         for verdict in ("prefix_kept", "branch", "refused"):
             kinds = [result.kind for result in self.with_verdict(verdict)]
@@ -180,7 +179,6 @@ def _render_all(renderer: Renderer, case: Case) -> str | None:
 
 
 def _escapes_special_tokens(renderer: Renderer) -> bool:
-    """Whether special-token text of a user stays text."""
     control = [renderer.token_text(token) for token in renderer.stop_ids]
     context, reply = [_message("user", "a")], _message("assistant", "b")
     counts = []

@@ -141,7 +141,6 @@ def _content(form: Message) -> str:
 
 
 def _calls(form: Message) -> list[tuple[str, Any]] | None:
-    """Names and arguments of an assistant's calls."""
     if form["role"] != "assistant" or "tool_calls" not in form:
         return None
     return [
@@ -170,6 +169,5 @@ def chain(key: bytes, form: Message) -> bytes:
 
 
 def root_key(tools: Any, options: Any) -> bytes:
-    """The digest of an empty history with these tools and template options."""
     what = orjson.dumps((tools or None, options or None), option=orjson.OPT_SORT_KEYS)
     return blake2b(what, digest_size=16).digest()

@@ -21,8 +21,7 @@ import orjson
 
 from tidegate.errors import StartError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.reasoning import CLOSE as THOUGHT_END
-from tidegate.gateway.parsing.reasoning import OPEN as THOUGHT_START
+from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
 from tidegate.gateway.rendering.chat_template import ChatTemplate, with_short_ids
 from tidegate.gateway.rendering.messages import normalized
@@ -127,7 +126,6 @@ class Renderer:
     def renders_alike(
         self, one: list[Message], other: list[Message], tools: Any, options: dict[str, Any]
     ) -> bool:
-        """Whether the template renders two histories to the same text."""
         try:
             first, second = (
                 self.render_text(normalized(messages), tools, options) for messages in (one, other)

@@ -109,7 +109,6 @@ class Suffixes:
         return firsts.pop() if len(firsts) == 1 else ""
 
     def _first_token(self, text: str) -> str:
-        """Returns the longest added token that `text` begins with."""
         text = text.lstrip()
         return max((token for token in self._added if text.startswith(token)), key=len, default="")
 

@@ -51,7 +51,6 @@ def max_token_length(tokenizer: Any) -> int | None:
 
 
 def _steps(spec: Any) -> list[Any]:
-    """The parts of a normalizer or pre-tokenizer."""
     if spec is None:
         return []
     if spec["type"] != "Sequence":
@@ -99,7 +98,6 @@ class TokenBound:
 
 
 def _writes_content_unchanged(renderer: Renderer, role: str) -> bool:
-    """Whether the template renders a long content without dropping characters."""
     before: list[Message] = []
     message: Message = {"role": role}
     if role == "tool":

@@ -83,7 +83,6 @@ class Codec:
         return self.decode_all([token for token in ids if token not in self._hidden])
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of `ids` with all special tokens."""
         if self._backend is None:
             return str(
                 self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -121,7 +120,6 @@ class Codec:
         return None
 
     def escape_all(self, value: Any) -> Any:
-        """Escapes every string in a JSON value."""
         if isinstance(value, str):
             return self.escape_special_tokens(value)
         if isinstance(value, list):

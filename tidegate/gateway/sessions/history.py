@@ -53,7 +53,6 @@ class RequestHistory:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns the number of leading items that two sequences share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
@@ -80,7 +79,6 @@ class RequestHistories:
         del self._histories[MAX_HISTORIES:]
 
     def restore(self, histories: list[RequestHistory]) -> None:
-        """Restores the state in which `all` returned `histories`."""
         self._histories = histories
 
     def drop_newest(self) -> None:

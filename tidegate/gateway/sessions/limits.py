@@ -30,7 +30,6 @@ class SessionLimits:
     """Concurrent calls."""
 
     def with_defaults(self, default: SessionLimits) -> SessionLimits:
-        """Fills unset budgets from `default`."""
         own = {name: value for name, value in self.to_wire().items() if value is not None}
         return SessionLimits(**default.to_wire() | own)
 

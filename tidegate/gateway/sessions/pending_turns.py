@@ -107,7 +107,6 @@ class PendingTurn:
         return TurnRequestInfo(self.id, self.digest, self.idempotency_key, self.ordinal)
 
     def turn(self, result: GenerateResult) -> Turn:
-        """Builds the undelivered turn of a generation."""
         return Turn(
             index=-1,
             parent=self.attachment.parent,

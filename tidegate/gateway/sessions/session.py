@@ -110,12 +110,10 @@ class GatewaySession:
         return f"no engine was available, or it was lost, {number} times during its calls" if number else None
 
     def note_refusal(self, refusal: ApiError) -> None:
-        """Counts a call that is answered with an error."""
         self.refused_calls += 1
         self.last_refusal = str(refusal)
 
     def check_open(self, now: float) -> None:
-        """Raises ApiError if the session accepts no more calls."""
         if self.closed is not None:
             raise session_closed(self.closed)
         if now >= self.deadline:
@@ -143,7 +141,6 @@ class GatewaySession:
 
 
 def decide(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
-    """Decides how a session ends, before its reward is computed."""
     outcome, error = _outcome(session, report.outcome, now)
     return SessionResult(outcome, report.error or error, now, report.output, report.reward, report.metrics)
 

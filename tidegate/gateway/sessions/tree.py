@@ -310,7 +310,6 @@ class TurnTree:
         return [message for node in self._path(index) for message in (*node.new_messages, node.reply)]
 
     def _path(self, index: int) -> list[TurnNode]:
-        """Returns the turns from a root to turn `index`."""
         path: list[TurnNode] = []
         at: int | None = index
         while at is not None:
@@ -332,7 +331,6 @@ class TurnTree:
 
 
 def keep_tokens(turn: Turn, first: int, end: int) -> None:
-    """Reduces a turn to its output tokens `first..end`."""
     turn.output_ids, turn.logprobs = turn.output_ids[first:end], turn.logprobs[first:end]
     turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
     if turn.output_mask is not None:

@@ -16,10 +16,8 @@ from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedErro
 from tidegate.gateway.errors import engine_failure, not_recorded, queue_full, refused_by_engine
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
-from tidegate.gateway.rendering.renderer import LargeText, Renderer
+from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest
-from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode
@@ -37,26 +35,15 @@ class TurnPipeline:
 
     def __init__(
         self,
-        renderer: Renderer,
+        prompts: PromptBuilder,
         pool: EnginePool,
         metrics: GatewayMetrics,
         journal: Journal,
-        tool_format: ToolCallFormat,
-        model_context: int | None,
-        structured_output: StructuredOutput = "text",
     ) -> None:
+        self.prompts = prompts
         self._pool = pool
         self._metrics = metrics
         self._journal = journal
-        self.prompts = PromptBuilder(
-            renderer,
-            pool,
-            metrics,
-            tool_format,
-            model_context,
-            lambda *turn: self._mark_quoted(*turn),
-            structured_output,
-        )
 
     def call(
         self,
@@ -101,7 +88,6 @@ class TurnPipeline:
         return call
 
     def check_open(self, session: GatewaySession) -> None:
-        """Raises ApiError if the session accepts no more requests."""
         session.check_open(asyncio.get_running_loop().time())
 
     def _start(self, session: GatewaySession, call: PendingTurn, work: Coroutine[Any, Any, None]) -> None:
@@ -145,7 +131,7 @@ class TurnPipeline:
             call.reader.finish()
         node = self._append(session, call, result)
         if call.engine_request.closed:
-            self._mark_delivered(session, node.turn.index)
+            self.prompts.mark_delivered(session, node.turn.index)
         session.unpersisted[node.turn.index] = node
         await self._commit(session, call, node)
 
@@ -184,10 +170,8 @@ class TurnPipeline:
 
     def _append(self, session: GatewaySession, call: PendingTurn, result: GenerateResult) -> TurnNode:
         turn = call.turn(result)
-        reply = call.reader.message()
-        node = session.tree.append(
-            turn, call.engine_request.prompt, call.attachment, call.new_messages, reply, call.request
-        )
+        prompt, reply = call.engine_request.prompt, call.reader.message()
+        node = session.tree.append(turn, prompt, call.attachment, call.new_messages, reply, call.request)
         metrics = self._metrics
         metrics.turns += 1
         metrics.undelivered_turns += 1
@@ -195,11 +179,11 @@ class TurnPipeline:
         metrics.output_tokens += len(result.ids)
         metrics.cached_tokens += result.cached_tokens
         metrics.unknown_version_turns += turn.oldest_version() is None
+        metrics.client_closed_turns += turn.finish_reason == CLIENT_CLOSED
         if turn.branch is not None:
             metrics.branches[turn.branch.partition(":")[0]] += 1
         if turn.parse is not None:
             metrics.tool_call_parses[turn.parse] += 1
-        metrics.client_closed_turns += turn.finish_reason == CLIENT_CLOSED
         metrics.turn_seconds.observe(turn.seconds)
         _log_turn(session, turn, call.prompt_tokens)
         return node
@@ -236,7 +220,7 @@ class TurnPipeline:
     def deliver(self, session: GatewaySession, call: PendingTurn) -> None:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
-        self._mark_delivered(session, call.recorded.turn.index)
+        self.prompts.mark_delivered(session, call.recorded.turn.index)
         session.engine_error = session.restart_reason = session.context_overflow = None
 
     def _close(self, session: GatewaySession, call: PendingTurn) -> None:
@@ -255,7 +239,7 @@ class TurnPipeline:
         self._metrics.client_closed_turns += 1
         count = call.delivered_ids(node.turn.output_ids.tolist())
         session.tree.truncate(node.turn.index, count, call.reader.message())
-        self._mark_delivered(session, node.turn.index)
+        self.prompts.mark_delivered(session, node.turn.index)
         session.unpersisted[node.turn.index] = node
         self._write(session)
 
@@ -295,17 +279,7 @@ class TurnPipeline:
         await self.wait_for_closed_streams(session)
 
     def on_sent(self, session: GatewaySession, call: PendingTurn) -> None:
-        """Records that a complete reply was sent."""
         self._journal.sent(session, call.recorded.turn.index)
-
-    def _mark_quoted(self, session: GatewaySession, index: int) -> None:
-        session.tree.nodes[index].quoted = True
-        self._mark_delivered(session, index)
-
-    def _mark_delivered(self, session: GatewaySession, index: int) -> None:
-        if not session.tree.nodes[index].turn.delivered:
-            self._metrics.undelivered_turns -= 1
-            session.tree.mark_delivered(index)
 
 
 def _log_turn(session: GatewaySession, turn: Turn, prompt_tokens: int) -> None:

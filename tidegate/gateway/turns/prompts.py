@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,9 +17,7 @@ from tidegate.gateway.errors import context_exceeded, unsupported
 from tidegate.gateway.large_json import Folded
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.parsing.parts import PlainParser, ReplyParser
-from tidegate.gateway.parsing.reasoning import CLOSE as THOUGHT_END
-from tidegate.gateway.parsing.reasoning import OPEN as THOUGHT_START
-from tidegate.gateway.parsing.reasoning import ReasoningParser
+from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START, ReasoningParser
 from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_after
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.rendering.messages import template_form
@@ -50,10 +47,7 @@ class Rendered(NamedTuple):
 
 
 class PromptBuilder:
-    """Attaches requests to their session's tree and renders the messages that they add. Raises ApiError.
-
-    `on_quoted` is called for every turn that a request quotes: its client received the reply.
-    """
+    """Attaches requests to their session's tree and renders the messages that they add. Raises ApiError."""
 
     def __init__(
         self,
@@ -62,7 +56,6 @@ class PromptBuilder:
         metrics: GatewayMetrics,
         tool_format: ToolCallFormat,
         model_context: int | None,
-        on_quoted: Callable[[GatewaySession, int], None],
         structured_output: StructuredOutput = "text",
     ) -> None:
         self._renderer = renderer
@@ -70,7 +63,6 @@ class PromptBuilder:
         self._metrics = metrics
         self._tool_format = tool_format
         self._model_context = model_context
-        self._on_quoted = on_quoted
         self._sampling_rules = SamplingRules(
             renderer.stop_ids, structured_output, metrics.overridden_parameters
         )
@@ -79,7 +71,9 @@ class PromptBuilder:
         marker = renderer.encode(THOUGHT_END)
         self.thought_end = marker[0] if len(marker) == 1 else None
         # Cached, as prompts have few distinct endings.
-        self._opens_thought = lru_cache(1024)(self._ends_with_thought_start)
+        self._opens_thought = lru_cache(1024)(
+            lambda last: renderer.decode(last).rstrip().endswith(THOUGHT_START)
+        )
 
     @property
     def context(self) -> int | None:
@@ -199,23 +193,14 @@ class PromptBuilder:
     def _engine_request(
         self, session: GatewaySession, request: TurnRequest, prompt: Ids, budget: int
     ) -> GenerateRequest:
-        params = self._sampling_rules.params(
-            request.sampling,
-            session.sampling,
-            session.env,
-            session.split,
-            session.seed,
-            session.calls.started_calls,
+        rules, number = self._sampling_rules, session.calls.started_calls
+        params = rules.params(
+            request.sampling, session.sampling, session.env, session.split, session.seed, number
         )
         if request.tools and (end := single_call_stop(self._tool_format, request.tool_use)):
             params["stop"] = [*request.sampling.stop, end]
-        engine_request = GenerateRequest(
-            prompt,
-            params,
-            budget,
-            request.stream,
-            self._sampling_rules.requested_params(request.sampling, session.split),
-        )
+        requested_as = rules.requested_params(request.sampling, session.split)
+        engine_request = GenerateRequest(prompt, params, budget, request.stream, requested_as)
         if stops := params.get("stop"):
             engine_request.stop_after = partial(stop_after, self._renderer.decode, stops)
         return engine_request
@@ -228,8 +213,14 @@ class PromptBuilder:
         elif attachment.parent is None and session.tree.nodes:
             self._metrics.rerendered_tokens += len(delta)
         if attachment.parent is not None:
-            self._on_quoted(session, attachment.parent)
+            session.tree.nodes[attachment.parent].quoted = True  # the client received its reply
+            self.mark_delivered(session, attachment.parent)
         return attachment, delta, rendered.branch
+
+    def mark_delivered(self, session: GatewaySession, index: int) -> None:
+        if not session.tree.nodes[index].turn.delivered:
+            self._metrics.undelivered_turns -= 1
+            session.tree.mark_delivered(index)
 
     def recorded_call(self, request: TurnRequest, node: TurnNode) -> PendingTurn:
         """Creates a call for a repeated request whose turn `node` is already recorded."""
@@ -251,7 +242,6 @@ class PromptBuilder:
         return call
 
     def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
-        """Removes the template options that the template does not read."""
         return replace(request, template_options=self._renderer.used_options(request.template_options))
 
     def _split_at_quote(
@@ -283,36 +273,28 @@ class PromptBuilder:
         self, session: GatewaySession, request: TurnRequest, attachment: Attachment, max_chars: int | None
     ) -> Rendered:
         """Renders the ids that a request adds to its parent, or a new root if the template prevents that."""
-        options = request.template_options
-        branch_reason = None
+        tools, options, start, branch = request.tools, request.template_options, attachment.start, None
+
+        def forms(first: int, end: int | None = None) -> list[Message]:
+            return [
+                template_form(message, first + i) for i, message in enumerate(request.messages[first:end])
+            ]
+
         if attachment.parent is not None:
             node = session.tree.nodes[attachment.parent]
             output = node.turn.output_ids
-            new = [
-                template_form(m, attachment.start + i)
-                for i, m in enumerate(request.messages[attachment.start :])
-            ]
+            last_id = int(output[-1]) if len(output) else None
+            reply = template_form(node.reply, start - 1)
             try:
                 delta = self._renderer.encode_suffix(
-                    lambda: [
-                        template_form(m, i) for i, m in enumerate(request.messages[: attachment.start - 1])
-                    ],
-                    template_form(node.reply, attachment.start - 1),
-                    new,
-                    request.tools,
-                    options,
-                    int(output[-1]) if len(output) else None,
-                    max_chars,
+                    lambda: forms(0, start - 1), reply, forms(start), tools, options, last_id, max_chars
                 )
             except Unrenderable as error:
-                branch_reason = f"template: {error}"
+                branch = f"template: {error}"
             else:
                 return Rendered(attachment, delta)
-        forms = [template_form(message, index) for index, message in enumerate(request.messages)]
         root = attachment._replace(parent=None, start=0)
-        return Rendered(
-            root, self._renderer.encode_prompt(forms, request.tools, options, max_chars), branch_reason
-        )
+        return Rendered(root, self._renderer.encode_prompt(forms(0), tools, options, max_chars), branch)
 
     def _render_raw(
         self, session: GatewaySession, prompt: str | list[int], max_chars: int | None
@@ -333,11 +315,7 @@ class PromptBuilder:
             attachment = self._split(session, attachment, attachment.quoted_ids, reply)
         return attachment, delta
 
-    def _ends_with_thought_start(self, last: tuple[int, ...]) -> bool:
-        return self._renderer.decode(last).rstrip().endswith(THOUGHT_START)
-
     def _reader(self, request: TurnRequest, delta: Ids) -> ReplyReader:
-        """Creates the reader of the reply to a prompt that ends with `delta`."""
         if request.prompt is not None:
             return ReplyReader(self._renderer.decode, request.sampling.stop, PlainParser())
         calls = bool(request.tools) and request.tool_use.mode != "none"

@@ -66,7 +66,6 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
 
 
 def _shared(ids: Ids, others: Ids) -> int:
-    """Returns the number of leading ids that two sequences share."""
     size = min(len(ids), len(others))
     different = np.flatnonzero(ids[:size] != others[:size])
     return int(different[0]) if len(different) else size
