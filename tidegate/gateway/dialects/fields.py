@@ -72,9 +72,7 @@ def sampling(
     schema: Schema | None = None,
 ) -> RequestedSampling:
     """Reads the sampling parameters, the limit of tokens from the first given field of `max_tokens`.
-
-    Parameters that a dialect lacks are absent, as `refuse_others` refuses them.
-    """
+    Parameters that a dialect lacks are absent, as `refuse_others` refuses them."""
     temperature, top_p = get(payload, "temperature", float), get(payload, "top_p", float)
     if temperature is not None and not 0 <= temperature <= max_temperature:
         raise ApiError(f"temperature must lie in 0..{max_temperature:g}", param="temperature")

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.dialects import fields
-from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
+from tidegate.gateway.dialects.base import ServedModel, Usage, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.dialects.responses_items import (
     content_of,
@@ -67,18 +67,11 @@ class ResponsesRequest:
 
     def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
         [call] = calls
-        parts, status = blocks(call), _status(call)
-        items = [
-            item_of(
-                part,
-                f"{call.id}_{index}",
-                call_id,
-                "completed" if isinstance(part, ToolCall) or index < len(parts) - 1 else status,
-                self.namespaces,
-            )
-            for index, (part, call_id) in enumerate(parts)
-        ]
-        return orjson.dumps(self.final_body(call, model, items))
+        events = ResponseEvents(call, self, model)
+        for part in call.reader.parts:
+            events.part(0, part)
+        events.close(_status(call))
+        return orjson.dumps(self.final_body(call, model, events.items))
 
     def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ResponseEvents:
         [call] = calls
@@ -265,7 +258,8 @@ class ResponseEvents:
         self._request = request
         self._model = model
         self._number = 0
-        self._items: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []
+        """Completed items."""
         self._open: str | Reasoning | None = None
         """Content so far of the item in progress."""
         self._item_id = ""
@@ -278,8 +272,8 @@ class ResponseEvents:
 
     def part(self, choice: int, part: Part) -> bytes:
         if isinstance(part, ToolCall):
-            return self._close() + self._tool_call(part)
-        data = b"" if type(self._open) is type(part) else self._close() + self._begin(part)
+            return self.close() + self._tool_call(part)
+        data = b"" if type(self._open) is type(part) else self.close() + self._begin(part)
         text = part.text if isinstance(part, Reasoning) else part
         if isinstance(self._open, Reasoning):
             self._open = Reasoning(self._open.text + text)
@@ -289,8 +283,8 @@ class ResponseEvents:
 
     def end(self) -> bytes:
         status = _status(self._call)
-        data = self._close(status)
-        response = self._request.final_body(self._call, self._model, self._items)
+        data = self.close(status)
+        response = self._request.final_body(self._call, self._model, self.items)
         return data + self._event(f"response.{status}", response=response)
 
     def error(self, refusal: ApiError) -> bytes:
@@ -301,19 +295,19 @@ class ResponseEvents:
     def _tool_call(self, call: ToolCall) -> bytes:
         call_id = self._call.reader.call_ids[self._calls]
         self._calls += 1
-        data = self._added(call, call_id)
-        payload = {"output_index": len(self._items), "item_id": self._item_id}
+        added = self._added(call, call_id)
+        place = {"output_index": len(self.items), "item_id": self._item_id}
         kind = "response.function_call_arguments"
-        data += self._event(f"{kind}.delta", **payload, delta=call.arguments)
+        delta = self._event(f"{kind}.delta", **place, delta=call.arguments)
         name = split_namespace(call.name, self._request.namespaces)["name"]
-        data += self._event(f"{kind}.done", **payload, name=name, arguments=call.arguments)
-        return data + self._done(call, call_id, "completed")
+        done = self._event(f"{kind}.done", **place, name=name, arguments=call.arguments)
+        return added + delta + done + self._done(call, call_id, "completed")
 
     def _begin(self, part: str | Reasoning) -> bytes:
         self._open = Reasoning("") if isinstance(part, Reasoning) else ""
         return self._added(part) + self._in_part("response.content_part.added", part=content_of(self._open))
 
-    def _close(self, status: str = "completed") -> bytes:
+    def close(self, status: str = "completed") -> bytes:
         part, self._open = self._open, None
         if part is None:
             return b""
@@ -327,20 +321,20 @@ class ResponseEvents:
     def _added(self, part: Part, call_id: str = "") -> bytes:
         item = self._item(part, call_id, "in_progress")
         self._item_id = item["id"]
-        return self._event("response.output_item.added", output_index=len(self._items), item=item)
+        return self._event("response.output_item.added", output_index=len(self.items), item=item)
 
     def _done(self, part: Part, call_id: str, status: str) -> bytes:
         item = self._item(part, call_id, status)
-        data = self._event("response.output_item.done", output_index=len(self._items), item=item)
-        self._items.append(item)
+        data = self._event("response.output_item.done", output_index=len(self.items), item=item)
+        self.items.append(item)
         return data
 
     def _item(self, part: Part, call_id: str, status: str) -> dict[str, Any]:
-        key = f"{self._call.id}_{len(self._items)}"
+        key = f"{self._call.id}_{len(self.items)}"
         return item_of(part, key, call_id, status, self._request.namespaces)
 
     def _in_part(self, kind: str, **payload: Any) -> bytes:
-        place = {"output_index": len(self._items), "item_id": self._item_id, "content_index": 0}
+        place = {"output_index": len(self.items), "item_id": self._item_id, "content_index": 0}
         return self._event(kind, **place, **payload)
 
     def _event(self, kind: str, **payload: Any) -> bytes:

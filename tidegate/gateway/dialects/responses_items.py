@@ -16,10 +16,8 @@ FindReply = Callable[[str], Message | None]
 
 
 def read_items(items: Any, find_reply: FindReply) -> list[Message]:
-    """Converts input items to messages. Raises ApiError that names the item.
-
-    One reply may consist of several items: consecutive items of the assistant become one message.
-    """
+    """Converts input items to messages. Raises ApiError that names the item. One reply may consist of several
+    items: consecutive items of the assistant become one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):

@@ -20,11 +20,9 @@ _TICKS = 20
 
 @contextlib.asynccontextmanager
 async def delay_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations.
-
-    With thousands of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then
-    fail connections that were established but not yet processed, and quarantine a healthy engine.
-    """
+    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations. With thousands
+    of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then fail connections
+    that were established but not yet processed, and quarantine a healthy engine."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
 
@@ -80,11 +78,9 @@ class EngineClient:
     async def generate(
         self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
     ) -> None:
-        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason.
-
-        Raises RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply
-        is invalid, aiohttp.ClientError or OSError if the connection fails.
-        """
+        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason. Raises
+        RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
+        invalid, aiohttp.ClientError or OSError if the connection fails."""
         async with self._http.post(url + "/generate", data=body) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.read())

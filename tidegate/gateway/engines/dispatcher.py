@@ -68,11 +68,8 @@ class Dispatcher:
         return engine
 
     async def acquire(self, affinity: Affinity, *, fresh: bool = True) -> EngineEndpoint:
-        """Wait for a slot on an engine; the caller gives it back with `release`.
-
-        Raises QueueFullError if the queue is full and the call is `fresh`; a call that was admitted before
-        is never refused.
-        """
+        """Wait for a slot on an engine; the caller gives it back with `release`. Raises QueueFullError if the
+        queue is full and the call is `fresh`; a call that was admitted before is never refused."""
         assigned = self.assign(affinity)
         engine = assigned if assigned is not None and assigned.has_free_slot else self._least_busy()
         if engine is not None:
@@ -147,10 +144,8 @@ def rank(key: str, members: Iterable[str]) -> list[str]:
 
 def place(key: str, loads: Mapping[str, float]) -> str:
     """Returns the highest-ranked member below the load limit; `loads` gives the current load of each member.
-
     The limit is the mean rounded up, or SLACK above the mean if that is more, so some member is below it
-    (Mirrokni, Thorup and Zadimoghaddam, 2018). Raises ValueError if there is no member.
-    """
+    (Mirrokni, Thorup and Zadimoghaddam, 2018). Raises ValueError if there is no member."""
     if not loads:
         raise ValueError("cannot place a key: there are no members")
     total = sum(loads.values()) + 1

@@ -83,29 +83,19 @@ class EngineEndpoint:
         return EngineRecord(self.url, self.control, self.joined, self.admitted)
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "url": self.url,
+        fields = ("url", "state", "joined", "admitted", "healthy", "quarantined", "limit", "weight_version")
+        return {name: getattr(self, name) for name in (*fields, "max_context")} | {
             "control": list(self.control),
-            "state": self.state,
-            "joined": self.joined,
-            "admitted": self.admitted,
-            "healthy": self.healthy,
-            "quarantined": self.quarantined,
             "calls": len(self.calls),
-            "limit": self.limit,
             "sessions": self.assigned_sessions,
-            "weight_version": self.weight_version,
-            "max_context": self.max_context,
         }
 
 
 @dataclass(eq=False, slots=True)
 class Affinity:
-    """The engine of a session, whose cache holds the session's prefix.
-
-    `flow` is the session id, the unit of fair queueing. `key` is hashed to choose the engine: the group id
-    if there is one, because the slots of a group share a prompt.
-    """
+    """The engine of a session, whose cache holds the session's prefix. `flow` is the session id, the unit of
+    fair queueing. `key` is hashed to choose the engine: the group id if there is one, because the slots of a
+    group share a prompt."""
 
     flow: str
     key: str

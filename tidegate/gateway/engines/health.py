@@ -20,11 +20,9 @@ _FIRST_WAIT_S = 0.05
 
 
 class HealthProbe:
-    """Probes one engine until cancelled, at an interval, and sooner after a failure.
-
-    `on_change(engine)` is called after a successful probe and when the engine goes down. If
-    `trainer_managed`, an engine that leaves quarantine with other weights waits until the trainer admits it.
-    """
+    """Probes one engine until cancelled, at an interval, and sooner after a failure. `on_change(engine)` is
+    called after a successful probe and when the engine goes down. If `trainer_managed`, an engine that leaves
+    quarantine with other weights waits until the trainer admits it."""
 
     def __init__(
         self,
@@ -119,11 +117,9 @@ class HealthProbe:
         return True
 
     def _limit(self, slots: list[int | None]) -> int:
-        """Returns the limit of concurrent calls from this gateway, one of several shards.
-
-        It is twice the slots: the engine's own queue bridges the time until the next call arrives, and
-        further calls wait in the gateway's fair queue.
-        """
+        """Returns the limit of concurrent calls from this gateway, one of several shards. It is twice the
+        slots: the engine's own queue bridges the time until the next call arrives, and further calls wait in
+        the gateway's fair queue."""
         reported = DEFAULT_CALLS if None in slots else 2 * sum(filter(None, slots))
         return max(1, -(-(self._options.engine_calls or reported) // self._options.shards))
 

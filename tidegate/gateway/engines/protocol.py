@@ -39,10 +39,8 @@ class RequestRefusedError(EngineError):
 @dataclass(slots=True)
 class GenerateRequest:
     """A generation request: prompt ids (shape [prompt]), sampling parameters and token limit.
-
     `stop_after(ids)` returns the number of reply ids up to the end of the first stop string, None without
-    one. Engines search for stop strings too, but only within the tokens of one call.
-    """
+    one. Engines search for stop strings too, but only within the tokens of one call."""
 
     prompt: Ids
     params: dict[str, Any]
@@ -128,22 +126,18 @@ class GenerateResult:
 
 
 def trainable_tokens(result: GenerateResult) -> npt.NDArray[np.uint8]:
-    """Mask of the tokens of a reply under a grammar that may be trained on; shape [output].
-
-    True where the grammar masked no probability mass: there the recorded logprob is that of the policy's own
-    distribution, which the trainer computes.
-    """
+    """Mask of the tokens of a reply under a grammar that may be trained on; shape [output]. True where the
+    grammar masked no probability mass: there the recorded logprob is that of the policy's own distribution,
+    which the trainer computes."""
     if len(result.masses) != len(result.ids):
         return np.zeros(len(result.ids), np.uint8)
     return (np.asarray(result.masses) >= 1 - MASS_TOLERANCE).astype(np.uint8)
 
 
 def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> bytes:
-    """Return the JSON body of a `/generate` call that continues after the tokens in `result`.
-
-    Engines seed each draw by seed and output position, so a continuation needs a seed of its own: with the
-    same seed it would repeat the first draws.
-    """
+    """Return the JSON body of a `/generate` call that continues after the tokens in `result`. Engines seed
+    each draw by seed and output position, so a continuation needs a seed of its own: with the same seed it
+    would repeat the first draws."""
     prompt = request.prompt
     params = {**request.params, "max_new_tokens": request.max_new_tokens - len(result.ids)}
     if result.ids:
@@ -161,12 +155,9 @@ def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> 
 
 
 def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
-    """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream.
-
-    `finish` is "" until the last event; earlier events may omit logprobs.
-    Raises EngineError if ids or logprobs are missing or inconsistent, RequestRefusedError if the engine
-    aborted the request with a 4xx status.
-    """
+    """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream. `finish` is "" until the
+    last event; earlier events may omit logprobs. Raises EngineError if ids or logprobs are missing or
+    inconsistent, RequestRefusedError if the engine aborted the request with a 4xx status."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
         raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")

@@ -100,10 +100,8 @@ def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int 
 
 
 class ReplyReader:
-    """Parses one reply; `parts` grows as ids arrive.
-
-    `prefill` is text at the end of the prompt that belongs to the reply.
-    """
+    """Parses one reply; `parts` grows as ids arrive. `prefill` is text at the end of the prompt that belongs
+    to the reply."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], parser: ReplyParser, prefill: str = "") -> None:
         self._text = Detokenizer(decode)
@@ -165,9 +163,7 @@ def count_read_ids(
     reader: Callable[[], ReplyReader], ids: Sequence[int], message: Message, first: int = 0
 ) -> int | None:
     """Number of a reply's ids, at least `first`, that a client has read whose copy of the reply is `message`.
-
-    None if the reply does not begin with `message`. `reader` creates a reader for the reply.
-    """
+    None if the reply does not begin with `message`. `reader` creates a reader for the reply."""
 
     def reach(count: int) -> bool:
         fresh = reader()
@@ -186,11 +182,11 @@ def begins_with(reply: Message, message: Message) -> bool:
         if not complete.get(name, "").lstrip().startswith(partial.get(name, "").lstrip()):
             return False
     calls = partial.get("tool_calls", [])
-    return _digest(complete.get("tool_calls", [])[: len(calls)]) == _digest(calls)
-
-
-def _digest(calls: list[Any]) -> bytes:
-    return meaning({"role": "assistant", "content": "", "tool_calls": calls})
+    begun, read = (
+        meaning({"role": "assistant", "content": "", "tool_calls": form})
+        for form in (complete.get("tool_calls", [])[: len(calls)], calls)
+    )
+    return begun == read
 
 
 def call_wire(key: str, name: str, arguments: str) -> dict[str, Any]:

@@ -142,10 +142,8 @@ def _compare(renderer: Renderer, case: Case, prompt: list[int], output: list[int
 
 def _sampled(renderer: Renderer, case: Case, prompt: int) -> Iterator[list[int]]:
     """The ids that a model following the template may sample for the reply, including its end: a reasoning
-    model may reason or not, so as the template renders a last reply, and a past one.
-
-    `prompt` is the length of the prompt in characters.
-    """
+    model may reason or not, so as the template renders a last reply, and a past one. `prompt` is the length
+    of the prompt in characters."""
     end = [] if case.truncated else renderer.encode(renderer.turn_end)
     if case.sampled is not None:
         yield [*renderer.encode(case.sampled), *end]

@@ -50,9 +50,7 @@ def template_form(message: Any, index: int) -> Message:
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), joint: str = "") -> str:
     """Returns content, a text or a list of parts, as one string. Raises ApiError for parts other than text.
-
-    `where` is the content's place in the request; `kinds` are the types of text parts.
-    """
+    `where` is the content's place in the request; `kinds` are the types of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -82,10 +82,8 @@ class Renderer:
     def encode_prompt(
         self, messages: list[Message], tools: Any, options: dict[str, Any], max_characters: int | None = None
     ) -> Ids:
-        """Ids of a complete prompt; shape [prompt].
-
-        Raises ApiError if the template fails, LargeText above `max_characters` characters.
-        """
+        """Ids of a complete prompt; shape [prompt]. Raises ApiError if the template fails, LargeText above
+        `max_characters` characters."""
         payload = orjson.dumps(messages)
         key = blake2b(payload + orjson.dumps((tools, options)), digest_size=16).digest()
         with self._lock:

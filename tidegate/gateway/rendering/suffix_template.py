@@ -114,9 +114,7 @@ def infer(
     suffix: Callable[[Continuation], str], continuation: Continuation, shape: MessageShape
 ) -> SuffixTemplate | None:
     """Infers the suffix template of a message shape; None if filling slots does not reproduce the suffix.
-
-    Raises the exceptions of `suffix`, which renders a continuation.
-    """
+    Raises the exceptions of `suffix`, which renders a continuation."""
     marks = [f"zQ{index:05d}Qz" for index in range(len(shape.fields))]
     split = _MARK.split(suffix(with_fields(continuation, marks)))
     template = SuffixTemplate(split[::2], [int(mark) for mark in split[1::2]], len(marks))

@@ -51,11 +51,9 @@ class Unrenderable(Exception):
 
 
 class Suffixes:
-    """Renders the suffix after a reply, from the end of the reply's turn on.
-
-    The reply is rendered as a placeholder: its sampled ids are recorded and never encoded again. `added` are
-    the tokenizer's added tokens, `stops` the texts of the stop tokens.
-    """
+    """Renders the suffix after a reply, from the end of the reply's turn on. The reply is rendered as a
+    placeholder: its sampled ids are recorded and never encoded again. `added` are the tokenizer's added
+    tokens, `stops` the texts of the stop tokens."""
 
     def __init__(self, template: ChatTemplate, added: Collection[str], stops: Collection[str]) -> None:
         self._template = template

@@ -25,10 +25,8 @@ _ALONE = 4096
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load the tokenizer of a model directory; with `tokenizer.json`, torch is not imported.
-
-    Raises StartError that names the missing or invalid file.
-    """
+    """Load the tokenizer of a model directory; with `tokenizer.json`, torch is not imported. Raises
+    StartError that names the missing or invalid file."""
     if not model.is_dir():
         raise StartError(f"{model} is not a directory; give the directory of a Hugging Face model")
     try:

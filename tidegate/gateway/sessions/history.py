@@ -120,10 +120,8 @@ def branch_reason(
     history: RequestHistory, earlier: Sequence[RequestHistory], parent: int | None, start: int, newest: int
 ) -> str:
     """Names the first difference from the earlier request with which `history` shares most messages.
-
     `history` extends turn `parent`, which is not the newest turn `newest`, by its messages from `start` on.
-    `earlier` is ordered from newest to oldest.
-    """
+    `earlier` is ordered from newest to oldest."""
     same_tools = [
         other
         for other in earlier

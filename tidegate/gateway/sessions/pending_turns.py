@@ -162,10 +162,8 @@ class PendingTurns:
     def find_repeated(
         self, digest: bytes, idempotency_key: str | None, retry: bool
     ) -> PendingTurn | TurnNode | None:
-        """Returns the call or the recorded turn that a request repeats, or None for a new request.
-
-        Raises ApiError if an idempotency key is reused with another body.
-        """
+        """Returns the call or the recorded turn that a request repeats, or None for a new request. Raises
+        ApiError if an idempotency key is reused with another body."""
         earlier = None if idempotency_key is None else self._by_idempotency_key.get(idempotency_key)
         if earlier is not None:
             pending = earlier if isinstance(earlier, PendingTurn) else None

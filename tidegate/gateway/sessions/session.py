@@ -208,10 +208,8 @@ def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
 
 
 def check_limits(session: GatewaySession, now: float) -> int | None:
-    """Returns the number of tokens that the next call may sample, or None if unlimited.
-
-    `now` is on the event loop's clock. Raises ApiError if a budget is exhausted.
-    """
+    """Returns the number of tokens that the next call may sample, or None if unlimited. `now` is on the event
+    loop's clock. Raises ApiError if a budget is exhausted."""
     limits = session.limits
     running = len(session.calls.running)
     if limits.turns is not None and (turns := session.tree.replies() + running) >= limits.turns:

@@ -46,10 +46,8 @@ class SessionStore:
         return {group_id: list(members.values()) for group_id, members in self._by_group.items()}
 
     def authenticate(self, key: str | None, session_id: str | None) -> GatewaySession:
-        """Returns the session of a key. Raises the same ApiError whatever the cause.
-
-        Only hashes are stored, so the duration of a look-up reveals nothing about a key.
-        """
+        """Returns the session of a key. Raises the same ApiError whatever the cause. Only hashes are stored,
+        so the duration of a look-up reveals nothing about a key."""
         if not key:
             raise wrong_key()
         hashed = hash_key(key)

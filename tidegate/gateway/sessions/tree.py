@@ -88,11 +88,9 @@ class TurnTree:
         render_alike: Alike = lambda recorded, sent: False,
         record: bool = True,
     ) -> Attachment:
-        """Finds the longest recorded history that `messages` extends, by meaning or by rendered text.
-
-        With `record`, later requests are compared with this one, to give the reason of a branch. Raises
-        ApiError for messages that cannot be rendered.
-        """
+        """Finds the longest recorded history that `messages` extends, by meaning or by rendered text. With
+        `record`, later requests are compared with this one, to give the reason of a branch. Raises ApiError
+        for messages that cannot be rendered."""
         if self.nodes and not self._histories:
             self._restore_histories()
         earlier = self._histories.all()
@@ -129,10 +127,8 @@ class TurnTree:
     def _renders_alike(
         self, history: RequestHistory, parent: int | None, start: int, render_alike: Alike
     ) -> bool:
-        """Returns whether the messages from `start` on render like a recorded request and its reply.
-
-        If so, `history` adopts the recorded hashes.
-        """
+        """Returns whether the messages from `start` on render like a recorded request and its reply. If so,
+        `history` adopts the recorded hashes."""
         sent = history.messages[start:]
         if all(message["role"] != "assistant" for message in sent):
             return False
@@ -338,11 +334,9 @@ def keep_tokens(turn: Turn, first: int, end: int) -> None:
 
 
 def prefix_mismatch(prompt: Ids, parent: Turn, added: int) -> bool:
-    """Returns whether `prompt` without its last `added` ids ends differently from turn `parent`.
-
-    The parent's own prompt was checked when it was built, so comparing the parent's added and sampled ids
-    suffices, at a cost independent of the number of turns.
-    """
+    """Returns whether `prompt` without its last `added` ids ends differently from turn `parent`. The parent's
+    own prompt was checked when it was built, so comparing the parent's added and sampled ids suffices, at a
+    cost independent of the number of turns."""
     end = len(prompt) - added
     middle = end - len(parent.output_ids)
     start = middle - len(parent.delta_ids)

@@ -102,26 +102,19 @@ class Intake:
         *,
         record_overflow: bool = True,
     ) -> T:
-        """Translates the body with `read`. Raises ApiError, also for prompts that exceed the context.
-
-        With `record_overflow`, the session records that its history exceeds the context.
-        """
-        if parsed.folded is None:
+        """Translates the body with `read`. Raises ApiError, also for prompts that exceed the context. With
+        `record_overflow`, the session records that its history exceeds the context."""
+        folded = parsed.folded
+        if folded is None:
             return read(parsed.value)
-        return await self._threads.run(
-            True, self._read_large, parsed.folded, read, turn_requests, record_overflow
-        )
+        session = self._session if record_overflow else None
 
-    def _read_large(
-        self,
-        folded: Folded,
-        read: Callable[[Any], T],
-        turn_requests: Callable[[T], Sequence[TurnRequest]],
-        record_overflow: bool,
-    ) -> T:
-        for request in turn_requests(read(folded.value)):
-            self._turns.prompts.check_fits(self._session if record_overflow else None, request, folded)
-        return read(folded.unfold())
+        def read_large() -> T:
+            for request in turn_requests(read(folded.value)):
+                self._turns.prompts.check_fits(session, request, folded)
+            return read(folded.unfold())
+
+        return await self._threads.run(True, read_large)
 
     async def call(self, request: TurnRequest) -> PendingTurn:
         """Returns the call for a request. Raises ApiError."""

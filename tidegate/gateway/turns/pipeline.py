@@ -53,11 +53,9 @@ class TurnPipeline:
         *,
         inline: bool = True,
     ) -> PendingTurn:
-        """Returns the call for a request: a new one, or the one that the request repeats.
-
-        The call is done when its turn is written to the journal; only then may the reply be sent. Raises
-        ApiError, and LargeText if the prompt must be rendered in a thread and passed as `rendered`.
-        """
+        """Returns the call for a request: a new one, or the one that the request repeats. The call is done
+        when its turn is written to the journal; only then may the reply be sent. Raises ApiError, and
+        LargeText if the prompt must be rendered in a thread and passed as `rendered`."""
         now = asyncio.get_running_loop().time()
         session.check_open(now)
         repeated = session.calls.find_repeated(request.digest, request.idempotency_key, request.retry)
@@ -202,10 +200,8 @@ class TurnPipeline:
         call.notify()
 
     def abandon(self, session: GatewaySession, call: PendingTurn, *, closed: bool = False) -> None:
-        """Handles a listener that disconnected early; the last one to do so aborts the generation.
-
-        If the client closed a stream, the turn keeps the part that was delivered.
-        """
+        """Handles a listener that disconnected early; the last one to do so aborts the generation. If the
+        client closed a stream, the turn keeps the part that was delivered."""
         if call.listeners or call.refusal is not None or call.task is None:
             return
         if call.delivered_parts and closed:
@@ -254,11 +250,8 @@ class TurnPipeline:
     async def wait_for_closed_streams(
         self, session: GatewaySession, body: RawBody = b"", turn_requests: Sequence[TurnRequest] = ()
     ) -> None:
-        """Waits until closed streams are recorded.
-
-        This includes open streams that the request refers to or quotes: their client has closed them, and the
-        gateway is about to notice.
-        """
+        """Waits until closed streams are recorded. This includes open streams that the request refers to or
+        quotes: their client has closed them, and the gateway is about to notice."""
         quoted = [
             call
             for call in session.calls.running

@@ -82,9 +82,7 @@ class PromptBuilder:
 
     def check_fits(self, session: GatewaySession | None, request: TurnRequest, folded: Folded) -> None:
         """Raises ApiError if a lower bound on the prompt's tokens exceeds the context, without encoding it.
-
-        `folded` holds the long texts of the request's placeholders. The overflow is noted in `session`.
-        """
+        `folded` holds the long texts of the request's placeholders. The overflow is noted in `session`."""
         text = request.prompt if isinstance(request.prompt, str) else None
         least = self._bound.min_tokens(
             request.messages, text, lambda part: folded.weigh(part, min_characters)
@@ -102,10 +100,7 @@ class PromptBuilder:
 
     def attach(self, session: GatewaySession, request: TurnRequest, record: bool = True) -> Attachment | None:
         """Attaches a request's messages to its session's tree, on the event loop; without `record`, the
-        session is only read.
-
-        Returns None for a raw prompt, which `prepare` attaches by its ids.
-        """
+        session is only read. Returns None for a raw prompt, which `prepare` attaches by its ids."""
         if request.prompt is not None:
             return None
         tools, options = request.tools, self._renderer.used_options(request.template_options)
@@ -135,9 +130,7 @@ class PromptBuilder:
         inline: bool = False,
     ) -> Rendered:
         """Renders the ids that a request adds to its session's tree. Thread-safe: the session is only read.
-
-        Raises ApiError, and LargeText if `inline` (on the event loop) and a long text must be encoded.
-        """
+        Raises ApiError, and LargeText if `inline` (on the event loop) and a long text must be encoded."""
         max_chars = _INLINE if inline else None
         if attachment is None:
             assert request.prompt is not None, "a request with messages is attached"

@@ -28,11 +28,9 @@ def raw_ids(ids: Sequence[int], vocabulary: int) -> Ids:
 
 
 def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
-    """Returns a prompt's position in the tree and the ids that it adds.
-
-    A prompt extends the longest recorded sequence that it starts with, compared by ids. Text whose encoding
-    differs from the sampled ids becomes a new root.
-    """
+    """Returns a prompt's position in the tree and the ids that it adds. A prompt extends the longest recorded
+    sequence that it starts with, compared by ids. Text whose encoding differs from the sampled ids becomes a
+    new root."""
     children: dict[int | None, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         children.setdefault(node.turn.parent, []).append(index)

@@ -26,10 +26,8 @@ class ClientGone(Exception):
 
 
 async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | None = None) -> RawBody:
-    """Reads a complete body; `large` is awaited before more than about LARGE bytes are read.
-
-    Raises ApiError if the body is too large or too slow, ClientGone if the client disconnects.
-    """
+    """Reads a complete body; `large` is awaited before more than about LARGE bytes are read. Raises ApiError
+    if the body is too large or too slow, ClientGone if the client disconnects."""
     try:
         async with asyncio.timeout(BODY_S) as timeout:
             message = await receive()

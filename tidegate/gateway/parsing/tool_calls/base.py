@@ -33,10 +33,8 @@ class ToolCallFormat:
 
 
 def forced_start(tool_format: ToolCallFormat, use: ToolUse) -> str:
-    """The text that forces a reply to start with a call; empty if no call is required.
-
-    Raises ApiError if the format cannot force a call.
-    """
+    """The text that forces a reply to start with a call; empty if no call is required. Raises ApiError if the
+    format cannot force a call."""
     if use.mode != "required":
         return ""
     if tool_format.forced is None:
@@ -45,10 +43,8 @@ def forced_start(tool_format: ToolCallFormat, use: ToolUse) -> str:
 
 
 def single_call_stop(tool_format: ToolCallFormat, use: ToolUse) -> str | None:
-    """The stop string that limits a reply to one call; None if parallel calls are allowed.
-
-    Raises ApiError if the format has no such text.
-    """
+    """The stop string that limits a reply to one call; None if parallel calls are allowed. Raises ApiError if
+    the format has no such text."""
     if use.parallel or use.mode == "none":
         return None
     if tool_format.call_end is None:
@@ -57,11 +53,9 @@ def single_call_stop(tool_format: ToolCallFormat, use: ToolUse) -> str | None:
 
 
 class BlockParser:
-    """Parses blocks from `opening` to `closing`, or if that is None to the next block or the end.
-
-    `section` are markers around several blocks. These markers and whitespace between content and a call are
-    dropped. A block that `read` rejects, or that is never closed, stays content.
-    """
+    """Parses blocks from `opening` to `closing`, or if that is None to the next block or the end. `section`
+    are markers around several blocks. These markers and whitespace between content and a call are dropped. A
+    block that `read` rejects, or that is never closed, stays content."""
 
     def __init__(
         self,

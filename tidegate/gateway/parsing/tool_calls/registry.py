@@ -68,9 +68,7 @@ Write = Callable[[list[dict[str, Any]], Any, dict[str, Any], bool], str]
 
 def choose(name: str, write: Write) -> FormatChoice:
     """Returns the format `name`; for `auto`, the one that parses the call that the chat template renders.
-
-    Raises ConfigError if the name is unknown.
-    """
+    Raises ConfigError if the name is unknown."""
     if name not in TOOL_PARSERS:
         raise ConfigError(f"tool_parser = {name!r} is unknown; use one of {', '.join(TOOL_PARSERS)}")
     if name != "auto":
