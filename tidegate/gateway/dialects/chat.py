@@ -11,8 +11,8 @@ from tidegate.gateway.dialects import choices, fields
 from tidegate.gateway.dialects.base import ServedModel
 from tidegate.gateway.dialects.fields import get
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse
-from tidegate.gateway.parsing.reply import UNFINISHED, call_wire
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse, call_wire
+from tidegate.gateway.parsing.reply import UNFINISHED
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.pending_turns import PendingTurn

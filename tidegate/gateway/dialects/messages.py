@@ -12,8 +12,7 @@ from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
-from tidegate.gateway.parsing.reply import call_wire
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse, call_wire
 from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
@@ -218,21 +217,13 @@ def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model.name}
 
 
-def _block(part: Part, key: str, signature: str) -> dict[str, Any]:
+def _block(part: Part, key: str = "", signature: str = "") -> dict[str, Any]:
     if isinstance(part, ToolCall):
-        return {**_empty_block(part, key), "input": orjson.loads(part.arguments)}
+        return {"type": "tool_use", "id": key, "name": part.name, "input": orjson.loads(part.arguments)}
     if isinstance(part, Reasoning):
         # The signature is never checked, but clients turn unsigned thinking into text.
-        return {**_empty_block(part), "thinking": part.text, "signature": signature}
-    return {**_empty_block(part), "text": part}
-
-
-def _empty_block(part: Part, key: str = "") -> dict[str, Any]:
-    if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": key, "name": part.name, "input": {}}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+        return {"type": "thinking", "thinking": part.text, "signature": signature}
+    return {"type": "text", "text": part}
 
 
 def _end(call: PendingTurn) -> dict[str, Any]:
@@ -296,7 +287,8 @@ class MessageEvents:
     def _begin(self, part: Part, key: str = "") -> bytes:
         self._index += 1
         self._open = type(part)
-        return _event("content_block_start", index=self._index, content_block=_empty_block(part, key))
+        empty = part._replace(arguments="{}") if isinstance(part, ToolCall) else type(part)("")
+        return _event("content_block_start", index=self._index, content_block=_block(empty, key))
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, name: text})

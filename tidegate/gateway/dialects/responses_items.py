@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall
-from tidegate.gateway.parsing.reply import call_wire
+from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, call_wire
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.types import Message
 

@@ -7,7 +7,8 @@ unclosed call stays content, which `status` reports. Tool-call formats are in
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 class ToolCall(NamedTuple):
@@ -62,6 +63,21 @@ class PlainParser:
         return []
 
 
+def call_wire(key: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call in the form of the OpenAI API (arguments as text) or of chat templates (a dict)."""
+    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tool(name: str, description: str, **types: str) -> dict[str, Any]:
+    """Returns the definition of a tool; `types` are the JSON types of its parameters."""
+    properties = {parameter: {"type": kind} for parameter, kind in types.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
 def partial_suffix(text: str, marker: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     first, least = marker[0], max(0, len(text) - len(marker) + 1)
@@ -71,3 +87,12 @@ def partial_suffix(text: str, marker: str) -> int:
             return len(text) - at
         at = text.find(first, at + 1)
     return 0
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
+    """Returns the position of the first marker in a text, and the marker; without one, the number of
+    characters before a possible beginning of one, and None."""
+    matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if matches:
+        return min(matches)
+    return len(text) - max((partial_suffix(text, marker) for marker in markers), default=0), None

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, ToolCall, partial_suffix
+from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, ToolCall, call_wire, find_first
 from tidegate.gateway.rendering.messages import meaning, template_form
 from tidegate.types import Message
 
@@ -70,16 +69,11 @@ class StopCutter:
         """The stop string that ended the text."""
 
     def feed(self, text: str) -> str:
-        if self.stopped or not self._stops:
-            return "" if self.stopped else text
+        if self.stopped:
+            return ""
         text = self._held + text
-        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
-            at, self.stopped = min(matches)
-            self._held = ""
-            return text[:at]
-        certain = len(text) - max(partial_suffix(text, stop) for stop in self._stops)
-        self._held = text[certain:]
+        certain, self.stopped = find_first(text, self._stops)
+        self._held = text[certain:] if self.stopped is None else ""
         return text[:certain]
 
     def finish(self) -> str:
@@ -187,7 +181,3 @@ def begins_with(reply: Message, message: Message) -> bool:
         for form in (complete.get("tool_calls", [])[: len(calls)], calls)
     )
     return begun == read
-
-
-def call_wire(key: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}

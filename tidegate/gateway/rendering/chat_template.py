@@ -16,6 +16,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from tidegate.gateway.parsing.parts import call_wire
 from tidegate.gateway.rendering.tokenizer import unescape_json
 from tidegate.types import Message
 
@@ -127,7 +128,7 @@ class ChatTemplate:
         return not self._accepts("call_0123456789abcdef") and self._accepts("abcdefghi")
 
     def _accepts(self, call_id: str) -> bool:
-        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        call = call_wire(call_id, "f", {"x": 1})
         history: list[Message] = [
             {"role": "user", "content": "."},
             {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.errors import ApiError
+from tidegate.gateway.parsing.parts import call_wire, function_tool
 from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
 from tidegate.types import Message
 
@@ -195,11 +196,7 @@ def _message(role: str, text: str) -> Message:
 
 def _calls(count: int) -> Message:
     calls = [
-        {
-            "id": f"call_{number}a7b3c9d1e5f",
-            "type": "function",
-            "function": {"name": "calculator", "arguments": {"expression": f"{number} + 3"}},
-        }
+        call_wire(f"call_{number}a7b3c9d1e5f", "calculator", {"expression": f"{number} + 3"})
         for number in range(count)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -209,13 +206,4 @@ def _results(reply: Message) -> list[Message]:
     return [{"role": "tool", "content": "5", "tool_call_id": call["id"]} for call in reply["tool_calls"]]
 
 
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Work out an expression.",
-            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-        },
-    }
-]
+_TOOLS = [function_tool("calculator", "Work out an expression.", expression="string")]

@@ -102,15 +102,13 @@ def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
     render alike."""
     if len(recorded) > len(sent):
         return False
-    pairs = zip(recorded, sent, strict=False)
-    return all(_resembles(template_form(first, 0), template_form(second, 0)) for first, second in pairs)
-
-
-def _resembles(first: Message, second: Message) -> bool:
-    if first["role"] != second["role"]:
-        return False
-    calls = _calls(first)
-    return _content(first) == _content(second) or (calls is not None and calls == _calls(second))
+    for first, second in zip(recorded, sent, strict=False):
+        one, other = template_form(first, 0), template_form(second, 0)
+        calls = _calls(one)
+        alike = _content(one) == _content(other) or (calls is not None and calls == _calls(other))
+        if one["role"] != other["role"] or not alike:
+            return False
+    return True
 
 
 def normalized(messages: Sequence[Message]) -> list[Message]:

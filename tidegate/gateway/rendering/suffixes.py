@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tidegate.gateway.parsing.parts import call_wire, function_tool
 from tidegate.gateway.rendering.chat_template import ChatTemplate
 from tidegate.gateway.rendering.suffix_template import (
     Continuation,
@@ -24,15 +25,8 @@ _MAX_ENTRIES = 512  # message shapes; the cache is cleared when full
 _USER: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": _PLACEHOLDER}
 MINIMAL_PROMPT: list[Message] = [_USER]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-    },
-}
-CALL = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = function_tool("f", "", x="integer")
+CALL = call_wire("callabcde", "f", {"x": 1})
 _LONGER: list[list[Message]] = [
     [
         {"role": "system", "content": "s"},

@@ -1,14 +1,12 @@
 """Budgets of one session.
 
-A session that has used up its turns, tokens or seconds gets no more replies: further calls are refused and
-it can only be finished. Its outcome is `truncated`, even if the refusal made the agent raise: as with a reply
-at its length limit, the end follows from the policy's behaviour, so the session is rewarded and trained
-on. Reporting `agent_error` would trigger a retry, so the policy would never be penalised for failing to
-terminate. The same holds for a history that exceeds the model's context, unless a later, shorter request
-succeeds; a first prompt that does not fit is the agent's error.
-
-Exceeding the number of concurrent calls is transient: the refusal may be retried and does not change the
-outcome.
+A session that has used up its turns, tokens or seconds gets no more replies and can only be finished. Its
+outcome is `truncated`, even if the refusal made the agent raise: the end follows from the policy's
+behaviour, as with a reply at its length limit, so the session is rewarded and trained on. As an
+`agent_error` it would be attempted again, and the policy never penalised for failing to terminate. The same
+holds for a history that exceeds the model's context, unless a later, shorter request succeeds; a first
+prompt that does not fit is the agent's error. Exceeding the number of concurrent calls is transient: the
+refusal may be retried and does not change the outcome.
 """
 
 from __future__ import annotations

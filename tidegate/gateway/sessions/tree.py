@@ -212,17 +212,10 @@ class TurnTree:
         if turn.branch is None and newest >= 0 and turn.parent != newest:
             turn.branch = f"parallel: turn {newest} was recorded meanwhile"
         before = 0 if turn.parent is None else self.nodes[turn.parent].length
-        reply_hash = chain(attachment.history_hash, template_form(reply, before + len(new_messages)))
-        node = TurnNode(
-            turn,
-            request,
-            attachment.tools_hash,
-            attachment.history_hash,
-            reply_hash,
-            new_messages,
-            reply,
-            before + len(new_messages) + 1,
-        )
+        length = before + len(new_messages) + 1
+        tools_hash, history_hash = attachment.tools_hash, attachment.history_hash
+        reply_hash = chain(history_hash, template_form(reply, length - 1))
+        node = TurnNode(turn, request, tools_hash, history_hash, reply_hash, new_messages, reply, length)
         self._add(node)
         self._tip = (turn.index, np.concatenate((prompt, turn.output_ids)))
         return node

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.gateway.errors import unsupported
-from tidegate.gateway.parsing.parts import Part, ReplyParser, ToolCall, ToolUse, partial_suffix
+from tidegate.gateway.parsing.parts import Part, ReplyParser, ToolCall, ToolUse, find_first
 
 Tools = Sequence[Any]
 """The tools of a request, in Chat Completions tool_format."""
@@ -103,22 +103,14 @@ class BlockParser:
 
     def _between(self, parts: list[Part]) -> bool:
         """Consume the buffer up to the next marker; whether there may be more to consume."""
-        matches = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
-        if not matches:
-            certain = len(self._buffer) - max(
-                partial_suffix(self._buffer, marker) for marker in self._markers
-            )
-            self._content(parts, self._buffer[:certain])
-            self._buffer = self._buffer[certain:]
-            return False
-        at, marker = min(matches)
+        at, marker = find_first(self._buffer, self._markers)
         self._content(parts, self._buffer[:at])
-        self._buffer = self._buffer[at + len(marker) :]
+        self._buffer = self._buffer[at + len(marker or "") :]
         if marker == self._opening:
             self._inside = True
-        elif not self._called or (self._section is not None and marker == self._section[0]):
+        elif marker and (not self._called or (self._section is not None and marker == self._section[0])):
             self._blank += marker
-        return True
+        return marker is not None
 
     def _within(self, parts: list[Part]) -> bool:
         """Consume a block if it is complete; whether there may be more to consume."""

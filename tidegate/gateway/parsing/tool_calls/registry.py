@@ -12,7 +12,7 @@ import orjson
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import PlainParser, ToolCall
+from tidegate.gateway.parsing.parts import PlainParser, ToolCall, call_wire, function_tool
 from tidegate.gateway.parsing.tool_calls import json_formats, llama3_json, tagged_formats
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 
@@ -35,23 +35,9 @@ TOOL_PARSERS = ("auto", *FORMATS, NONE.name)
 MARKERS = tuple(dict.fromkeys(marker for tool_format in FORMATS.values() for marker in tool_format.markers))
 _DEFAULT = json_formats.HERMES
 _ARGUMENTS = {"place": "Oslo", "days": 3}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "forecast",
-        "description": "The weather to come.",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
-        },
-    },
-}
-_CALL = {
-    "id": "call_0123456789abcdef",
-    "type": "function",
-    "function": {"name": "forecast", "arguments": _ARGUMENTS},
-}
+_TOOL = function_tool("forecast", "The weather to come.", place="string", days="integer")
 _ASKED = {"role": "user", "content": "How will it be in Oslo?"}
+_CALL = call_wire("call_0123456789abcdef", "forecast", _ARGUMENTS)
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
