@@ -98,7 +98,7 @@ async def measured(options: argparse.Namespace, directory: Path, stack: contextl
     (directory / "logs").mkdir()
     ranks = RankProcesses(settings, rank_processes(settings.ranks, directory / "logs"))
     stack.push_async_callback(ranks.close)
-    command = ["--model", str(directory / "model"), "--max-slots", "4", "--max-context", "256"]
+    command = ["--model.path", str(directory / "model"), "--engine.max_slots=4", "--engine.max_context=256"]
     engines = [
         Service("engine", lambda: command, directory, name=f"engine-{number}")
         for number in range(options.engines)

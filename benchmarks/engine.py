@@ -18,7 +18,7 @@ median of the per-repeat ratios to the system with the best median.
   start and processes them in order in batches of 64, padded on the left; each batch ends with its longest
   reply. Only requested tokens count.
 - *Prefix reuse*: 16 sessions with a history of 512 tokens add 32 tokens and request 16; the time from the
-  first request to the last reply, over HTTP, compared with an engine with `--prefix-cache-mb 0`.
+  first request to the last reply, over HTTP, compared with an engine with `--engine.prefix_cache_mb 0`.
 - *bfloat16*: decode as above with 1 and 64 rows, also on a random model of 17 million parameters.
 """
 
@@ -179,9 +179,9 @@ def serving(model: Path, prefix_mb: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         announce = Path(directory) / "engine.json"
         process = subprocess.Popen(
-            [sys.executable, "-m", "tidegate", "engine", "--model", str(model), "--port", "0", "--owned",
-             "--max-slots", str(SLOTS), "--max-context", str(CONTEXT), "--prefix-cache-mb", str(prefix_mb),
-             "--announce", str(announce)],
+            [sys.executable, "-m", "tidegate", "engine", "--model.path", str(model), "--port", "0", "--owned",
+             f"--engine.max_slots={SLOTS}", f"--engine.max_context={CONTEXT}",
+             f"--engine.prefix_cache_mb={prefix_mb}", "--announce", str(announce)],
             stdin=subprocess.PIPE,
         )  # fmt: skip
         try:

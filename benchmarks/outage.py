@@ -89,8 +89,8 @@ class Part:
         if self.name == "engines":
             engine = settings.engine
             command = [
-                "engine", "--model", str(settings.model.path), "--weight-version", "0",
-                "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
+                "engine", "--model.path", str(settings.model.path), "--weight-version", "0",
+                f"--engine.max_slots={engine.max_slots}", f"--engine.max_context={engine.max_context}",
             ]  # fmt: skip
             return Server(command, "/model_info", directory)
         sys.path.insert(0, str(self.config.parent))

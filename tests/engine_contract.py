@@ -42,7 +42,7 @@ def make_versions(tmp_path_factory: pytest.TempPathFactory, hidden: int = 64) ->
 
 def embedded(weights: Path, place: Path) -> Service:
     """The embedded engine, which receives the same calls."""
-    arguments = ["--model", str(weights), "--max-context", "2048", "--weight-version", "0"]
+    arguments = ["--model.path", str(weights), "--engine.max_context=2048", "--weight-version", "0"]
     return Service("engine", lambda: arguments, place)
 
 

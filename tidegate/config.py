@@ -13,10 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
-from tidegate.settings.sections import DirectoryName, HttpUrl, SettingsSection, load
+from tidegate.settings.sections import DirectoryName, SettingsSection, load
+from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
+
+__all__ = ["EngineSettings", "EnvSettings", "GatewaySettings", "ModelSettings", "Settings", "load_settings"]
 
 
 class RunSettings(SettingsSection):
@@ -30,110 +32,6 @@ class RunSettings(SettingsSection):
     """Show the live view if the terminal supports it; otherwise plain lines."""
     loggers: list[Literal["tensorboard", "wandb"]] = []
     """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
-
-
-class ModelSettings(SettingsSection):
-    path: Path
-    """Model directory in Hugging Face format: weights, config, tokenizer with a chat template."""
-
-
-def _tool_parser(name: str) -> str:
-    if name not in TOOL_PARSERS:
-        raise ValueError(f"{name!r} is not one of {', '.join(TOOL_PARSERS)}")
-    return name
-
-
-EMBEDDED_ONLY = ("device", "dtype", "threads", "max_slots", "max_context", "prefix_cache_mb")
-
-
-class EngineSettings(SettingsSection):
-    of_kind: ClassVar[Mapping[str, str]] = dict.fromkeys(EMBEDDED_ONLY, "embedded")
-
-    urls: list[HttpUrl] = []
-    """Addresses of running engines, as `http://host:30000`. Empty: the run starts `count` engines."""
-    kind: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """Kind of the engines to start: Tidegate's own, or SGLang or vLLM with the interpreter `python`."""
-    count: Annotated[int, Field(ge=1)] = 1
-    """Number of engines to start, each in its own process with the settings below."""
-    python: Path | None = None
-    """Python interpreter of the environment in which SGLang or vLLM is installed."""
-    arguments: list[str] = []
-    """Arguments passed unchanged to SGLang's or vLLM's server; {index} becomes the engine's number, from
-    0."""
-    device: str = "cpu"
-    """Device of the embedded engines: cpu, cuda, cuda:1. This and the settings below apply to them only."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of an embedded engine's weights and cache."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """torch threads of an embedded engine; on shared cores one is faster than two."""
-    max_slots: Annotated[int, Field(ge=1)] = 64
-    """Number of requests that an engine decodes at the same time."""
-    max_context: Annotated[int, Field(ge=16)] = 1024
-    """Limit of the prompt + output tokens of one request."""
-    prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
-    """Memory for keys and values of earlier sequences, in MB; a follow-up turn then computes only new
-    tokens."""
-
-    @property
-    def context(self) -> int | None:
-        """`max_context` if it applies: to embedded engines that the run starts; else None."""
-        return self.max_context if self.kind == "embedded" and not self.urls else None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> EngineSettings:
-        if self.urls and self.count != 1:
-            raise ValueError(
-                f"engine.count = {self.count} is the number of engines to start, but engine.urls names "
-                "running ones; remove one of the two"
-            )
-        if self.kind == "embedded" and (self.python or self.arguments):
-            raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')
-        if self.kind != "embedded" and (idle := self.other_than_default(*EMBEDDED_ONLY)):
-            raise ValueError(
-                f'engine.{idle[0]} is for engine.kind = "embedded"; give engine.kind = "{self.kind}" its own '
-                "arguments in engine.arguments"
-            )
-        if self.kind != "embedded" and not self.urls and self.python is None:
-            raise ValueError(
-                f'engine.kind = "{self.kind}" needs engine.python, the interpreter of a separate environment '
-                "(it pins other versions of torch and openai than this one), or engine.urls"
-            )
-        return self
-
-    def numbered(self, index: int) -> list[str]:
-        """Returns the arguments of the engine with this number."""
-        return [argument.replace("{index}", str(index)) for argument in self.arguments]
-
-
-class GatewaySettings(SettingsSection):
-    host: str = "127.0.0.1"
-    """Address on which the gateway listens; 0.0.0.0 means all addresses of this machine."""
-    public_url: HttpUrl | None = None
-    """URL at which agents reach the gateway, as `https://host:8000`, if it is behind a proxy or NAT. None:
-    the address on which it listens."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on which the gateway listens; 0 selects a free one."""
-    admin_key: str | None = None
-    """Key of the gateway's control routes; required if the gateway listens beyond loopback."""
-    shards: Annotated[int, Field(ge=1)] = 1
-    """Gateway processes that share the sessions behind one address. A resumed run keeps their number."""
-    tool_parser: Annotated[str, AfterValidator(_tool_parser)] = "auto"
-    """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
-    structured_output: Literal["text", "grammar"] = "text"
-    """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
-    them; grammar: constrained to the schema, and only tokens with more than one allowed value are trained
-    on."""
-    untrained_models: list[str] = []
-    """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
-
-
-class EnvSettings(SettingsSection):
-    use: str = "arithmetic"
-    """Name of a built-in environment, or `file.py:ClassOrObject`."""
-    options: dict[str, Any] = {}
-    """Arguments of the environment's constructor."""
-    reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
 
 
 class AgentSettings(SettingsSection):
@@ -415,6 +313,8 @@ class Settings(SettingsSection):
     renamed: ClassVar[Mapping[str, str]] = {
         "run.live": "run.live_view",
         "cluster.patience_s": "cluster.timeout_s",
+        "data": "env.options.path",
+        "set": "trainer.<setting>",
     }
 
     run: RunSettings = RunSettings()
@@ -456,8 +356,7 @@ class Settings(SettingsSection):
                 'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '
                 'loads weights from files only; use "files"'
             )
-        loopback = self.gateway.host in ("127.0.0.1", "localhost", "::1")
-        if not loopback and self.gateway.admin_key is None:
+        if not self.gateway.on_loopback and self.gateway.admin_key is None:
             raise ValueError(
                 f"gateway.host = {self.gateway.host!r} accepts connections from other machines: "
                 "set gateway.admin_key"

@@ -124,9 +124,9 @@ class Processes:
 
     def tidegate(self, engine: System, model: Path) -> System:
         """Starts the gateway with its journal on disk."""
-        command = [sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--engine", engine.url]
+        command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model)]
         command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
-        command += ["--port", "0", "--announce"]
+        command += ["--engine.urls", engine.url, "--gateway.port=0", "--announce"]
         return self._announced("tidegate", command, "/s/{session}/v1/chat/completions")
 
     def rllm(self, python: Path, engine: System, *, tuned: bool) -> System:

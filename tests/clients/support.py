@@ -47,8 +47,6 @@ def process(announce: Path, *arguments: str) -> Iterator[str]:
         "-m",
         "tidegate",
         *arguments,
-        "--port",
-        "0",
         "--announce",
         str(announce),
         "--owned",
@@ -66,9 +64,16 @@ def gateway_server(folder: Path) -> Iterator[str]:
     """Runs a gateway with the embedded engine and the bundled model; yields its URL."""
     model = str(BASE_MODEL)
     with (
-        process(folder / "engine.json", "engine", "--model", model) as engine,
+        process(folder / "engine.json", "engine", "--model.path", model, "--port=0") as engine,
         process(
-            folder / "gateway.json", "gateway", "--model", model, "--engine", engine, "--env", "arithmetic"
+            folder / "gateway.json",
+            "gateway",
+            "--model.path",
+            model,
+            "--engine.urls",
+            engine,
+            "--env.use=arithmetic",
+            "--gateway.port=0",
         ) as gateway,
     ):
         yield gateway

@@ -45,8 +45,8 @@ def joining(run: TrainProcess, directory: Path) -> Iterator[str]:
     """Starts an external engine with an unrelated version label; yields its URL."""
     announce = directory / "joined.address"
     command = [
-        sys.executable, "-m", "tidegate", "engine", "--model", str(BASE), "--weight-version", "777",
-        "--max-slots", "128", "--max-context", "512", "--port", "0", "--announce", str(announce),
+        sys.executable, "-m", "tidegate", "engine", "--model.path", str(BASE), "--weight-version", "777",
+        "--engine.max_slots=128", "--engine.max_context=512", "--port", "0", "--announce", str(announce),
         "--join", address(run, "gateway"),
     ]  # fmt: skip
     with open(directory / "joined.log", "wb") as log:

@@ -30,7 +30,7 @@ def test_replay_is_the_run_again_and_sees_what_was_changed(
     assert main(["replay", str(run_dir), "--from", "2", "--json"]) == 0
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [3, 4]
 
-    what_if = ["--set", "trainer.learning_rate=1e-3", "--until", "2", "--json", "--out", str(tmp_path / "w")]
+    what_if = ["--trainer.learning_rate=1e-3", "--until", "2", "--json", "--out", str(tmp_path / "w")]
     assert main(["replay", str(run_dir), *what_if]) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first["now"]["loss"] == first["before"]["loss"]

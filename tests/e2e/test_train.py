@@ -175,7 +175,7 @@ def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", DEMO], ["engine", "--model=examples/tiny_base/model"], ["replay", "RUN"]]
+    "arguments", [["train", DEMO], ["engine", "--model.path=examples/tiny_base/model"], ["replay", "RUN"]]
 )
 def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "examples/tiny_base/model"\n')

@@ -101,7 +101,7 @@ def episodes(directory: Path) -> list[dict[str, Any]]:
 
 @needs_gsm8k
 def test_the_gold_answers_of_gsm8k(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--env", "gsm8k", "--gold", "--data", str(GSM8K)]) == 0
+    assert main(["eval", "--env.use", "gsm8k", "--gold", f"--env.options.path={GSM8K}"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"train +7,473 of 7,473\n +held-out +1,319 of 1,319\n8,792 of 8,792\n$", out)
 
@@ -113,20 +113,21 @@ def test_a_gold_answer_that_is_refused_is_shown(tmp_path: Path, capsys: pytest.C
             {"question": "q", "answer": "#### 1,200"},
         ]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = ["eval", "--env", "gsm8k", "--gold", "--data", str(tmp_path)]
+    words = ["eval", "--env.use", "gsm8k", "--gold", f"--env.options.path={tmp_path}"]
     assert main(words) == 1
     assert "train-0: the answer is '4'; reward 0" in capsys.readouterr().out
-    assert main([*words, "--env-options", '{"mode": "verl_strict"}', "--json"]) == 0
+    assert main([*words, "--env.options.mode=verl_strict", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["right"], found["total"], found["extractors"]) == (4, 4, {"verl_strict": 4})
 
 
 def test_other_environments_have_gold_answers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = rows(tmp_path / "d.jsonl", 10)
-    mixed = {"parts": [{"use": "arithmetic"}, {"use": "dataset", "options": {"path": data}}]}
-    assert main(["eval", "--env", "mixture", "--env-options", json.dumps(mixed), "--gold"]) == 0
+    parts = f"[{{use = 'arithmetic'}}, {{use = 'dataset', options = {{path = '{data}'}}}}]"
+    assert main(["eval", "--env.use", "mixture", "--env.options.parts", parts, "--gold"]) == 0
     assert "train (first 1,000)" in capsys.readouterr().out
-    assert main(["eval", "--env", "dataset", "--data", data, "--gold", "--threshold", "2"]) == 1
+    words = ["eval", "--env.use", "dataset", "--env.options.path", data, "--gold", "--threshold", "2"]
+    assert main(words) == 1
     assert "reward 1 (exact_match 1)" in capsys.readouterr().out
 
 
@@ -158,7 +159,7 @@ def test_tasks_that_share_an_id_alone_are_graded_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "twins.py").write_text(TWINS)
-    assert main(["eval", "--env", f"{tmp_path / 'twins.py'}:Twins", "--gold"]) == 0
+    assert main(["eval", "--env.use", f"{tmp_path / 'twins.py'}:Twins", "--gold"]) == 0
     assert re.search(
         r"train +3 of 3\n +held-out +2 of 2\n +twice +3 of 3\n8 of 8\n$", capsys.readouterr().out
     )
@@ -168,7 +169,7 @@ def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "twins.py").write_text(TWINS)
-    words = ["eval", "--env", f"{tmp_path / 'twins.py'}:Twins", "--url", "http://x", "--model", "m"]
+    words = ["eval", "--env.use", f"{tmp_path / 'twins.py'}:Twins", "--url", "http://x", "--model", "m"]
     assert main([*words, "--sets", "twice", "--out", str(tmp_path / "out")]) == 2
     assert "1 ids stand for several tasks of the held-out set 'twice', the first is '0'" in (
         capsys.readouterr().err
@@ -198,8 +199,8 @@ def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
             "NOT_SET_AT_ALL is not set",
         ),
         (
-            ["--url", "http://x", "--model", "m", "--temperature", "0"],
-            "--temperature has no effect with --url",
+            ["--url", "http://x", "--model", "m", "--greedy"],
+            "--greedy has no effect with --url",
         ),
         (["--url", "http://x", "--model", "m", "--k", "4", "--n", "2"], "pass@k needs 1 ≤ k ≤ n"),
         (["--url", "http://x", "--model", "m", "--k", "two"], "not a list of numbers"),
@@ -209,10 +210,15 @@ def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
             "did you mean 'unseen_templates'",
         ),
         (
-            ["--url", "http://x", "--model", "m", "--env", "gsm8k", "--data", "no/../where"],
+            ["--url", "http://x", "--model", "m", "--env.use", "gsm8k", "--env.options.path=no/../where"],
             "no such directory",
         ),
         (["--sampling.max_token", "5"], "did you mean 'sampling.max_tokens'"),
+        (["--env", "gsm8k"], "env is a section, not a value; its settings are env.use, env.options"),
+        (["--data", "x"], "there is no setting 'data'; it is now 'env.options.path'"),
+        (["--env-options", "{}"], "did you mean 'env.options'?"),
+        (["--env.options", "[1]"], "env.options = [1]: "),
+        (["--temperature", "0"], "did you mean 'sampling.temperature'?"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -221,13 +227,6 @@ def test_what_is_wrong_is_said(
     (tmp_path / "empty_run" / "checkpoints" / "step_1").mkdir(parents=True)
     (tmp_path / "empty_run" / "config.toml").write_text("")
     assert main(["eval", *(word.replace("TMP", str(tmp_path)) for word in words)]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("options", "message"), [("[1]", "expected a JSON object"), ("{", "not valid JSON")])
-def test_options_are_json_objects(capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    with pytest.raises(SystemExit):
-        main(["eval", "--env-options", options])
     assert message in capsys.readouterr().err
 
 
@@ -249,7 +248,7 @@ async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> 
     out = tmp_path / "out"
     async with scripted_llm(reply) as (url, requests):
         code, printed, err = await cli(
-            "--url", url, "--model", "m", "--env", "gsm8k", "--data", str(tmp_path), "--n", "2",
+            "--url", url, "--model", "m", "--env.use=gsm8k", f"--env.options.path={tmp_path}", "--n", "2",
             "--out", str(out), "--json",
         )  # fmt: skip
     assert code == 0, err
@@ -275,9 +274,9 @@ async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> 
 async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agents: Path) -> None:
     data = rows(tmp_path / "d.jsonl", 3)
     code, printed, err = await cli(
-        "--url", "http://there/v1/", "--model", "m", "--api-key-env", "THE_KEY", "--env", "dataset",
-        "--data", data, "--agent", f"{agents}:access", "--out", str(tmp_path / "out"),
-        "--env-options", json.dumps({"rewards": ["contains"]}), THE_KEY="sk-1",
+        "--url", "http://there/v1/", "--model", "m", "--api-key-env", "THE_KEY", "--env.use=dataset",
+        "--env.options.path", data, "--agent.use", f"{agents}:access", "--out", str(tmp_path / "out"),
+        '--env.options.rewards=["contains"]', THE_KEY="sk-1",
     )  # fmt: skip
     assert code == 0, err
     assert [one["output"] for one in episodes(tmp_path / "out")] == ['["http://there/v1", "sk-1", "m"]']
@@ -288,8 +287,8 @@ async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agent
 async def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents: Path) -> None:
     (tmp_path / "twins.py").write_text(TWINS.replace('f"{word}")', '{"n": 2**70})'))
     code, _, err = await cli(
-        "--url", "http://there/v1", "--model", "m", "--env", f"{tmp_path / 'twins.py'}:Twins",
-        "--sets", "main", "--agent", f"{agents}:access", "--out", str(tmp_path / "out"),
+        "--url", "http://there/v1", "--model", "m", "--env.use", f"{tmp_path / 'twins.py'}:Twins",
+        "--sets", "main", "--agent.use", f"{agents}:access", "--out", str(tmp_path / "out"),
     )  # fmt: skip
     assert code == 0, err
     assert [one["answer"] for one in episodes(tmp_path / "out")] == [repr({"n": 2**70})] * 2
@@ -298,7 +297,7 @@ async def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents:
 async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path, agents: Path) -> None:
     code, _, err = await cli(
         "--url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", "20", "--sets", "main",
-        "--agent", f"{agents}:impatient", "--out", str(tmp_path / "out"),
+        "--agent.use", f"{agents}:impatient", "--out", str(tmp_path / "out"),
     )  # fmt: skip
     assert code == 1
     assert re.search(r"none of 16 episodes succeeded; 16 of them: agent_error: .*[Cc]onnection", err)
@@ -309,8 +308,9 @@ async def test_an_interrupted_evaluation_keeps_what_it_has(tmp_path: Path, agent
     data = rows(tmp_path / "d.jsonl", 10)
     out = tmp_path / "out"
     process = await start(
-        "--url", "http://there/v1", "--model", "m", "--env", "dataset", "--agent", f"{agents}:first_only",
-        "--env-options", json.dumps({"path": data, "eval_path": data}), "--out", str(out),
+        "--url", "http://there/v1", "--model", "m", "--env.use=dataset",
+        "--agent.use", f"{agents}:first_only",
+        f"--env.options={{path = '{data}', eval_path = '{data}'}}", "--out", str(out),
     )  # fmt: skip
     assert process.stderr is not None
     try:
@@ -385,7 +385,7 @@ async def test_a_checkpoint_greedily_gives_the_same_twice(run_dir: Path) -> None
     said = []
     for number in ("1", "2"):
         code, _, err = await cli(
-            str(run_dir / "checkpoints" / "step_9"), "--temperature", "0", "--tasks", "4", "--sets", "main"
+            str(run_dir / "checkpoints" / "step_9"), "--greedy", "--tasks", "4", "--sets", "main"
         )
         assert code == 0, err
         kept = episodes(run_dir / "evals" / number)
@@ -396,9 +396,9 @@ async def test_a_checkpoint_greedily_gives_the_same_twice(run_dir: Path) -> None
 
 async def with_a_murder(run_dir: Path, agents: Path, service: str) -> tuple[int, str, dict[str, Any]]:
     out = run_dir / "out"
-    options = json.dumps({"address": str(out / "logs" / f"{service}.address")})
+    address = f"--agent.options.address={out / 'logs' / service}.address"
     code, _, err = await cli(
-        str(run_dir), "--agent", f"{agents}:murderer", "--agent-options", options, "--out", str(out),
+        str(run_dir), "--agent.use", f"{agents}:murderer", address, "--out", str(out),
         "--sets", "main",
     )  # fmt: skip
     for name in ("engine", "gateway"):
@@ -428,6 +428,6 @@ def test_an_endpoint_and_gold_answers_need_no_torch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import tidegate.evaluation.evaluate\n"
         "from tidegate.cli import main\n"
-        "sys.exit(main(['eval', '--env', 'arithmetic', '--gold']))"
+        "sys.exit(main(['eval', '--env.use', 'arithmetic', '--gold']))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -50,6 +50,41 @@ def test_a_mistyped_run_is_answered_with_the_nearest(
     assert "runs/demo" in text
 
 
+def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for verb, own, other in (
+        ("train", "trainer.steps", "limits.turns"),
+        ("gateway", "limits.turns", "trainer.steps"),
+        ("engine", "engine.max_slots", "engine.python"),
+        ("vllm", "engine.python", "engine.max_slots"),
+        ("simulate", "engine.slots", "engine.max_slots"),
+    ):
+        code, text = said(capsys, verb, "--settings")
+        assert (code, own in text, other in text) == (0, True, False)
+        code, text = said(capsys, verb, f"--{other}=3")
+        assert (code, f"there is no setting '{other.partition('.')[0]}" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    ("verb", "former", "now"),
+    [
+        ("gateway", "--tool-parser", "did you mean 'gateway.tool_parser'?"),
+        ("gateway", "--engine", "it is now 'engine.urls'"),
+        ("gateway", "--limit", "it is now 'limits.turns (or tokens, seconds, calls)'"),
+        ("engine", "--max-slots", "did you mean 'engine.max_slots'?"),
+        ("engine", "--model", "model is a section, not a value; its settings are model.path"),
+        ("vllm", "--argument", "did you mean 'engine.arguments'?"),
+        ("doctor", "--agent", "agent is a section, not a value; its settings are agent.use, "),
+    ],
+)
+def test_a_former_option_is_refused_with_the_setting(
+    capsys: pytest.CaptureFixture[str], verb: str, former: str, now: str
+) -> None:
+    code, text = said(capsys, verb, former, "x")
+    assert (code, now in text) == (2, True), text
+
+
 def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in COMMANDS:
         name = verb.__name__.rpartition(".")[2].replace("evaluate", "eval")
@@ -60,7 +95,7 @@ def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixt
 
 def test_a_server_that_is_started_by_hand_says_where_it_serves(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path / "tiny")
-    command = [sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), "--gateway.port=0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as gateway:
         try:
             assert gateway.stderr is not None

@@ -9,7 +9,8 @@ import pytest
 from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
-from tidegate.settings.sections import differences, dump, known_keys, overlay, split_words
+from tidegate.settings.sections import arguments_of, differences, dump, known_keys, load, overlay, split_words
+from tidegate.settings.servers import VLLMCommand
 
 MODEL = ["--model.path", "somewhere"]
 
@@ -131,7 +132,7 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ),
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
         ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
-        ([], "'model' is required"),
+        ([], "the setting 'model.path' is required"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> None:
@@ -157,6 +158,30 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> No
     with pytest.raises(ConfigError, match=words) as caught:
         load_settings(path)
     assert "c.toml" in str(caught.value)
+
+
+def test_a_list_on_the_command_line_is_toml_or_its_elements() -> None:
+    for words in (
+        ['--engine.urls=["http://a", "http://b"]'],
+        ["--engine.urls=http://a", "--engine.urls=http://b"],
+    ):
+        assert load_settings(None, [*MODEL, *words]).engine.urls == ["http://a", "http://b"]
+    assert load_settings(None, [*MODEL, "--gateway.untrained_models", "7"]).gateway.untrained_models == ["7"]
+
+
+def test_another_class_on_the_command_line_leaves_out_the_options_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "m"\n[env]\nuse = "gsm8k"\noptions = {path = "p"}\n')
+    assert load_settings(path, ["--env.use=gsm8k"]).env.options == {"path": "p"}
+    assert load_settings(path, ["--env.options.mode=m", "--env.use=dataset"]).env.options == {"mode": "m"}
+
+
+@pytest.mark.parametrize("text", ["http://a", "7", '"x"', "[1]", "it's", "--dtype", "true"])
+def test_settings_are_read_again_from_the_arguments_that_they_make(text: str) -> None:
+    settings = VLLMCommand.model_validate(
+        {"model": {"path": text}, "engine": {"python": text, "arguments": [text, "--more"]}}
+    )
+    assert load(VLLMCommand, None, arguments_of(settings)) == settings
 
 
 def test_every_setting_is_explained() -> None:

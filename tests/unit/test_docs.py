@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import pytest
 
 from tests import REPO
 from tidegate.cli import _parser
-from tidegate.config import Settings
 from tidegate.settings.sections import known_keys
 
 DOCUMENTS = sorted(
@@ -48,14 +48,15 @@ def subparser(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Arg
 
 
 @cache
-def settings() -> set[str]:
-    return {key for key, _, _ in known_keys(Settings)}
+def settings(model: str) -> set[str]:
+    module, _, name = model.partition(":")
+    return {key for key, _, _ in known_keys(getattr(importlib.import_module(module), name))}
 
 
-def is_setting(name: str) -> bool:
+def is_setting(name: str, model: str = "tidegate.config:Settings") -> bool:
     return (
-        name in settings()
-        or any(key.startswith(f"{name}.") for key in settings())
+        name in settings(model)
+        or any(key.startswith(f"{name}.") for key in settings(model))
         or name == "section.key"
         or re.match(r"(env|agent)\.options\.", name) is not None
     )
@@ -82,8 +83,8 @@ def test_commands_flags_and_settings_exist(path: Path) -> None:
             parser = subparser(_parser(), words)
             for flag in re.findall(r"(?<![\w-])--([\w.-]+)", command):
                 known = f"--{flag}" in parser._option_string_actions
-                setting = parser.get_default("takes_settings") and is_setting(flag)
-                assert known or setting, f"tidegate {words[0]} has no --{flag}"
+                model = parser.get_default("settings_model")
+                assert known or (model and is_setting(flag, model)), f"tidegate {words[0]} has no --{flag}"
         for name in re.findall(
             r"^(?:run|model|engine|gateway|agent|sampling|trainer|eval)\.(?!p[yt]$)[a-z_]+$", line
         ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -440,10 +439,7 @@ def test_a_logprob_that_no_token_has(renderer: Renderer, logprob: float) -> None
 
 
 def asked(*words: str) -> Settings:
-    parser = argparse.ArgumentParser()
-    doctor.add(parser.add_subparsers())
-    arguments, rest = parser.parse_known_args(["doctor", *words])
-    return doctor.settings_of(arguments, rest)
+    return doctor.settings_of(list(words))
 
 
 def test_the_command_takes_the_settings_that_lie_there(
@@ -454,7 +450,9 @@ def test_the_command_takes_the_settings_that_lie_there(
     (tmp_path / "config.toml").write_text('[model]\npath = "mine"\n[agent]\nuse = "one.py:a"\n')
     assert (asked().model.path, asked().agent.use) == (Path("mine"), "one.py:a")
     odd = 'it\'s "odd".py:a'
-    given = asked("--agent", odd, "--env", "e.py:E", "--engine", "http://x:1", "--sampling.max_tokens", "9")
+    given = asked(
+        "--agent.use", odd, "--env.use=e.py:E", "--engine.urls=http://x:1", "--sampling.max_tokens", "9"
+    )
     assert (given.agent.use, given.env.use, given.engine.urls) == (odd, "e.py:E", ["http://x:1"])
     assert given.sampling.max_tokens == 9
 

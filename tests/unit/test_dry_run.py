@@ -154,7 +154,7 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
     assert "596,049,920 parameters" in text
     assert "tokenizer_config.json does not exist" in text
     assert "s3cret" not in text
-    assert "tidegate engine --model" in text
+    assert "tidegate engine --model.path=" in text
     assert list(tmp_path.iterdir()) == []
 
 

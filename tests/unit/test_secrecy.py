@@ -114,9 +114,9 @@ def family(pid: int | None) -> list[int]:
 @needs_linux
 def test_a_gateway_by_hand_shields_the_key_in_its_environment(tmp_path: Path) -> None:
     announce = tmp_path / "address"
-    command = [sys.executable, "-m", "tidegate", "gateway", "--port", "0", "--owned"]
+    command = [sys.executable, "-m", "tidegate", "gateway", "--gateway.port=0", "--owned"]
     with subprocess.Popen(
-        [*command, "--announce", str(announce), "--model", str(make_model_dir(tmp_path / "tiny"))],
+        [*command, "--announce", str(announce), "--model.path", str(make_model_dir(tmp_path / "tiny"))],
         stdin=subprocess.PIPE, preexec_fn=unprivileged, env={**os.environ, ADMIN_KEY: SECRET},
     ) as process:  # fmt: skip
         announced(announce, process)

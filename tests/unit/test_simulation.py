@@ -257,12 +257,12 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "s.toml"
     file.write_text("steps = 4\n[rules]\ngroups_per_batch = 4\ngroup_size = 2\n")
     picture = tmp_path / "s.png"
-    words = ["simulate", "--scenario", str(file), "--staleness", "0,2,none", "--plot", str(picture)]
+    words = ["simulate", str(file), "--staleness", "0,2,none", "--plot", str(picture)]
     assert main([*words, "--agent.tokens.median", "50"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == 5
     assert picture.stat().st_size > 1000
-    assert main(["simulate", "--scenario", str(file), "--json"]) == 0
+    assert main(["simulate", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"][0]["max_staleness"] == 2
 
 
@@ -270,6 +270,8 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
     ("words", "said"),
     [
         (["--engine.cuont", "2"], "engine.count"),
+        (["--scenario", "s.toml"], 'it is now "a file\'s name alone"'),
+        (["--keys"], "it is now 'settings'"),
         (["--staleness", "-1"], "less than 0"),
         (["--split", "4:x"], "not a whole number"),
         (["--accelerators", "1"], "less than 2"),

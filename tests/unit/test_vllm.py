@@ -109,7 +109,8 @@ def test_the_command_line_that_a_run_starts() -> None:
     settings = EngineSettings(kind="vllm", python=Path("/py"), arguments=["--gpu", "{index}"])
     words = vllm_arguments(settings, lambda: (Path("/w"), 3), 1)
     assert words == [
-        "--python", "/py", "--model", "/w", "--weight-version", "3", "--argument=--gpu", "--argument=1",
+        "--model.path=/w", "--engine.python=/py", "--engine.arguments=--gpu", '--engine.arguments="1"',
+        "--weight-version", "3",
     ]  # fmt: skip
 
 

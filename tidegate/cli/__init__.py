@@ -25,7 +25,7 @@ from tidegate.cli import (
     view,
     vllm,
 )
-from tidegate.cli.commands import CommandParser
+from tidegate.cli.commands import CommandParser, list_settings
 from tidegate.errors import STOPPED, StartError, TidegateError
 
 COMMANDS = (
@@ -54,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and not getattr(arguments, "takes_settings", False):
+    model = getattr(arguments, "settings_model", None)
+    if rest and model is None:
         parser.error(f"unknown arguments for {arguments.command}: {' '.join(rest)}")
     run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
     try:
+        if model is not None and arguments.settings:
+            return list_settings(model)
         return run(arguments, rest)
     except TidegateError as error:
         print(f"tidegate: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,39 @@ if TYPE_CHECKING:
 else:
     Subparsers = object
 
-
 RUNS = Path("runs")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Suggests the nearest choice in errors."""
+    """Suggests the nearest choice in errors; options are not abbreviated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             message = f"there is no {value!r} among {', '.join(choices)}{did_you_mean(str(value), choices)}"
             raise argparse.ArgumentError(action, message)
+
+
+def takes_settings(parser: argparse.ArgumentParser, model: str = "tidegate.config:Settings") -> None:
+    """Lets a command take `--section.key value`, and `--settings`, which lists the settings that it reads.
+
+    Its `run` receives the words that are none of its own options. `model` names the class of its settings.
+    """
+    parser.add_argument("--settings", action="store_true", help="list every setting with its default")
+    parser.epilog = f"{parser.epilog or ''} Settings are given as --section.key value."
+    parser.set_defaults(settings_model=model)
+
+
+def list_settings(model: str) -> int:
+    from tidegate.settings.sections import known_keys
+
+    module, _, name = model.partition(":")
+    for key, default, text in known_keys(getattr(importlib.import_module(module), name)):
+        print(f"{key:<31} {default:<15} {' '.join(text.split())}")
+    return 0
 
 
 def run_directory(path: Path, parent: Path = RUNS) -> Path:
@@ -48,7 +70,12 @@ def _directories(parent: Path) -> list[Path]:
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=port, help="0 selects a free one")
-    # For parent processes: writes {url, pid} to a file when it is ready, and exits when its stdin closes.
+    add_parent(parser)
+
+
+def add_parent(parser: argparse.ArgumentParser) -> None:
+    """Adds options for parent processes: the server writes {url, pid} to a file when it is ready, and exits
+    when its stdin closes."""
     parser.add_argument("--announce", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
 

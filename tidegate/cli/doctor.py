@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers
+from tidegate.cli.commands import Subparsers, takes_settings
 from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
@@ -22,26 +22,23 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check settings, agent, environment and model before a run",
-        usage="tidegate doctor [CONFIG.toml] [--agent FILE.py:NAME] [--env FILE.py:NAME] [--engine URL] "
-        "[--episodes N] [--json] [--section.key value ...]",
+        usage="tidegate doctor [CONFIG.toml] [--episodes N] [--json] [--section.key value ...]",
         description="Check install, ports, model, environment, rewards and engine, then run one real episode "
         "of the agent. Exits with 1 if a check finds an error.",
         epilog="Without a settings file, ./config.toml is used if it exists, else the bundled model with "
-        "`arithmetic` and `solver`. Any setting can be given as --section.key value.",
+        "`arithmetic` and `solver`. An engine is started unless engine.urls names running ones.",
     )
-    parser.add_argument("--agent", metavar="FILE.py:NAME", help="agent to check (agent.use)")
-    parser.add_argument("--env", metavar="FILE.py:NAME", help="environment to check (env.use)")
-    parser.add_argument("--engine", metavar="URL", help="URL of a running engine; without it, one is started")
     parser.add_argument("--episodes", type=int, default=1, metavar="N", help="number of episodes to run (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run, takes_settings=True)
+    takes_settings(parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.doctor.doctor import Examination
     from tidegate.doctor.findings import failed
 
-    settings = settings_of(arguments, rest)
+    settings = settings_of(rest)
     shield_process()
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
@@ -55,28 +52,24 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     logs = str(folder / "logs") if sick and (folder / "logs").is_dir() else None
     if arguments.json:
-        print(json.dumps({"ok": not sick, "logs": logs, "findings": [one.to_wire() for one in findings]}))
+        wire = [finding.to_wire() for finding in findings]
+        print(json.dumps({"ok": not sick, "logs": logs, "findings": wire}))
     else:
         print(_summary(findings, logs))
     return 1 if sick else 0
 
 
-def settings_of(arguments: argparse.Namespace, rest: list[str]) -> Settings:
+def settings_of(words: list[str]) -> Settings:
     """Returns the settings to check: of the named file or `config.toml` here, with the overrides."""
     from tidegate.config import load_settings
     from tidegate.scaffold.init import TINY_BASE
     from tidegate.settings.sections import split_file
 
-    config, settings = split_file(rest)
+    config, overrides = split_file(words)
     if config is None and Path("config.toml").is_file():
         config = Path("config.toml")
-    given = {"agent.use": arguments.agent, "env.use": arguments.env}
-    words = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    if arguments.engine is not None:
-        words.append(f"--engine.urls={json.dumps([arguments.engine])}")
-    if config is None:
-        words.insert(0, f"--model.path={json.dumps(str(TINY_BASE))}")
-    return load_settings(config, [*words, *settings])
+    bundled = [f"--model.path={TINY_BASE}"] if config is None else []
+    return load_settings(config, [*bundled, *overrides])
 
 
 def _print(finding: Finding) -> None:

@@ -8,9 +8,8 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
-from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.service.process_secrets import shield_process
 
@@ -21,47 +20,33 @@ JOIN_S = 5.0
 
 def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
-        "engine", help="serve a model", description="Serve a model with SGLang's HTTP protocol."
+        "engine",
+        help="serve a model",
+        usage="tidegate engine --model.path DIR [options] [--section.key value ...]",
+        description="Serve a model with SGLang's HTTP protocol.",
     )
-    parser.add_argument("--model", type=Path, required=True, help="model directory in Hugging Face format")
     parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-slots", type=int, default=64, help="maximum number of concurrent requests")
-    parser.add_argument(
-        "--max-context", type=int, default=1024, help="maximum prompt + output tokens of a request"
-    )
-    parser.add_argument(
-        "--prefix-cache-mb",
-        type=int,
-        default=256,
-        help="size of the prefix cache for follow-up turns; 0 disables it",
-    )
     parser.add_argument(
         "--join", metavar="GATEWAY_URL",
         help="add the engine to this gateway once it serves, and remove it on exit; the environment variable "
         "TIDEGATE_ADMIN_KEY holds the gateway's admin key",
     )  # fmt: skip
     add_address(parser, 30000)
+    takes_settings(parser, "tidegate.settings.servers:EngineCommand")
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace, _: list[str]) -> int:
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.engine.options import EngineOptions
     from tidegate.engine.server.server import serve
     from tidegate.service.serve import Listen
+    from tidegate.settings.sections import load
+    from tidegate.settings.servers import EngineCommand
 
+    settings = load(EngineCommand, None, rest)
     log_to_stderr()
     options = EngineOptions(
-        model=arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        threads=arguments.threads,
-        max_slots=arguments.max_slots,
-        max_context=arguments.max_context,
-        prefix_cache_mb=arguments.prefix_cache_mb,
-        weight_version=arguments.weight_version,
+        settings.model.path, weight_version=arguments.weight_version, **settings.engine.model_dump()
     )
     listed = None if arguments.join is None else _joining(arguments.join, arguments.host)
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, listed=listed))

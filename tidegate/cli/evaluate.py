@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory, takes_settings
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -29,11 +29,6 @@ def add(subparsers: Subparsers) -> None:
     )
     what = parser.add_argument_group("what")
     what.add_argument("--config", type=Path, help="settings file; a run uses its own by default")
-    what.add_argument("--env", metavar="USE", help="built-in environment, or file.py:Name")
-    what.add_argument("--env-options", type=_table, metavar="JSON", help="options of the environment")
-    what.add_argument("--data", metavar="PATH", help="sets the environment's option path")
-    what.add_argument("--agent", metavar="USE", help="built-in agent, or file.py:Name")
-    what.add_argument("--agent-options", type=_table, metavar="JSON", help="options of the agent")
     what.add_argument("--url", help="OpenAI-compatible base URL, for example http://host:8000/v1")
     what.add_argument("--model", help="model name at --url")
     what.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
@@ -43,23 +38,12 @@ def add(subparsers: Subparsers) -> None:
     how.add_argument("--k", metavar="K,K", help="values of k for pass@k (powers of two up to n, and n)")
     how.add_argument("--tasks", type=int, metavar="N", help="only the first N tasks of each set")
     how.add_argument("--sets", metavar="NAME,NAME", help="held-out sets (all); main is the default set")
-    how.add_argument(
-        "--temperature", type=float, help="sampling temperature; 0 is greedy (sampling.temperature)"
-    )
+    how.add_argument("--greedy", action="store_true", help="decode greedily, not at sampling.temperature")
     how.add_argument("--threshold", type=float, default=1.0, help="lowest reward that counts as correct (1)")
     how.add_argument("--out", type=Path, metavar="DIR", help="output directory (evals/N of the run)")
     how.add_argument("--json", action="store_true", help="print the results as one JSON object")
-    parser.set_defaults(run=run, takes_settings=True)
-
-
-def _table(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('expected a JSON object, such as {"seed": 1}')
-    return found
+    takes_settings(parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -109,7 +93,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         settings=settings,
         directory=arguments.out or next_directory(parent / "evals"),
         endpoint=endpoint,
-        temperature=_temperature(arguments, settings),
+        temperature=0.0 if arguments.greedy else settings.sampling.temperature,
         samples=arguments.n,
         ks=_ks(arguments),
         threshold=arguments.threshold,
@@ -129,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
 
 def _settings(arguments: argparse.Namespace, target: Target | None, overrides: list[str]) -> Settings:
     """Returns the settings of the run or the file, overridden by the command line."""
-    from tidegate.config import AgentSettings, EngineSettings, EnvSettings, load_settings
+    from tidegate.config import load_settings
 
     config = arguments.config or (target.config if target is not None else None)
     words = list(overrides)
@@ -137,22 +121,9 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
         words.append(f"--model.path={json.dumps(str(target.weights))}")
     elif arguments.config is None:
         words.insert(0, "--model.path=''")  # required; `_check_weights` reports a missing model
-    settings = load_settings(config, words)
-    changed: dict[str, Any] = {}
-    env = EnvSettings(use=arguments.env) if arguments.env else settings.env
-    options = dict(env.options if arguments.env_options is None else arguments.env_options)
-    if arguments.data is not None:
-        options["path"] = arguments.data
-    changed["env"] = env.model_copy(update={"options": options})
-    if arguments.agent:
-        changed["agent"] = settings.agent.model_copy(update={"use": arguments.agent, "options": {}})
-    if arguments.agent_options is not None:
-        agent: AgentSettings = changed.get("agent", settings.agent)
-        changed["agent"] = agent.model_copy(update={"options": dict(arguments.agent_options)})
     if not any(word.startswith("--engine.urls") for word in overrides):
-        # A run's engines may have exited, or have loaded other weights.
-        changed["engine"] = EngineSettings(**{**settings.engine.model_dump(), "urls": []})
-    return settings.model_copy(update=changed)
+        words.append("--engine.urls=[]")  # a run's engines may have exited, or have loaded other weights
+    return load_settings(config, words)
 
 
 def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndpoint | None:
@@ -170,9 +141,9 @@ def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndp
         raise ConfigError(f"give either {target.weights} or --url, not both")
     if arguments.model is None:
         raise ConfigError("--url needs --model, the model name at that endpoint")
-    if arguments.temperature is not None:
+    if arguments.greedy:
         raise ConfigError(
-            "--temperature has no effect with --url, which the agent calls directly; set it in the agent"
+            "--greedy has no effect with --url, which the agent calls directly; set it in the agent"
         )
     key = "none"
     if arguments.api_key_env is not None:
@@ -191,14 +162,6 @@ def _check_weights(settings: Settings) -> None:
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path = {path}: not a model directory (no config.json)")
-
-
-def _temperature(arguments: argparse.Namespace, settings: Settings) -> float:
-    if arguments.temperature is None:
-        return settings.sampling.temperature
-    if not 0 <= arguments.temperature < float("inf"):
-        raise ConfigError(f"--temperature {arguments.temperature:g} is not a number of at least 0")
-    return float(arguments.temperature)
 
 
 def _ks(arguments: argparse.Namespace) -> list[int]:

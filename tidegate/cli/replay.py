@@ -8,51 +8,47 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, run_directory
+from tidegate.cli.commands import Subparsers, run_directory, takes_settings
+from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
     from tidegate.trainer.replay import Replayed
 
 DESCRIPTION = """\
 Repeat a run's optimiser steps from its recorded trajectories, without engines. With unchanged settings
-every loss and every parameter must be bit-identical; otherwise the exit status is 1. With --set the
-same batches are trained on with other trainer settings.
+every loss and every parameter must be bit-identical; otherwise the exit status is 1. With
+--section.key value the same batches are trained on with other trainer settings.
 """
 SHOWN = ("loss", "grad_norm", "entropy", "mismatch_kl", "clip_fraction")
 
 
 def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
-        "replay", help="repeat a run's training steps from its files", description=DESCRIPTION
+        "replay",
+        help="repeat a run's training steps from its files",
+        usage="tidegate replay RUN [options] [--section.key value ...]",
+        description=DESCRIPTION,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN")
     parser.add_argument(
-        "--from",
-        dest="first",
-        type=int,
-        default=0,
-        metavar="STEP",
+        "--from", dest="first", type=int, default=0, metavar="STEP",
         help="start at this step, which has a checkpoint",
-    )
+    )  # fmt: skip
     parser.add_argument("--until", type=int, metavar="STEP", help="the last step")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting, for example trainer.steps=9",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the resulting weights")
     parser.add_argument("--json", action="store_true", help="print one object per step instead of the table")
+    takes_settings(parser)
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace, _: list[str]) -> int:
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
+    from tidegate.settings.sections import split_words
     from tidegate.trainer.replay import Replay
 
-    overrides = [f"--{setting}" for setting in arguments.set]
-    run_dir = run_directory(arguments.run_dir)
+    words, overrides = split_words(rest)
+    if len(words) != 1:
+        raise ConfigError(f"name one run: tidegate replay RUN, not {' '.join(words) or 'none'}")
+    run_dir = run_directory(Path(words[0]))
     settings = load_settings(run_dir / "config.toml", overrides)
     replay = Replay(run_dir, settings, arguments.first, arguments.until)
     replay.steps()  # checks the files before a model is loaded

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers
+from tidegate.cli.commands import Subparsers, takes_settings
+from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
     from tidegate.simulation.scenario import Scenario
 
 DESCRIPTION = """\
 Simulate runs with the admission rules of real runs, and print their throughput, staleness and wasted
-tokens. Start from a scenario's TOML file (--scenario), from a real run's files (--from), or from
-the defaults; --section.key value changes single keys (--keys lists them).
+tokens. Start from a scenario's TOML file, from a real run's files (--from), or from the defaults.
 """
 
 
@@ -23,9 +23,9 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="compare staleness bounds and ratios of engines to trainers",
+        usage="tidegate simulate [SCENARIO.toml | --from RUN] [options] [--section.key value ...]",
         description=DESCRIPTION,
     )
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="a scenario's TOML file")
     parser.add_argument(
         "--from", dest="run_dir", type=Path, metavar="RUN", help="calibrate from a run's files"
     )
@@ -36,18 +36,16 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--split", default="", help="engines:trainers to compare: 96:32,64:64")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to a PNG, SVG or PDF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--keys", action="store_true", help="list a scenario's keys and exit")
-    parser.set_defaults(run=run, takes_settings=True)
+    takes_settings(parser, "tidegate.simulation.scenario:Scenario")
+    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.simulation.sweep import check_plot, plot, splits_of, sweep, table
 
-    if arguments.keys:
-        return _list_keys()
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    scenario = _scenario(arguments, overrides)
+    scenario = _scenario(arguments, rest)
     splits = [(scenario.engine.count, scenario.trainer.count)]
     if arguments.accelerators is not None:
         splits = splits_of(_at_least("--accelerators", arguments.accelerators, 2))
@@ -69,26 +67,17 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _scenario(arguments: argparse.Namespace, overrides: list[str]) -> Scenario:
-    from tidegate.errors import ConfigError
-    from tidegate.settings.sections import load, overlay
+def _scenario(arguments: argparse.Namespace, rest: list[str]) -> Scenario:
+    from tidegate.settings.sections import load, overlay, split_file
     from tidegate.simulation.calibrate import scenario_of
     from tidegate.simulation.scenario import Scenario
 
-    if arguments.run_dir is not None and arguments.scenario is not None:
-        raise ConfigError("give --scenario FILE or --from RUN, not both")
-    if arguments.run_dir is not None:
-        return overlay(scenario_of(arguments.run_dir), overrides)
-    return overlay(load(Scenario, arguments.scenario), overrides)
-
-
-def _list_keys() -> int:
-    from tidegate.settings.sections import known_keys
-    from tidegate.simulation.scenario import Scenario
-
-    for key, default, text in known_keys(Scenario):
-        print(f"{key} = {default}" + (f"    # {text}" if text else ""))
-    return 0
+    file, overrides = split_file(rest)
+    if arguments.run_dir is None:
+        return load(Scenario, file, overrides)
+    if file is not None:
+        raise ConfigError(f"give the scenario {file} or --from RUN, not both")
+    return overlay(scenario_of(arguments.run_dir), overrides)
 
 
 def _bound(word: str) -> int | None:
@@ -101,8 +90,6 @@ def _split(word: str) -> tuple[int, int]:
 
 
 def _number(name: str, word: str, least: int) -> int:
-    from tidegate.errors import ConfigError
-
     try:
         return _at_least(name, int(word), least)
     except ValueError:
@@ -110,8 +97,6 @@ def _number(name: str, word: str, least: int) -> int:
 
 
 def _at_least(name: str, value: int, least: int) -> int:
-    from tidegate.errors import ConfigError
-
     if value < least:
         raise ConfigError(f"{name}: {value} is less than {least}")
     return value

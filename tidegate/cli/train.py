@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tidegate.cli.commands import Subparsers
+from tidegate.cli.commands import Subparsers, takes_settings
 from tidegate.errors import ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -17,7 +17,6 @@ def add(subparsers: Subparsers) -> None:
         "[--section.key value ...]",
         description="Start engines, a gateway and agents, train the model on the episodes, and publish each "
         "new policy to the engines.",
-        epilog="Any setting can be given as --section.key value; `tidegate train --settings` lists them.",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
@@ -38,18 +37,14 @@ def add(subparsers: Subparsers) -> None:
         "--lift-quarantine", action="store_true",
         help="with --resume: issue quarantined tasks again",
     )  # fmt: skip
-    parser.add_argument("--settings", action="store_true", help="list every setting with its default")
-    parser.set_defaults(run=run, takes_settings=True)
+    takes_settings(parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.config import Settings, load_settings
-    from tidegate.settings.sections import known_keys, split_file
+    from tidegate.config import load_settings
+    from tidegate.settings.sections import split_file
 
-    if arguments.settings:
-        for key, default, text in known_keys(Settings):
-            print(f"{key:<31} {default:<15} {' '.join(text.split())}")
-        return 0
     file, overrides = split_file(rest)
     if arguments.lift_quarantine and not arguments.resume:
         raise ConfigError("--lift-quarantine applies to resumed runs only: add --resume")

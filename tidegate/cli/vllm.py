@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from tidegate.cli.commands import Subparsers, add_address, log_to_stderr
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
 
 
 def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "vllm",
         help="serve a model with vLLM",
+        usage="tidegate vllm --engine.python PYTHON --model.path DIR [options] [--section.key value ...]",
         description="Start vLLM from an environment of its own, and serve it with SGLang's HTTP protocol.",
     )
-    parser.add_argument(
-        "--python", type=Path, required=True, help="Python interpreter of the environment with vLLM"
-    )
-    parser.add_argument("--model", type=Path, required=True, help="model directory in Hugging Face format")
     parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
-    parser.add_argument(
-        "--argument", action="append", default=[], help="argument passed to vLLM unchanged; may be repeated"
-    )
     add_address(parser, 30000)
+    takes_settings(parser, "tidegate.settings.servers:VLLMCommand")
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace, _: list[str]) -> int:
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.service.serve import Listen
+    from tidegate.settings.sections import load
+    from tidegate.settings.servers import VLLMCommand
     from tidegate.vllm.app import serve
     from tidegate.vllm.options import VLLMOptions
 
+    settings = load(VLLMCommand, None, rest)
     log_to_stderr()
-    options = VLLMOptions(
-        arguments.python, arguments.model, arguments.weight_version, tuple(arguments.argument)
-    )
+    engine, version = settings.engine, arguments.weight_version
+    options = VLLMOptions(engine.python, settings.model.path, version, tuple(engine.numbered(0)))
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
     return 0

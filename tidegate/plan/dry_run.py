@@ -47,7 +47,7 @@ def processes(settings: Settings) -> Iterator[str]:
     else:
         several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
         yield f"engine    {shlex.join(_engine(settings))}{several}"
-    gateway = [*gateway_arguments(settings, settings.gateway.host), "--port", str(settings.gateway.port)]
+    gateway = [*gateway_arguments(settings, settings.gateway.host), f"--gateway.port={settings.gateway.port}"]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer

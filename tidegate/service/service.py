@@ -116,9 +116,10 @@ class Service:
         """Return the command of this start."""
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
+        port = [] if self._socket is not None else ["--port", str(self._port)]
         return [
-            sys.executable, "-m", "tidegate", self.verb, *self._arguments(),
-            "--port", str(self._port), "--announce", str(self._announce), "--owned",
+            sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
+            "--announce", str(self._announce), "--owned",
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:

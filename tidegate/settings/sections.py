@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -63,33 +63,54 @@ def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -
     Args:
         model: Class of the settings.
         path: The TOML file; None: defaults only.
-        overrides: `--section.key value` or `--section.key=value`. Values of text settings are text; others
-            are read as TOML if that is possible, else as text.
+        overrides: `--section.key value` or `--section.key=value`. Values of text settings are text; a list is
+            TOML, or one of its elements, and may be repeated; others are read as TOML if that is possible,
+            else as text.
 
     Raises:
         ConfigError: A setting is invalid; the message names the key, the file and the nearest known key.
     """
-    raw = _read_toml(path) if path is not None else {}
-    for key, value in _pairs(overrides):
-        _set(model, raw, key, _value(model, key, value))
-    return _check(model, raw, str(path) if path is not None else "the command line")
+    return _load(model, _read_toml(path) if path is not None else {}, overrides, path)
 
 
 def overlay(model: Model, overrides: Sequence[str]) -> Model:
     """Returns a copy of settings with dotted overrides; raises ConfigError."""
-    raw = model.model_dump()
-    for key, value in _pairs(overrides):
-        _set(type(model), raw, key, _value(type(model), key, value))
-    return _check(type(model), raw, "the command line")
+    return _load(type(model), model.model_dump(), overrides, None)
 
 
-def _check(model: type[Model], raw: dict[str, Any], where: str) -> Model:
-    """Validates settings that were read from `where`; raises ConfigError."""
+def _load(model: type[Model], raw: dict[str, Any], overrides: Sequence[str], file: Path | None) -> Model:
+    given: dict[str, list[str]] = {}
+    for key, text in _pairs(model, overrides):
+        given.setdefault(key, []).append(text)
+    for key in sorted(given, key=_order):
+        _set(model, raw, key, _value(_annotation(model, key.split(".")), given[key]))
     try:
         return model.model_validate(raw)
     except ValidationError as error:
+        where = "the command line" if file is None else str(file)
         lines = dict.fromkeys(_explain(detail, where, model) for detail in error.errors())
         raise ConfigError("\n".join(lines)) from None
+
+
+def _order(key: str) -> tuple[int, int]:
+    """Sorts keys by depth, and first those that select a section's kind or a class, which reset others."""
+    return key.count("."), {"kind": 0, "name": 0, "use": 1}.get(key.rpartition(".")[2], 2)
+
+
+def arguments_of(settings: SettingsSection, *without: str) -> list[str]:
+    """Returns `--section.key=value` for each setting that is not the default, except those in `without`."""
+    changed = _flat(settings.model_dump(mode="json", exclude_defaults=True))
+    return [
+        f"--{key}={element if _as_toml(str(element)) == element else _format(element)}"
+        for key, value in changed
+        if not is_within(key, without)
+        for element in (value if isinstance(value, list) else [value])
+    ]
+
+
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    """Returns whether a dotted key is one of the settings or sections, or in one."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def dump(settings: BaseModel) -> str:
@@ -199,7 +220,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(model: type[BaseModel], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     rest = list(overrides)
     while rest:
         word = rest.pop(0)
@@ -207,6 +228,8 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"{word!r} is not a setting; settings are given as --section.key value")
         key, equals, value = word[2:].partition("=")
         if not equals:
+            if not rest and _annotation(model, key.split(".")) is None:
+                raise ConfigError(f"the command line: there is no setting {key!r}{_instead(key, model)}")
             if not rest:
                 raise ConfigError(f"--{key} needs a value")
             value = rest.pop(0)
@@ -214,7 +237,8 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> None:
-    """Sets one dotted key. A section that becomes another kind keeps only what applies to that kind."""
+    """Sets one dotted key. A section that becomes another kind keeps only what applies to that kind; the
+    options of another class are removed."""
     *sections, last = key.split(".")
     table = raw
     for section in sections:
@@ -228,28 +252,43 @@ def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> N
     if last == "kind" and issubclass(model, SettingsSection):
         for name in [name for name in table if model.of_kind.get(name, value) != value]:
             del table[name]
+    field = model.model_fields.get("use")
+    if last == "use" and field is not None and table.get("use", field.default) != value:
+        table.pop("options", None)
     table[last] = value
 
 
-def _value(model: type[BaseModel], key: str, text: str) -> Any:
-    """Converts a command line's text to a value for the setting `key`."""
+def _value(annotation: Any, texts: Sequence[str]) -> Any:
+    """Converts the texts that the command line gives for a setting of this type."""
+    values = [_as_toml(text) for text in texts]
+    if get_origin(annotation) is list and not isinstance(values[-1], list):
+        pairs = [pair for pair in zip(values, texts, strict=True) if not isinstance(pair[0], list)]
+        return [value if isinstance(value, str) else text for value, text in pairs]
+    return texts[-1] if _is_text(annotation) and not isinstance(values[-1], str) else values[-1]
+
+
+def _as_toml(text: str) -> Any:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return value if isinstance(value, str) or not _takes_text(model, key.split(".")) else text
 
 
-def _takes_text(model: Any, path: Sequence[str]) -> bool:
-    """Returns whether a setting's type is text, or text or None."""
+def _annotation(annotation: Any, path: Sequence[str]) -> Any:
+    """Returns the type of the setting at a path; None if there is no such setting."""
     for name in path:
-        kinds = [kind for kind in _sections(model) if name in kind.model_fields]
+        kinds = [kind for kind in _sections(annotation) if name in kind.model_fields]
         if not kinds:
-            return False
-        model = kinds[0].model_fields[name].annotation
-    parts = get_args(model) if get_origin(model) in (Union, UnionType) else (model,)
+            return None
+        annotation = kinds[0].model_fields[name].annotation
+    return annotation
+
+
+def _is_text(annotation: Any) -> bool:
+    """Returns whether a type is text, or text or None."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = {get_args(part)[0] if get_origin(part) is Annotated else part for part in parts} - {NoneType}
-    return plain <= {str, Path}
+    return annotation is not None and plain <= {str, Path}
 
 
 def _format(default: Any) -> str:
@@ -271,8 +310,12 @@ def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         return f"{where}: there is no setting {key!r}{_instead(key, model)}"
     if error["type"] == "missing":
-        return f"{where}: the setting {key!r} is required"
+        required = [name for name, default, _ in known_keys(model) if default == "required"]
+        names = [name for name in required if is_within(name, [key])]
+        return f"{where}: the setting {', '.join(map(repr, names)) or repr(key)} is required"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        return f"{where}: {key} is a section, not a value{_instead(key, model)}"
     if error["type"] in ("string_type", "path_type"):
         message = "must be text; write it in quotes"
     if not key or (key in model.model_fields and _sections(model.model_fields[key].annotation)):
@@ -297,10 +340,13 @@ def _is_type_tag(part: str | int) -> bool:
 
 
 def _instead(key: str, model: type[BaseModel]) -> str:
-    """Returns the present name of a setting, or the nearest one."""
+    """Returns the present name of a setting, the settings of a section, or the nearest name."""
     if issubclass(model, SettingsSection) and key in model.renamed:
         return f"; it is now {model.renamed[key]!r}"
-    known = [*(name for name, _, _ in known_keys(model)), *model.model_fields]
+    known = [name for name, _, _ in known_keys(model)]
+    if inside := [name for name in known if is_within(name, [key])]:
+        return f"; its settings are {', '.join(inside)}"
+    known += model.model_fields
     tail = {name.rpartition(".")[2]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [tail[name] for name in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]

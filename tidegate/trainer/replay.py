@@ -105,7 +105,7 @@ class Replay:
         if settings.trainer.ranks > 1:
             raise TidegateError(
                 f"{self.run_dir} was trained on {settings.trainer.ranks} ranks, which a replay in one "
-                "process cannot reproduce bit for bit: pass --set trainer.ranks=1 and expect the last digits "
+                "process cannot reproduce bit for bit: pass --trainer.ranks 1 and expect the last digits "
                 "to differ"
             )
         if self.first == 0:

@@ -102,9 +102,11 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
         steps.append((f"train {where}", str(result["resume"])))
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
-        steps.append(("serve the checkpoint", f"tidegate engine --model {model}"))
+        steps.append(("serve the checkpoint", f"tidegate engine --model.path {model}"))
     if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
-        steps.append(("serve the best policy so far", f"tidegate engine --model {shlex.quote(str(best))}"))
+        steps.append(
+            ("serve the best policy so far", f"tidegate engine --model.path {shlex.quote(str(best))}")
+        )
     if run_dir is None:
         return steps
     here = shlex.quote(str(run_dir))

@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     announce = tmp_path_factory.mktemp("engine") / "engine.json"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidegate", "engine", "--model", str(models[0]), "--port", "0",
+        sys.executable, "-m", "tidegate", "engine", "--model.path", str(models[0]), "--port", "0",
         "--announce", str(announce), "--owned", stdin=subprocess.PIPE,
     )  # fmt: skip
     try:

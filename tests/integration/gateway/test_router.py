@@ -62,7 +62,7 @@ async def running(*command: str) -> AsyncIterator[Process]:
 
 async def engine(stack: contextlib.AsyncExitStack, model: Path, announce: Path) -> tuple[str, Process]:
     process = await stack.enter_async_context(
-        running("tidegate", "engine", "--model", str(model), "--port", "0", "--announce", str(announce),
+        running("tidegate", "engine", "--model.path", str(model), "--port", "0", "--announce", str(announce),
                 "--owned")
     )  # fmt: skip
     await eventually(announce.exists, 60)

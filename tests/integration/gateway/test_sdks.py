@@ -30,7 +30,7 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "str
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     announce = tmp_path_factory.mktemp("engine") / "engine.json"
-    with process(announce, "engine", "--model", str(BASE_MODEL)) as url:
+    with process(announce, "engine", "--model.path", str(BASE_MODEL), "--port=0") as url:
         yield url
 
 

@@ -164,8 +164,8 @@ async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
     )
     engine = await fake_engine(model, stack)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
-        "--port", "0", "--announce", str(announce), "--owned", "--limit", "turns=9", *options,
+        sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), f"--gateway.shards={SHARDS}",
+        "--gateway.port=0", "--announce", str(announce), "--owned", "--limits.turns=9", *options,
         stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
     )  # fmt: skip
     try:
@@ -359,8 +359,8 @@ async def test_a_stopped_front_leaves_no_process(tmp_path: Path, how: signal.Sig
     model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "front.json", tmp_path / "tmp"
     place.mkdir()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidegate", "gateway", "--model", str(model), "--shards", str(SHARDS),
-        "--port", "0", "--announce", str(announce), env={**os.environ, "TMPDIR": str(place)},
+        sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), f"--gateway.shards={SHARDS}",
+        "--gateway.port=0", "--announce", str(announce), env={**os.environ, "TMPDIR": str(place)},
     )  # fmt: skip
     try:
         await eventually(lambda: announce.exists() or process.returncode is not None, 90)

@@ -1,4 +1,4 @@
-"""`tidegate engine --model …/checkpoints/best` serves the same policy as plain transformers."""
+"""`tidegate engine --model.path …/checkpoints/best` serves the same policy as plain transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_served_logprobs_are_those_of_plain_transformers(tmp_path: Path) -
     (tmp_path / "checkpoints").mkdir()
     BestCheckpoint.open(tmp_path).update_if_better(policy.save_weights(tmp_path / "weights"), 1, 1, 0.5)
     best = tmp_path / "checkpoints" / "best"
-    service = Service("engine", lambda: ["--model", str(best)], tmp_path)
+    service = Service("engine", lambda: ["--model.path", str(best)], tmp_path)
     try:
         url = await service.start()
         async with aiohttp.ClientSession() as http:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import threading
@@ -216,8 +215,10 @@ def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it()
     parts = [{"use": "arithmetic"}, {"use": "search_qa", "options": options}]
     with pytest.raises(ConfigError, match=r"env\.reward_timeout_s = 60 is less than the 180 s .*'search_qa'"):
         check_reward_timeout(load_environment("mixture", {"parts": parts}), 60.0)
+    given = [f"--env.options.judge.{name}={value}" for name, value in options["judge"].items()]
+    given += ["--env.use=search_qa", "--env.options.metric=judge"]
     with pytest.raises(ConfigError, match=r"reward_timeout_s"):
-        main_raises(["gateway", "--model", "m", "--env", "search_qa", "--env-options", json.dumps(options)])
+        main_raises(["gateway", "--model.path", "m", *given])
 
 
 def main_raises(argv: list[str]) -> None:

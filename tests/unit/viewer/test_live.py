@@ -220,7 +220,7 @@ def test_finished_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) 
     assert f"{rows[-1]['eval/reward_greedy']:.3f}" in after
     assert after.count("Problem heldout-") == 3
     assert f"    {resume}\n" in after  # in one piece, however narrow the terminal
-    assert f"{program()} engine --model runs/demo/checkpoints/step_30" in after
+    assert f"{program()} engine --model.path runs/demo/checkpoints/step_30" in after
     assert f"{program()} init my-agent" in after
 
 

@@ -102,7 +102,7 @@ def test_a_finished_run(finished: tuple[Path, Page]) -> None:
     assert "straddles a publish" in page.text
     assert "tidegate train" in page.text
     assert f"--resume --trainer.steps {2 * 100}" in page.text
-    assert f"tidegate engine --model {run_dir}/checkpoints/step_100" in page.text
+    assert f"tidegate engine --model.path {run_dir}/checkpoints/step_100" in page.text
 
 
 def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:

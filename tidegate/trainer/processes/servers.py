@@ -9,6 +9,8 @@ from pathlib import Path
 from tidegate.config import EngineSettings, Settings
 from tidegate.service.external import READY_S
 from tidegate.service.service import Service
+from tidegate.settings.sections import arguments_of
+from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand
 from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.sglang import SGLangServer
 from tidegate.trainer.processes.vllm import VLLMServer
@@ -67,13 +69,9 @@ def gateway_server(
 def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
     """Return the arguments of an embedded engine that starts with the current weights."""
     weights, version = current()
-    engine = settings.engine
-    return [
-        "--model", str(weights), "--weight-version", str(version), "--device", engine.device,
-        "--dtype", engine.dtype, "--threads", str(engine.threads),
-        "--max-slots", str(engine.max_slots), "--max-context", str(engine.max_context),
-        "--prefix-cache-mb", str(engine.prefix_cache_mb),
-    ]  # fmt: skip
+    engine = settings.engine.model_dump(include=set(EMBEDDED_ONLY))
+    command = EngineCommand.model_validate({"model": {"path": weights}, "engine": engine})
+    return [*arguments_of(command), "--weight-version", str(version)]
 
 
 def gateway_arguments(settings: Settings, host: str) -> list[str]:
@@ -81,16 +79,10 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
 
     Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
     """
-    public = settings.gateway.public_url
-    return [
-        "--model", str(settings.model.path), "--host", host, "--tool-parser", settings.gateway.tool_parser,
-        "--shards", str(settings.gateway.shards),
-        "--structured-output", settings.gateway.structured_output,
-        *(part for name in settings.gateway.untrained_models for part in ("--untrained-model", name)),
-        "--env", settings.env.use,
-        "--reward-timeout", str(settings.env.reward_timeout_s),
-        *(["--public-url", public] if public is not None else []),
-    ]  # fmt: skip
+    gateway = {**settings.gateway.model_dump(), "host": host}
+    env = settings.env.model_dump()
+    command = GatewayCommand.model_validate({"model": settings.model, "env": env, "gateway": gateway})
+    return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
 
 
 def restart_s(settings: EngineSettings) -> float:

@@ -7,6 +7,8 @@ from pathlib import Path
 from tidegate.config import EngineSettings
 from tidegate.service.external import READY_S
 from tidegate.service.service import LOOPBACK, Service
+from tidegate.settings.sections import arguments_of
+from tidegate.settings.servers import VLLMCommand
 from tidegate.trainer.processes.provider import CurrentWeights
 
 
@@ -33,7 +35,6 @@ class VLLMServer(Service):
 def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int) -> list[str]:
     """Return the arguments of `tidegate vllm`, without the address."""
     weights, version = current()
-    passed = [f"--argument={argument}" for argument in settings.numbered(index)]
-    return [
-        "--python", str(settings.python), "--model", str(weights), "--weight-version", str(version), *passed,
-    ]  # fmt: skip
+    engine = {"python": settings.python, "arguments": settings.numbered(index)}
+    command = VLLMCommand.model_validate({"model": {"path": weights}, "engine": engine})
+    return [*arguments_of(command), "--weight-version", str(version)]
