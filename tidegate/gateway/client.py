@@ -291,7 +291,7 @@ class GatewayClient:
         Args:
             url: Address of the engine or router.
             control: Addresses of the engines behind a router.
-            admitted: For trainers: whether the engine has the live version and receives calls. Once it was
+            admitted: For trainers: whether the engine has the current version and receives calls. Once it was
                 given, engines that are added without it wait to be admitted.
 
         Returns:

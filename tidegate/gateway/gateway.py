@@ -307,7 +307,7 @@ class Gateway:
     ) -> EngineEndpoint:
         """Adds an engine, also for after a restart. Idempotent.
 
-        A trainer gives `admitted`: whether the engine has the live version and receives calls. From then on
+        A trainer gives `admitted`: whether the engine has the current version and receives calls. From then on
         the trainer manages the gateway, and engines that others add (None) wait until it admits them.
         """
         existing = self.pool.get(url)

@@ -165,7 +165,7 @@ class AddEngine(EngineUrl):
     control: list[Url] = []
     """Addresses of the engines behind a router, for control calls that it does not forward."""
     admitted: bool | None = None
-    """Set by a trainer: whether the engine has the live version and receives calls. None: the engine waits
+    """Set by a trainer: whether the engine has the current version and receives calls. None: the engine waits
     for the trainer, if one manages the gateway."""
 
 

@@ -302,10 +302,10 @@ class PromptBuilder:
 
     def _attach_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
         attachment, delta = attach_raw(session.tree, prompt)
-        if attachment.quoted_ids is not None and attachment.parent is not None:
-            quoted = session.tree.nodes[attachment.parent].turn.output_ids[: attachment.quoted_ids].tolist()
-            reply: Message = {"role": "assistant", "content": self._renderer.decode(quoted)}
-            attachment = self._split(session, attachment, attachment.quoted_ids, reply)
+        count, parent = attachment.quoted_ids, attachment.parent
+        if count is not None and parent is not None:
+            text = self._renderer.decode(session.tree.nodes[parent].turn.output_ids[:count].tolist())
+            attachment = self._split(session, attachment, count, {"role": "assistant", "content": text})
         return attachment, delta
 
     def _reader(self, request: TurnRequest, delta: Ids) -> ReplyReader:
