@@ -307,8 +307,8 @@ class Gateway:
     ) -> EngineEndpoint:
         """Adds an engine, also for after a restart. Idempotent.
 
-        A trainer gives `admitted`: whether the engine has the current version and receives calls. From then on
-        the trainer manages the gateway, and engines that others add (None) wait until it admits them.
+        A trainer gives `admitted`: whether the engine has the current version and receives calls. From then
+        on the trainer manages the gateway, and engines that others add (None) wait until it admits them.
         """
         existing = self.pool.get(url)
         joined = admitted is None if existing is None else existing.joined

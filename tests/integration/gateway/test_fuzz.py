@@ -14,7 +14,7 @@ from tests.tiny_tokenizer import TEMPLATES, make_model_dir
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.sessions.pending_turns import PendingTurns
-from tidegate.gateway.turns import pipeline
+from tidegate.gateway.turns.prompts import PromptBuilder
 from tidegate.gateway.turns.request_body import parse
 
 
@@ -85,7 +85,7 @@ async def test_a_reply_that_is_not_recorded_as_it_was_read_is_found(
 async def test_a_reply_that_does_not_count_as_delivered_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.TurnPipeline, "_mark_delivered", lambda *_: None)
+    monkeypatch.setattr(PromptBuilder, "mark_delivered", lambda *_: None)
     with pytest.raises(Failure, match="does not count as delivered"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=1))
 

@@ -142,9 +142,9 @@ class EnginePool:
         """Samples one reply, retrying on other engines after failures.
 
         `deadline` is in the loop's time. `on_ids` is called with all ids so far on each streamed event.
-        Cancelling aborts the engine call. A request closed by its client returns the tokens so far. Raises
-        QueueFullError, RequestRefusedError, and a non-retryable EngineError if the deadline passes, a reply is
-        invalid, or a partly delivered reply cannot be resumed.
+        Cancelling aborts the engine call. A request closed by its client returns the tokens so far.
+        Raises QueueFullError, RequestRefusedError, and a non-retryable EngineError if the deadline passes, a
+        reply is invalid, or a partly delivered reply cannot be resumed.
         """
         result = GenerateResult()
         wait, last, fresh = _FIRST_WAIT_S, "no engine in rotation", True

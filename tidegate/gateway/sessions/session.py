@@ -236,8 +236,5 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
 def _budget_exceeded(session: GatewaySession, what: str) -> ApiError:
     session.exhausted_budget = f"the session's budget is exhausted ({what})"
     return ApiError(
-        f"{session.exhausted_budget}; finish the session",
-        status=403,
-        type="budget",
-        code="budget_exceeded",
+        f"{session.exhausted_budget}; finish the session", status=403, type="budget", code="budget_exceeded"
     )

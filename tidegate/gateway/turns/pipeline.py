@@ -34,11 +34,7 @@ class TurnPipeline:
     """Attaches requests to their session's tree, samples the replies and records the turns."""
 
     def __init__(
-        self,
-        prompts: PromptBuilder,
-        pool: EnginePool,
-        metrics: GatewayMetrics,
-        journal: Journal,
+        self, prompts: PromptBuilder, pool: EnginePool, metrics: GatewayMetrics, journal: Journal
     ) -> None:
         self.prompts = prompts
         self._pool = pool
