@@ -142,7 +142,7 @@ def _session(session: GatewaySession) -> SessionPart:
         )
         for node in session.tree.nodes
     ]
-    part = SessionPart(session.group_id, session.epoch, turns, session.rewards, session.turn_rewards)
+    part = SessionPart(session.group_id, session.trainer_epoch, turns, session.rewards, session.turn_rewards)
     if session.trajectory is not None:
         outcome, reward = session.trajectory.outcome, session.trajectory.reward
         return replace(part, state=FINISHED, outcome=outcome, reward=reward)

@@ -26,7 +26,7 @@ from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.request import TurnRequest, digest_of
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.types import VersionSpan
+from tidegate.types import VersionSpan, to_wire
 
 Files = dict[str, bytes]
 
@@ -62,7 +62,7 @@ class World:
         self._folder = folder
         self._renderer = Renderer.load(model)
         self._moments: list[Moment] | None = None
-        self._wires: dict[str, Any] = {}
+        self._wires: dict[str, bytes] = {}
         self._looked_at: tuple[Files, State] = ({}, self.state)
         self._words = 0
         self._sampled = 0
@@ -165,7 +165,7 @@ class World:
             self._moments = moments
         for session in recovered.sessions:
             if session.trajectory is not None and session.id in self._wires:
-                assert session.trajectory.to_wire() == self._wires[session.id], "a trajectory is for good"
+                assert to_wire(session.trajectory) == self._wires[session.id], "a trajectory is for good"
         return recovered
 
     def _crash(self, moment: Moment, state: State) -> None:
@@ -198,7 +198,7 @@ class World:
         """Records the trajectory given to a client, which must never change."""
         trajectory = self.session(name).trajectory
         assert trajectory is not None
-        self._wires[name] = trajectory.to_wire()
+        self._wires[name] = to_wire(trajectory)
 
     # -- requests --------------------------------------------------------------------------------
 

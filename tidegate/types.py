@@ -6,13 +6,16 @@ Arrays sent between processes have fixed types: token ids are int32, logprobs fl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
+T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Message = dict[str, Any]
@@ -85,30 +88,18 @@ class Task:
             "info": dict(self.info),
         }
 
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Task:
-        return cls(wire["id"], wire["env"], wire["messages"], wire.get("answer"), wire.get("info") or {})
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of a session. In split `train` they override those of the agent's requests."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """1 switches it off."""
     top_k: int = -1
     """−1 switches it off."""
-    max_tokens: int = 256
+    max_tokens: Annotated[int, Field(ge=1)] = 256
     """Limit of one reply."""
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_tokens,
-        }
 
 
 CLIENT_CLOSED = "client_closed"
@@ -191,54 +182,6 @@ class Turn:
             versions[start:end] = version
         return versions
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "parent": self.parent,
-            "delta_ids": np.ascontiguousarray(self.delta_ids, dtype="<i4").tobytes(),
-            "output_ids": np.ascontiguousarray(self.output_ids, dtype="<i4").tobytes(),
-            "logprobs": np.ascontiguousarray(self.logprobs, dtype="<f4").tobytes(),
-            "version_spans": [list(span) for span in self.version_spans],
-            "finish_reason": self.finish_reason,
-            "temperature": self.temperature,
-            "delivered": self.delivered,
-            "kv_version": self.kv_version,
-            "cached_tokens": self.cached_tokens,
-            "output_mask": None if self.output_mask is None else self.output_mask.tobytes(),
-            "branch": self.branch,
-            "started": self.started,
-            "seconds": self.seconds,
-            "parse": self.parse,
-            "reward": self.reward,
-            "exempt": self.exempt,
-            "structured": self.structured,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Turn:
-        mask = wire["output_mask"]
-        return cls(
-            index=wire["index"],
-            parent=wire["parent"],
-            delta_ids=np.frombuffer(wire["delta_ids"], dtype="<i4"),
-            output_ids=np.frombuffer(wire["output_ids"], dtype="<i4"),
-            logprobs=np.frombuffer(wire["logprobs"], dtype="<f4"),
-            version_spans=tuple(VersionSpan(*span) for span in wire["version_spans"]),
-            finish_reason=wire["finish_reason"],
-            temperature=wire["temperature"],
-            delivered=wire["delivered"],
-            kv_version=wire["kv_version"],
-            cached_tokens=wire["cached_tokens"],
-            output_mask=None if mask is None else np.frombuffer(mask, dtype=np.uint8),
-            branch=wire["branch"],
-            started=wire["started"],
-            seconds=wire["seconds"],
-            parse=wire["parse"],
-            reward=wire["reward"],
-            exempt=wire["exempt"],
-            structured=wire["structured"],
-        )
-
 
 def covers(spans: Sequence[VersionSpan], length: int) -> bool:
     """Returns whether the spans cover tokens `0..length` without gaps, each with an integer version ≥ 0."""
@@ -320,35 +263,6 @@ class Trajectory:
         """Returns the number of output tokens of all turns."""
         return sum(len(turn.output_ids) for turn in self.turns)
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "session_id": self.session_id,
-            "task_id": self.task_id,
-            "env": self.env,
-            "split": self.split,
-            "outcome": self.outcome.value,
-            "turns": [turn.to_wire() for turn in self.turns],
-            "group_id": self.group_id,
-            "slot": self.slot,
-            "reward": self.reward,
-            "reward_parts": self.reward_parts,
-            "agent_reward": self.agent_reward,
-            "metrics": self.metrics,
-            "output": self.output,
-            "error": self.error,
-            "seconds": self.seconds,
-            "messages": self.messages,
-            "metadata": self.metadata,
-            "answer": self.answer,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Trajectory:
-        fields = dict(wire)
-        fields["outcome"] = Outcome(fields["outcome"])
-        fields["turns"] = [Turn.from_wire(turn) for turn in fields["turns"]]
-        return cls(**fields)
-
 
 @dataclass(slots=True)
 class Group:
@@ -380,23 +294,6 @@ class Group:
         """Returns the rewards in slot order; every trajectory of a sealed group has one."""
         return [float(trajectory.reward or 0.0) for trajectory in self.trajectories]
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "task_id": self.task_id,
-            "lease_id": self.lease_id,
-            "trajectories": [trajectory.to_wire() for trajectory in self.trajectories],
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Group:
-        return cls(
-            wire["id"],
-            wire["task_id"],
-            [Trajectory.from_wire(trajectory) for trajectory in wire["trajectories"]],
-            wire["lease_id"],
-        )
-
 
 def _oldest(versions: Iterable[int | None]) -> int | None:
     """Returns the smallest version, None if one is None or there are none."""
@@ -416,3 +313,28 @@ class Scored:
     """How the rewards were computed (such as which extractor read the answer); added to the trajectory's."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of single turns in addition to `reward`, by index."""
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass instance by name, unconverted."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def to_wire(value: Any) -> bytes:
+    """Returns turns, trajectories and groups as MessagePack, their arrays as little-endian bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_array_bytes)
+
+
+def from_wire(data: bytes, kind: type[T]) -> T:
+    """Restores what `to_wire` wrote. Raises msgspec.ValidationError if it is of another kind."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
+
+
+def _array_bytes(array: npt.NDArray[Any]) -> bytes:
+    return array.astype({"i": "<i4", "f": "<f4", "u": "u1"}[array.dtype.kind], copy=False).tobytes()
+
+
+def _array(kind: type[Any], data: bytes) -> npt.NDArray[Any]:
+    """Returns an array of a type such as `Ids`."""
+    [dtype] = get_args(get_args(kind)[1])
+    return np.frombuffer(data, dtype=dtype)

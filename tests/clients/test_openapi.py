@@ -26,11 +26,8 @@ async def document(stage: Stage, where: Path) -> Path:
     """The served OpenAPI, with short waits."""
     async with aiohttp.ClientSession() as http, http.get(f"{stage.url}/openapi.json") as response:
         served: Any = await response.json()
-    for schema in (
-        served["components"]["schemas"]["WaitReady"],
-        served["paths"]["/groups/lease"]["post"]["requestBody"]["content"]["application/json"]["schema"],
-    ):
-        schema["properties"]["wait_s"]["maximum"] = 0.05
+    for name in ("WaitReady", "Lease"):
+        served["components"]["schemas"][name]["properties"]["wait_s"]["maximum"] = 0.05
     await asyncio.to_thread(where.write_text, json.dumps(served))
     return where
 

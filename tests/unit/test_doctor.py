@@ -61,7 +61,7 @@ def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     real = metadata.version
 
     def version(name: str) -> str:
-        if name == "msgpack":
+        if name == "orjson":
             raise metadata.PackageNotFoundError(name)
         return "0.1" if name == "openai" else real(name)
 
@@ -69,7 +69,7 @@ def test_a_package_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     found = check_install(settings_of())
     assert sorted(codes(found)) == ["package_missing", "package_version"]
     assert any("openai 0.1 is installed; >=" in one.text for one in found)
-    assert any("the package msgpack is missing" in one.text for one in found)
+    assert any("the package orjson is missing" in one.text for one in found)
 
 
 @pytest.mark.parametrize(("urls", "level"), [([], Level.ERROR), (["http://gpu:30000"], Level.WARNING)])

@@ -25,7 +25,7 @@ from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
 from tidegate.loading import did_you_mean
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.trajectories import bounded_answer, encode_trajectory
-from tidegate.types import Sampling, Task
+from tidegate.types import Sampling, Task, fields_of
 
 RESULTS = "results.json"
 EPISODES = "episodes.jsonl"
@@ -182,7 +182,7 @@ async def _until_stopped(work: Any) -> str:
 
 def _described(job: EvalJob) -> dict[str, Any]:
     settings = job.settings
-    sampling: dict[str, Any] | None = job.sampling.to_wire() if job.endpoint is None else None
+    sampling: dict[str, Any] | None = fields_of(job.sampling) if job.endpoint is None else None
     return {
         "target": job.target,
         "env": settings.env.model_dump(),

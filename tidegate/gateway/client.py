@@ -9,15 +9,14 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-import msgpack
 
 from tidegate.errors import GatewayError
-from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
+from tidegate.service.http_client import HttpClient, error_in
+from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fields_of, from_wire
 
 ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
 """Name of the environment variable that holds a gateway's admin key."""
@@ -82,7 +81,7 @@ class GroupRow:
     sessions: list[str]
 
 
-class GatewayClient:
+class GatewayClient(HttpClient):
     """Calls the control plane of one gateway.
 
     Every call has a deadline, until which it is repeated with backoff. Close the client with `close` or
@@ -96,33 +95,19 @@ class GatewayClient:
     """
 
     def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
+        super().__init__(admin_key)
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
         self._call_s = call_s
-        self._http: aiohttp.ClientSession | None = None
         self._has_responded = False
         self._abort_reason: str | None = None
         self._timeouts: set[asyncio.Timeout] = set()
         """Timeouts of the calls in progress."""
-
-    async def __aenter__(self) -> GatewayClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def abort(self, reason: str) -> None:
         """Makes running and future calls raise GatewayError(reason): the gateway was lost for good."""
         self._abort_reason = reason
         for limit in self._timeouts:
             limit.reschedule(asyncio.get_running_loop().time())
-
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -159,7 +144,7 @@ class GatewayClient:
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
 
         Returns:
-            Address and key of the session. A session whose response was lost expires by itself.
+            Address and key of the session.
 
         Raises:
             GatewayError: status 410 if a newer trainer took over or the group accepts no more sessions.
@@ -170,13 +155,14 @@ class GatewayClient:
             "group_id": group_id,
             "slot": slot,
             "split": split,
-            "sampling": (sampling or Sampling()).to_wire(),
+            "sampling": fields_of(sampling or Sampling()),
             "deadline_s": deadline_s,
             "metadata": dict(metadata or {}),
             "seed": seed,
             "limits": dict(limits or {}),
             "untrained_models": list(untrained_models),
             "trainer_epoch": epoch,
+            "key": secrets.token_urlsafe(24),  # so that a repeated request opens no second session
         }
         return SessionAccess(**await self._json("POST", "/sessions", body))
 
@@ -232,7 +218,7 @@ class GatewayClient:
     async def trajectory(self, session_id: str) -> Trajectory:
         """Returns a finished session's trajectory."""
         data = await self._call("GET", f"/sessions/{_quote(session_id)}/trajectory")
-        return Trajectory.from_wire(msgpack.unpackb(data))
+        return from_wire(data, Trajectory)
 
     async def delete_session(self, session_id: str) -> None:
         """Aborts and deletes a session. Idempotent."""
@@ -254,7 +240,7 @@ class GatewayClient:
             The sessions' trajectories with the complete replies recorded so far; empty if repeated.
         """
         data = await self._call("DELETE", f"/groups/{_quote(group_id)}", {"trainer_epoch": epoch})
-        return [Trajectory.from_wire(wire) for wire in msgpack.unpackb(data)["trajectories"]]
+        return from_wire(data, dict[str, list[Trajectory]])["trajectories"]
 
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
@@ -274,7 +260,7 @@ class GatewayClient:
         # A repeated request with the same key gets the response that was lost.
         body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s, "key": secrets.token_hex(8)}
         data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
-        return [Group.from_wire(wire) for wire in msgpack.unpackb(data)["groups"]]
+        return from_wire(data, dict[str, list[Group]])["groups"]
 
     async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
         """Ends a lease, and with it the group. Idempotent."""
@@ -337,7 +323,7 @@ class GatewayClient:
             async with self._timeout(seconds):
                 while True:
                     try:
-                        content = await self._send(method, path, body)
+                        content = await self._request(method, path, body)
                         self._has_responded = True
                         return content
                     except (aiohttp.ClientError, OSError) as error:
@@ -367,30 +353,18 @@ class GatewayClient:
             finally:
                 self._timeouts.discard(limit)
 
-    async def _send(self, method: str, path: str, body: Any) -> bytes:
-        if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+    async def _request(self, method: str, path: str, body: Any) -> bytes:
         # Python's json, as orjson would turn a NaN reward, which the gateway must refuse, into null.
         try:
             data = None if body is None else json.dumps(body).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise GatewayError(f"{method} {path}: the body cannot be encoded as JSON: {error}") from error
-        headers = {"Content-Type": "application/json"}
-        async with self._http.request(method, self.url + path, data=data, headers=headers) as response:
-            content = await response.read()
-            if response.status >= 400:
-                raise GatewayError(_message(content, response.status), status=response.status)
-            return content
+        status, content = await self._send(method, self.url + path, data)
+        if status >= 400:
+            shown = f"the gateway responded with status {status}: {content[:200].decode(errors='replace')}"
+            raise GatewayError(str(error_in(content).get("message", shown)), status=status)
+        return content
 
 
 def _quote(part: str) -> str:
     return quote(part, safe="")
-
-
-def _message(content: bytes, status: int) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the gateway responded with status {status}: {content[:200].decode(errors='replace')}"

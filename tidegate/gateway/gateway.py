@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
+import msgspec
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
@@ -23,13 +23,18 @@ from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.parsing.tool_calls.registry import choose
 from tidegate.gateway.rendering.conformance import check_conformance
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.sessions.limits import SessionLimits
-from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionResult, trajectory_of
+from tidegate.gateway.sessions.session import (
+    FinishReport,
+    GatewaySession,
+    SessionRequest,
+    SessionResult,
+    trajectory_of,
+)
 from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
-from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory
+from tidegate.types import Group, Outcome, Trajectory, fields_of
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 1.0
@@ -47,6 +52,32 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.sessions = SessionStore()
         self.threads = Threads()
+        self.groups = GroupStore(
+            self.journal,
+            self.sessions.of_group,
+            options.id_prefix,
+            on_new_epoch=lambda: self.finisher.cancel_older(),
+        )
+        self.scorer = Scorer(options.rewarders, options.reward_timeout_s)
+        self.finisher = SessionFinisher(
+            self.journal,
+            self.sessions,
+            self.groups,
+            self.scorer,
+            self.metrics,
+            grace_s=options.grace_s,
+            retention_s=options.retention_s,
+        )
+        self.pool = EnginePool(options.pool, self._fail)
+        prompts = PromptBuilder(
+            self.renderer,
+            self.pool,
+            self.metrics,
+            self.tool_format,
+            model_context(options.model),
+            options.structured_output,
+        )
+        self.turns = TurnPipeline(prompts, self.pool, self.metrics, self.journal)
         self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -60,35 +91,8 @@ class Gateway:
         report = await asyncio.to_thread(check_conformance, self.renderer)
         log.info("chat template: %s", report.summary())
         log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
-        recovered = self.journal.start()
-        self.groups = GroupStore(
-            self.journal,
-            self.sessions.of_group,
-            recovered,
-            self.options.id_prefix,
-            on_new_epoch=lambda: self.finisher.cancel_older(),
-        )
-        self.scorer = Scorer(self.options.rewarders, self.options.reward_timeout_s)
-        self.finisher = SessionFinisher(
-            self.journal,
-            self.sessions,
-            self.groups,
-            self.scorer,
-            self.metrics,
-            grace_s=self.options.grace_s,
-            retention_s=self.options.retention_s,
-        )
-        self.pool = EnginePool(self.options.pool, self._fail)
-        prompts = PromptBuilder(
-            self.renderer,
-            self.pool,
-            self.metrics,
-            self.tool_format,
-            model_context(self.options.model),
-            self.options.structured_output,
-        )
-        self.turns = TurnPipeline(prompts, self.pool, self.metrics, self.journal)
-        await self.pool.start()
+        recovered = self.journal.load()
+        self.groups.restore(recovered)
         self.pool.trainer_managed = recovered.trainer_managed
         for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
             await self.pool.add(record)
@@ -118,28 +122,15 @@ class Gateway:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    async def open_session(
-        self,
-        *,
-        task: Task | None = None,
-        env: str | None = None,
-        split: Split = "train",
-        sampling: Sampling | None = None,
-        deadline_s: float | None = None,
-        group_id: str | None = None,
-        slot: int | None = None,
-        seed: int | None = None,
-        metadata: dict[str, Any] | None = None,
-        limits: SessionLimits | None = None,
-        untrained_models: Sequence[str] = (),
-        epoch: int | None = None,
-    ) -> tuple[GatewaySession, str]:
+    async def open_session(self, request: SessionRequest) -> tuple[GatewaySession, str]:
         """Opens a session and returns it with its key, of which only a hash is stored. Raises GatewayError.
 
-        A session with a trainer's `epoch` ends as `cancelled` when a newer trainer takes over.
+        A session with a trainer's epoch ends as `cancelled` when a newer trainer takes over.
         """
-        sampling = sampling or Sampling()
-        if split == "train" and (sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0):
+        sampling, group_id, task = request.sampling, request.group_id, request.task
+        if request.split == "train" and (
+            sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0
+        ):
             raise GatewayError(
                 "split train needs temperature > 0, top_p 1 and top_k off: otherwise the logprobs belong to "
                 "a distribution that the trainer cannot compute",
@@ -147,33 +138,37 @@ class Gateway:
             )
         if group_id is not None and (self.groups.get(group_id) or self.groups.end_reason(group_id)):
             raise GatewayError(f"group {group_id} accepts no more sessions", status=410)
-        _check_storable(env, group_id, slot, metadata, task and (task.id, task.env))
-        await self.groups.begin_epoch(epoch)
-        now = asyncio.get_running_loop().time()
-        key = new_key(self.options.id_prefix)
-        session = GatewaySession(
-            id=new_id(self.options.id_prefix),
-            key_hash=hash_key(key),
-            task=task,
-            env=env or (task.env if task is not None else ""),
-            split=split,
-            sampling=sampling,
-            opened=now,
-            deadline=now + (deadline_s if deadline_s is not None else self.options.session_deadline_s),
-            group_id=group_id,
-            slot=slot,
-            seed=seed,
-            metadata=metadata or {},
-            limits=(limits or SessionLimits()).with_defaults(self.options.limits),
-            untrained_models=(*self.options.untrained_models, *untrained_models),
-            number=self.sessions.next_number(),
-            epoch=epoch,
-        )
-        await self.journal.opened(session)
-        self.sessions.add(session)
-        if self.finisher.orphaned(session):  # a newer trainer took over meanwhile
-            self.finisher.cancel(session)
+        _check_storable(request.env, group_id, request.slot, request.metadata, task and (task.id, task.env))
+        await self.groups.begin_epoch(request.trainer_epoch)
+        key = new_key(self.options.id_prefix, request.key)
+        session = self.sessions.with_key(key)
+        if session is None:
+            session = self._new_session(request, key)
+            self.sessions.add(session)
+        try:
+            await self.journal.opened(session)
+        except GatewayError:
+            self.sessions.forget(session)
+            raise
         return session, key
+
+    def _new_session(self, request: SessionRequest, key: str) -> GatewaySession:
+        options, now = self.options, asyncio.get_running_loop().time()
+        deadline_s = options.session_deadline_s if request.deadline_s is None else request.deadline_s
+        arguments = fields_of(request) | {
+            "env": request.env or (request.task.env if request.task is not None else ""),
+            "limits": request.limits.with_defaults(options.limits),
+            "untrained_models": (*options.untrained_models, *request.untrained_models),
+            "key": None,
+        }
+        return GatewaySession(
+            id=new_id(options.id_prefix),
+            key_hash=hash_key(key),
+            opened=now,
+            deadline=now + deadline_s,
+            number=self.sessions.next_number(),
+            **arguments,
+        )
 
     def session(self, session_id: str) -> GatewaySession:
         session = self.sessions.get(session_id)
@@ -198,16 +193,7 @@ class Gateway:
         await self.journal.rewarded(session, name, value, turn)
 
     async def finish(
-        self,
-        session_id: str,
-        *,
-        output: str | None = None,
-        outcome: Outcome | None = None,
-        reward: float | None = None,
-        metrics: dict[str, float] | None = None,
-        error: str | None = None,
-        epoch: int | None = None,
-        wait_s: float | None = None,
+        self, session_id: str, report: FinishReport, epoch: int | None = None, wait_s: float | None = None
     ) -> Trajectory | None:
         """Refuses further calls of a session, computes its reward and stores its trajectory. Idempotent.
 
@@ -217,9 +203,7 @@ class Gateway:
         await self.groups.begin_epoch(epoch)
         session = self.session(session_id)
         await self.turns.close_streams(session)
-        now = asyncio.get_running_loop().time()
-        report = FinishReport(outcome, error, output, reward, metrics or {})
-        return await self.finisher.finish(session, report, now, wait_s)
+        return await self.finisher.finish(session, report, asyncio.get_running_loop().time(), wait_s)
 
     async def delete_session(self, session_id: str) -> None:
         """Deletes a session and its turns. Idempotent. Raises GatewayError."""
@@ -348,6 +332,6 @@ class Gateway:
 def _check_storable(*values: Any) -> None:
     """Raises GatewayError for values that msgpack cannot encode, as they would block their group's lease."""
     try:
-        msgpack.packb(values)
+        msgspec.msgpack.encode(values)
     except (ValueError, OverflowError, RecursionError) as error:
         raise GatewayError(f"the values cannot be stored: {error}", status=400) from None

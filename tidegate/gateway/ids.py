@@ -18,8 +18,8 @@ def hash_key(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
-def new_key(prefix: str = "") -> str:
-    return f"tg-{prefix}{secrets.token_urlsafe(24)}"
+def new_key(prefix: str = "", secret: str | None = None) -> str:
+    return f"tg-{prefix}{secret or secrets.token_urlsafe(24)}"
 
 
 def new_id(prefix: str = "") -> str:

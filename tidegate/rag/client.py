@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, overload
+from typing import Any, TypeVar, overload
 from urllib.parse import quote
 
 import aiohttp
@@ -26,6 +26,7 @@ from yarl import URL
 
 from tidegate.errors import ConfigError, RetrievalError, RetrievalRefused, RetrievalUnavailable
 from tidegate.rag.corpus.corpus import Document
+from tidegate.service.http_client import HttpClient, error_in
 
 RAG_KEY = "TIDEGATE_RAG_KEY"
 """Environment variable with the key of a retrieval server."""
@@ -37,7 +38,6 @@ ID_TOO_LONG = "id_too_long"
 SEARCH_S = 30.0
 _MAX_ID_BYTES = 16_384
 """Maximum bytes of an id in a URL; servers accept URLs of 64 kB."""
-_CONNECT_S = 5.0
 _FIRST_COOLDOWN_S, _MAX_COOLDOWN_S = 0.1, 5.0
 _MIN_ATTEMPT_S = 1.0
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class SearchResult(Document):
     score: float
 
 
-class SearchClient:
+class SearchClient(HttpClient):
     """Client of one or several retrieval servers with the same index; calls the least busy one.
 
     It belongs to the event loop in which it is first used. `aclose` (or `async with`) closes its connections.
@@ -67,22 +67,13 @@ class SearchClient:
     def __init__(
         self, urls: str | Sequence[str], api_key: str | None = None, timeout_s: float = SEARCH_S
     ) -> None:
+        super().__init__(api_key)
         self._servers = _Servers([urls] if isinstance(urls, str) else urls)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._timeout_s = timeout_s
-        self._http: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        await self.close()
 
     @overload
     async def search(
@@ -187,19 +178,11 @@ class SearchClient:
         raise RetrievalUnavailable(why)
 
     async def _request(self, url: str, method: str, path: str, body: bytes | None) -> Any:
-        if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
-        headers = {"Content-Type": "application/json"}
         # The path is already quoted; requoting would turn an id like ".." into a path segment.
-        async with self._http.request(
-            method, URL(url + path, encoded=True), data=body, headers=headers
-        ) as response:
-            content = await response.read()
-            if response.status >= 400:
-                raise _error(response.status, content)
-            return orjson.loads(content)
+        status, content = await self._send(method, URL(url + path, encoded=True), body)
+        if status >= 400:
+            raise _error(status, content)
+        return orjson.loads(content)
 
 
 @dataclass(slots=True)
@@ -304,11 +287,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _error(status: int, content: bytes) -> RetrievalError:
-    try:
-        error = orjson.loads(content)["error"]
-        message, code = str(error["message"]), str(error["code"])
-    except (ValueError, KeyError, TypeError):
-        message, code = f"{status}: {content[:200].decode(errors='replace')}", "unknown"
+    error = error_in(content)
+    message = str(error.get("message", f"{status}: {content[:200].decode(errors='replace')}"))
+    code = str(error.get("code", "unknown"))
     if status in (408, 429) or status >= 500:
         return RetrievalUnavailable(message, status=status, code=code)
     return RetrievalRefused(message, status=status, code=code)

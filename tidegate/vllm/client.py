@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import orjson
 
 from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
+from tidegate.service.http_client import error_in
 
 CONTROL_S = 600.0
 """Timeout of control calls, which may load large weights."""
@@ -117,12 +117,7 @@ def _piece(data: bytes) -> dict[str, Any]:
 
 
 def _failed(status: int, data: bytes) -> EngineError | RequestError:
-    try:
-        payload = json.loads(data)
-        holder = payload.get("error", payload)
-        message = str(holder.get("message", holder))
-    except (ValueError, AttributeError):
-        message = data.decode(errors="replace")
+    message = str(error_in(data).get("message") or data.decode(errors="replace"))
     if status in (400, 422):
         return RequestError(f"vLLM refused the request: {message[:1000]}")
     return EngineError(f"vLLM returned HTTP {status}: {message[:300]}", retryable=status >= 500)

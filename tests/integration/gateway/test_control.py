@@ -43,6 +43,27 @@ async def test_a_session_opens_itself_only(stage: Stage) -> None:
     assert mine.api_key not in repr(vars(stage.gateway.sessions))
 
 
+async def test_an_open_whose_response_is_lost_leaves_one_session(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, lost = stage.client._send, []
+
+    async def losing(method: str, url: str, data: bytes | None = None) -> tuple[int, bytes]:
+        answer = await send(method, url, data)
+        if not lost:
+            lost.append(answer)
+            raise aiohttp.ServerDisconnectedError
+        return answer
+
+    monkeypatch.setattr(stage.client, "_send", losing)
+    access = await stage.client.open_session(task=TASK)
+    assert json.loads(lost[0][1])["session_id"] == access.session_id
+    assert [session.id for session in stage.gateway.sessions.all()] == [access.session_id]
+    await ask(access)
+    await stage.client.open_session(task=TASK)
+    assert len(stage.gateway.sessions) == 2
+
+
 async def test_an_agent_reads_neither_answers_nor_the_control_plane(stage: Stage) -> None:
     access = await stage.client.open_session(task=TASK, group_id="g", slot=0)
     stage.engine.faults.append(Fault("no_logprobs"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.integration.gateway.test_journal import ASK, TASK, client_of, killed,
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
 from tidegate.trainer.publish.engines import EngineMembership
-from tidegate.types import Outcome
+from tidegate.types import Outcome, to_wire
 
 __all__ = ["model"]
 
@@ -154,7 +155,7 @@ async def test_groups_that_no_trainer_consumed_wait_for_the_next_one(
     running = await stage.client.open_session(task=TASK, group_id="g1-5", slot=0, epoch=1)
     [trained, held] = await stage.client.lease(1, 2)
     await stage.client.ack(1, trained.lease_id, "trained")
-    before = held.to_wire() | {"lease_id": ""}
+    before = to_wire(replace(held, lease_id=""))
     async with staged(model, journal=killed(tmp_path)) as later:
         assert await outcomes(later, [running]) == [None], "only a newer trainer ends it"
         await later.client.begin_epoch(2)
@@ -167,7 +168,7 @@ async def test_groups_that_no_trainer_consumed_wait_for_the_next_one(
             assert raised.value.status == 410
         groups = await later.client.lease(2, 9)
         assert [group.id for group in groups] == ["g1-2", "g1-3"]
-        assert groups[0].to_wire() | {"lease_id": ""} == before
+        assert to_wire(replace(groups[0], lease_id="")) == before
         with pytest.raises(GatewayError, match="newer trainer"):
             await later.client.ack(2, held.lease_id, "trained")
 

@@ -25,7 +25,7 @@ from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Sampling, Task, Trajectory, Turn
+from tidegate.types import Sampling, Task, Trajectory, Turn, to_wire
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -63,8 +63,8 @@ def client_of(stage: Stage, access: SessionAccess, **options: Any) -> AsyncOpenA
     return AsyncOpenAI(base_url=f"{stage.url}/s/{access.session_id}/v1", api_key=access.api_key, **options)
 
 
-def essence(trajectory: Trajectory) -> dict[str, Any]:
-    return trajectory.to_wire()
+def essence(trajectory: Trajectory) -> bytes:
+    return to_wire(trajectory)
 
 
 async def test_a_session_continues_with_the_same_key(stage: Stage, model: Path, tmp_path: Path) -> None:
@@ -80,9 +80,8 @@ async def test_a_session_continues_with_the_same_key(stage: Stage, model: Path, 
         assert (after.task, after.sampling, after.seed, after.slot) == (TASK, before.sampling, 7, 1)
         assert abs(after.deadline - before.deadline) < 1
         assert (after.rewards, after.turn_rewards) == ({"part": 0.5}, {2: {"part": 0.25}})
-        assert [node.turn.to_wire() | {"delivered": True} for node in after.tree.nodes] == [
-            node.turn.to_wire() for node in before.tree.nodes
-        ]
+        delivered = [replace(node.turn, delivered=True) for node in after.tree.nodes]
+        assert to_wire(delivered) == to_wire([node.turn for node in before.tree.nodes])
         await talk(later, access, 1, [*history, {"role": "user", "content": "and now?"}])
         summary = await later.client.finish(access.session_id)
         trajectory = await later.client.trajectory(access.session_id)
@@ -218,7 +217,7 @@ async def test_orphans_expire_after_a_restart_and_sealed_groups_do_not(
 async def test_the_file_stays_bounded(tmp_path: Path) -> None:
     """A thousand sessions that come and go take no more room than the few that are there at a time."""
     journal = DiskJournal(tmp_path / "journal")
-    journal.start()
+    journal.load()
     turn = read_only_turn()
     now = asyncio.get_running_loop().time()
     for number in range(1, 1001):

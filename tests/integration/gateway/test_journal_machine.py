@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.journal_model import FINISHED, OPEN, GroupPart, SessionPart, State
 from tests.journal_world import Wish, World
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway.sessions.session import FinishReport, SessionRequest
 from tidegate.types import Task
 
 TASK = Task("t1", "none", [])
@@ -130,7 +131,8 @@ class Machine(RuleBasedStateMachine):
             after.sessions[result[0].id] = SessionPart(group, epoch)
             return [after]
 
-        self.do(lambda: gateway.open_session(task=TASK, group_id=group, epoch=epoch), then, crash)
+        request = SessionRequest(task=TASK, group_id=group, trainer_epoch=epoch)
+        self.do(lambda: gateway.open_session(request), then, crash)
 
     def ask(self, name: str, wishes: list[Wish], *, answered: bool, crash: float | None) -> None:
         """Requests whose turns are new; those without an answer are remembered."""
@@ -260,7 +262,7 @@ class Machine(RuleBasedStateMachine):
             finished.sessions[name].state = FINISHED
             return [closing, finished]
 
-        if self.do(lambda: self.world.gateway.finish(name, reward=float(value)), then, crash):
+        if self.do(lambda: self.world.gateway.finish(name, FinishReport(reward=float(value))), then, crash):
             self.world.answered_finish(name)
 
     def goes(self, crash: float | None) -> None:

@@ -81,7 +81,6 @@ class Late:
 
 async def test_a_late_loop_quarantines_no_healthy_engine(engine: str) -> None:
     pool = EnginePool(PoolOptions(connect_s=0.1, probe_timeout_s=0.2, probe_every_s=0.1))
-    await pool.start()
     try:
         found = await pool.add(EngineRecord(engine), wait_s=5)
         await eventually(lambda: found.serves)
@@ -100,7 +99,6 @@ async def test_a_late_loop_quarantines_no_healthy_engine(engine: str) -> None:
 async def test_an_order_may_be_closed_after_its_sampling_has_ended(engine: str) -> None:
     """A session that finishes closes its streams, and one of them may have ended a moment before."""
     pool = EnginePool(PoolOptions())
-    await pool.start()
     try:
         order = GenerateRequest(np.arange(3, dtype=np.int32), {}, 5)
         with pytest.raises(EngineError, match="deadline"):

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgpack
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -293,7 +293,7 @@ async def test_a_lease_that_is_asked_for_again_is_the_same_and_one_that_was_left
         for _ in range(2):
             async with http.post(site.url + "/groups/lease", json=body) as response:
                 assert response.status == 200
-                leased = msgpack.unpackb(await response.read())["groups"]
+                leased = msgspec.msgpack.decode(await response.read())["groups"]
                 replies.append({group["id"]: group["lease_id"] for group in leased})
     assert replies[0] == replies[1]
     assert sorted(replies[0]) == sorted(names)

@@ -22,7 +22,7 @@ def group(name: str) -> Group:
 
 
 def new_store(members: Callable[[str], list[GatewaySession]] = lambda _: []) -> GroupStore:
-    return GroupStore(Journal(), members, Recovered())
+    return GroupStore(Journal(), members)
 
 
 async def test_groups_come_in_the_order_of_sealing() -> None:
@@ -268,7 +268,8 @@ class Failing(Journal):
     ],
 )
 async def test_what_could_not_be_written_did_not_happen(what: str, left: dict[str, str]) -> None:
-    store = GroupStore(Failing(what), lambda _: [], Recovered(epoch=1))
+    store = GroupStore(Failing(what), lambda _: [])
+    store.restore(Recovered(epoch=1))
 
     async def through() -> None:
         await store.seal(group("g"))

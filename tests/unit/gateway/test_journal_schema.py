@@ -11,7 +11,7 @@ from tidegate.gateway.journal import schema
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan
+from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan, from_wire, to_wire
 
 TURN = Turn(
     index=5,
@@ -46,8 +46,8 @@ def test_every_field_of_a_turn_comes_back() -> None:
     assert schema.session_and_index(row[0]) == (7, 5)
     first, last = schema.turn_range(7)
     assert first <= row[0] <= last < schema.turn_id(8, 0)
-    back = schema.read_turn(row)
-    assert back.turn.to_wire() == TURN.to_wire()
+    back = from_wire(row[1], TurnNode)
+    assert to_wire(back.turn) == to_wire(TURN)
     assert (back.request, back.tools_hash, back.history_hash, back.reply_hash) == (
         node.request,
         b"root",
@@ -63,11 +63,12 @@ def test_what_a_session_was_opened_with_comes_back() -> None:
     odd = {"big": 10**30, "nan": float("inf"), "half": "\ud83d", "nested": [None, {"a": 0.1}]}
     task = Task("t", "e", [{"role": "user", "content": "\ud83d"}], answer=odd, info=odd)
     session = GatewaySession(
-        "id", hash_key("k"), task, "e", "train", Sampling(0.5), 1.0, 2.0, "g", 3, 4, odd,
-        SessionLimits(turns=3),
-        ("titles",), 9,
+        "id", hash_key("k"), 1.0, 2.0, 9, task=task, env="e", split="train", sampling=Sampling(0.5),
+        deadline_s=1.0, group_id="g", slot=3, seed=4, metadata=odd, limits=SessionLimits(turns=3),
+        untrained_models=("titles",), trainer_epoch=2,
     )  # fmt: skip
-    back = schema.read_session(9, "id", session.key_hash, schema.session_row(session), 1.0, 2.0)
+    about = schema.session_row(session)
+    back = schema.read_session(about, id="id", key_hash=session.key_hash, opened=1.0, deadline=2.0, number=9)
     for one in fields(GatewaySession):
         if one.init and one.name not in ("tree", "calls"):
             assert getattr(back, one.name) == getattr(session, one.name), one.name

@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from tidegate.gateway.errors import ApiError, refused_by_engine
-from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Schema, token_budget
-from tidegate.gateway.seeds import turn_seed
+from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Schema, token_budget, turn_seed
 from tidegate.types import Sampling
 
 

@@ -12,6 +12,7 @@ import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
+from tidegate.service.http_client import HttpClient, error_in
 
 _REFUSALS = frozenset({400, 422})
 _RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
@@ -56,24 +57,25 @@ class ProbeTimeout(Exception):
     """An engine accepted the connection but did not answer within the probe timeout."""
 
 
-class EngineClient:
-    """HTTP client of all engines; create and close it on the same event loop."""
+class EngineClient(HttpClient):
+    """HTTP client of all engines."""
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
-        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
-        connector = DelayTolerantConnector(connect_s, keepalive_s=3.0)
-        timeout = aiohttp.ClientTimeout(total=None)
-        headers = {"Content-Type": "application/json"}
-        self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers)
-        self._connect_s = connect_s
+        super().__init__(connect_s=connect_s)
         self._probe_timeout_s = probe_timeout_s
         self._aborts: set[asyncio.Task[None]] = set()
+
+    def _connect(self) -> aiohttp.ClientSession:
+        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
+        connector = DelayTolerantConnector(self._connect_s, keepalive_s=3.0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        return aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
 
     async def close(self) -> None:
         """Waits up to 2 s for pending aborts, then closes the connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
-        await self._http.close()
+        await super().close()
 
     async def generate(
         self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
@@ -81,7 +83,7 @@ class EngineClient:
         """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason. Raises
         RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
         invalid, aiohttp.ClientError or OSError if the connection fails."""
-        async with self._http.post(url + "/generate", data=body) as response:
+        async with self.http.post(url + "/generate", data=body) as response:
             if response.status != 200:
                 raise _refused(url, response.status, await response.read())
             if not stream:
@@ -111,13 +113,13 @@ class EngineClient:
 
     async def _probe(self, address: str) -> Any:
         try:
-            async with delay_tolerant_timeout(self._probe_timeout_s), self._http.get(address) as response:
-                data = await response.read()
+            async with delay_tolerant_timeout(self._probe_timeout_s):
+                status, data = await self._send("GET", address)
         except TimeoutError:
             raise ProbeTimeout from None
         except (aiohttp.ClientError, OSError, UnicodeError):  # UnicodeError: invalid host name
             return None
-        if response.status != 200:
+        if status != 200:
             return None
         try:
             return orjson.loads(data)
@@ -135,7 +137,7 @@ class EngineClient:
         body = orjson.dumps({"rid": rid})
         for url in urls:
             with contextlib.suppress(aiohttp.ClientError, OSError):  # an unreachable engine runs no requests
-                async with self._http.post(url + "/abort_request", data=body, timeout=timeout):
+                async with self.http.post(url + "/abort_request", data=body, timeout=timeout):
                     pass
 
 
@@ -158,16 +160,6 @@ def _event(url: str, data: bytes) -> Any:
 def _refused(url: str, status: int, data: bytes) -> EngineError:
     text = data[:300].decode(errors="replace")
     if status in _REFUSALS:
-        return RequestRefusedError(url, _reason(data) or text)
+        message = error_in(data).get("message")
+        return RequestRefusedError(url, message[:1000] if isinstance(message, str) else text)
     return EngineError(f"{url} returned HTTP {status}: {text}", retryable=status in _RETRYABLE)
-
-
-def _reason(data: bytes) -> str | None:
-    """The message in an error body; SGLang sends it at the top level or under `error`."""
-    try:
-        payload = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    holder = payload.get("error", payload) if isinstance(payload, dict) else None
-    message = holder.get("message") if isinstance(holder, dict) else None
-    return message[:1000] if isinstance(message, str) else None

@@ -45,6 +45,7 @@ class EnginePool:
     ) -> None:
         self._options = options or PoolOptions()
         self._on_failure = on_failure
+        self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
         self._dispatch = Dispatcher(self._options.waiting_calls)
         self.trainer_managed = False
         """A trainer manages the engines: one added by another client waits until the trainer admits it."""
@@ -52,9 +53,6 @@ class EnginePool:
         self.errors = 0
         self.continued = 0
         """Engine calls that continued a reply from its tokens so far."""
-
-    async def start(self) -> None:
-        self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
 
     async def close(self) -> None:
         tasks = [probe.task for probe in self._probes.values()]

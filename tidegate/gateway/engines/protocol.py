@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.seeds import continued_seed
+from tidegate.gateway.sampling import continued_seed
 from tidegate.types import Ids, VersionSpan, spans_within
 
 NON_RESUMABLE_PARAMS = frozenset(

@@ -100,10 +100,11 @@ class SessionFinisher:
             self.cancel(session)
 
     def orphaned(self, session: GatewaySession) -> bool:
-        return session.epoch is not None and session.epoch < self._groups.epoch and session.ending is None
+        epoch = session.trainer_epoch
+        return epoch is not None and epoch < self._groups.epoch and session.ending is None
 
     def cancel(self, session: GatewaySession) -> None:
-        why = f"the trainer of epoch {session.epoch}, which ran it, was replaced by a newer one"
+        why = f"the trainer of epoch {session.trainer_epoch}, which ran it, was replaced by a newer one"
         session.close(why)
         # A reply in doubt stays undelivered.
         session.ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())

@@ -39,7 +39,6 @@ class GroupStore:
         self,
         journal: Journal,
         members: Callable[[str], list[GatewaySession]],
-        recovered: Recovered,
         id_prefix: str = "",
         on_new_epoch: Callable[[], None] = lambda: None,
     ) -> None:
@@ -48,16 +47,22 @@ class GroupStore:
         self._on_new_epoch = on_new_epoch
         self._journal = journal
         self._members = members
-        self._entries = {entry.group.id: entry for entry in recovered.entries}
-        self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
-        self._ended_leases = _Recent(recovered.ended_leases)
-        self._ended_groups = _Recent(recovered.ended_groups)
-        self._last_order = recovered.last_order
+        self._entries: dict[str, StoredGroup] = {}
+        self._leases: dict[str, StoredGroup] = {}
+        self._ended_leases, self._ended_groups = _Recent(), _Recent()
+        self._last_order = 0
         self._changing = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self.epoch = recovered.epoch
+        self.epoch = 0
         self.sealed = 0
         self.acked: dict[str, int] = {}
+
+    def restore(self, recovered: Recovered) -> None:
+        self._entries = {entry.group.id: entry for entry in recovered.entries}
+        self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
+        self._ended_leases.update(recovered.ended_leases)
+        self._ended_groups.update(recovered.ended_groups)
+        self._last_order, self.epoch = recovered.last_order, recovered.epoch
 
     def get(self, group_id: str) -> StoredGroup | None:
         return self._entries.get(group_id)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgpack
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,12 +22,13 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import openapi, schemas
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
 from tidegate.gateway.http.prometheus import collect
-from tidegate.gateway.http.response import respond
+from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.request import RawBody
+from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import exposition
 from tidegate.service.api_key import ApiKey
-from tidegate.types import Trajectory
+from tidegate.types import Trajectory, to_wire
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -65,25 +63,24 @@ class AuthMiddleware:
     """Checks the admin key, then reads the body with limits, before the control plane handles a request."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
-        self._admin = _admin(gateway)
+        self._admin = ApiKey(
+            gateway.options.admin_key,
+            lambda: GatewayError("this route needs the gateway's admin key", status=401),
+        )
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], dict(scope["headers"])
-        if path.startswith(("/v1/", "/s/")):
-            await _answer(f"{scope['method']} {path}: there is no such route", 404)(scope, receive, send)
-            return
         try:
+            if path.startswith(("/v1/", "/s/")):
+                raise GatewayError(f"{scope['method']} {path}: there is no such route", status=404)
             if path not in _OPEN:
                 self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
             body = await read_body(receive)
         except ClientGone:
             return
-        except GatewayError as error:
-            await _answer(str(error), error.status or 400)(scope, receive, send)
-            return
-        except ApiError as refusal:
-            await _answer(str(refusal), refusal.status)(scope, receive, send)
+        except (GatewayError, ApiError) as refusal:
+            await error_response(str(refusal), refusal.status)(scope, receive, send)
             return
         await self._control(scope, _replay(body, receive), send)
 
@@ -102,12 +99,6 @@ def _replay(body: RawBody, receive: Receive) -> Receive:
     return replay
 
 
-def _answer(message: str, status: int) -> Response:
-    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
-    headers = {} if status >= 500 or status == 408 else {"x-should-retry": "false"}
-    return Response(body, status, headers, "application/json")
-
-
 def _control_plane(gateway: Gateway) -> FastAPI:
 
     @contextlib.asynccontextmanager
@@ -118,12 +109,7 @@ def _control_plane(gateway: Gateway) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = ControlPlane(
-        title="Tidegate gateway",
-        version=__version__,
-        lifespan=lifespan,
-    )
-    app.router.routes.append(Route("/groups/lease", LeaseEndpoint(gateway), methods=["POST"]))
+    app = ControlPlane(title="Tidegate gateway", version=__version__, lifespan=lifespan)
     _add_errors(app)
     _add_sessions(app, gateway)
     _add_groups(app, gateway)
@@ -136,38 +122,30 @@ class ControlPlane(FastAPI):
     """FastAPI whose OpenAPI document includes the data plane."""
 
     def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            self.openapi_schema = openapi.describe(self)
+        self.openapi_schema = self.openapi_schema or openapi.describe(self)
         return self.openapi_schema
-
-
-def _admin(gateway: Gateway) -> ApiKey:
-    return ApiKey(
-        gateway.options.admin_key,
-        lambda: GatewayError("this route needs the gateway's admin key", status=401),
-    )
 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(GatewayError)
     async def refused(_: Request, error: GatewayError) -> Response:
-        return _answer(str(error), error.status or 400)
+        return error_response(str(error), error.status or 400)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _answer(schemas.explain(list(error.errors())), 400)
+        return error_response(schemas.explain(error.errors()), 400)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        refusal = _answer(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        refusal = error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
         refusal.headers.update(error.headers or {})
         return refusal
 
 
 def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/sessions")
-    async def open_session(request: Request, body: schemas.OpenSession) -> dict[str, str]:
-        session, key = await gateway.open_session(**body.arguments())
+    async def open_session(request: Request, body: SessionRequest) -> dict[str, str]:
+        session, key = await gateway.open_session(body)
         root = gateway.options.public_url or str(request.base_url).rstrip("/")
         base_url = f"{root}/s/{session.id}/v1"
         return {"session_id": session.id, "base_url": base_url, "api_key": key}
@@ -188,7 +166,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/sessions/{session_id}/finish", responses=openapi.FINISHING)
     async def finish(session_id: str, body: schemas.Finish) -> Response:
-        trajectory = await gateway.finish(session_id, **body.arguments())
+        trajectory = await gateway.finish(session_id, body.report(), body.trainer_epoch, body.wait_s)
         if trajectory is None:
             row = {"session_id": session_id, "state": gateway.session(session_id).state}
             return Response(orjson.dumps(row), 202, media_type="application/json")
@@ -199,13 +177,23 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
         result = gateway.session(session_id).trajectory
         if result is None:
             raise GatewayError(f"session {session_id} is not finished", status=400)
-        return openapi.Msgpack(msgpack.packb(result.to_wire()))
+        return openapi.Msgpack(to_wire(result))
 
 
 def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/groups")
     async def list_groups() -> dict[str, Any]:
         return {"groups": schemas.group_rows(gateway.sessions, gateway.groups)}
+
+    @app.post("/groups/lease", response_class=openapi.Msgpack)
+    async def lease(request: Request, body: schemas.Lease) -> Response:
+        """A long poll."""
+        groups = await unless_disconnected(
+            request.receive,
+            gateway.groups.lease(body.trainer_epoch, body.max, body.wait_s, body.key),
+            lambda leased: gateway.groups.release([group.lease_id for group in leased]),
+        )
+        return Response(status_code=499) if groups is None else openapi.Msgpack(to_wire({"groups": groups}))
 
     @app.post("/groups/ack")
     async def ack(body: schemas.Ack) -> dict[str, str]:
@@ -229,9 +217,7 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
     async def drop(group_id: str, body: schemas.Drop | None = None) -> Response:
         recorded = await gateway.drop(group_id, None if body is None else body.trainer_epoch)
-        return openapi.Msgpack(
-            msgpack.packb({"trajectories": [trajectory.to_wire() for trajectory in recorded]})
-        )
+        return openapi.Msgpack(to_wire({"trajectories": recorded}))
 
 
 def _add_engines(app: FastAPI, gateway: Gateway) -> None:
@@ -271,39 +257,6 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
         return openapi.Exposition(exposition(collect(gateway)))
-
-
-class LeaseEndpoint:
-    """`POST /groups/lease`, a long poll. Raw ASGI, to release the groups if the client disconnects."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = schemas.Lease.model_validate_json(await read_body(receive))
-        except ValidationError as error:
-            raise GatewayError(schemas.explain(list(error.errors())), status=400) from None
-        groups = self._gateway.groups
-        lease = asyncio.create_task(
-            groups.lease(request.trainer_epoch, request.max, request.wait_s, request.key)
-        )
-        gone = asyncio.ensure_future(receive())
-        sent = False
-        try:
-            await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not gone.done():
-                body = msgpack.packb({"groups": [group.to_wire() for group in await lease]})
-                sent = True
-                await respond(send, 200, body, content_type=b"application/msgpack")
-        finally:
-            gone.cancel()
-            if not sent:
-                # The client disconnected: release the groups leased meanwhile.
-                lease.cancel()
-                result = (await asyncio.gather(lease, return_exceptions=True))[0]
-                if isinstance(result, list):
-                    await groups.release([group.lease_id for group in result])
 
 
 def summary_row(trajectory: Trajectory) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
-from tidegate.gateway.http import schemas
 from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
@@ -38,102 +37,57 @@ def describe(app: FastAPI) -> Schema:
     }
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _set_errors(operation["responses"])
+            operation["responses"].pop("422", None)  # the gateway answers 400 instead
+            operation["responses"].update(_refusals(_CONTROL))
             operation["security"] = [{ADMIN: []}]
             if path in ("/health", "/ready"):
                 operation["security"] = []
                 operation["responses"]["503"] = operation["responses"]["200"]
-    document["paths"]["/groups/lease"] = {"post": _lease()}
-    for path, (method, operation) in _data_plane().items():
-        document["paths"][f"/v1{path}"] = {method: {**operation, "security": [{SESSION: []}]}}
+    for path, reply, error, body in _data_plane():
+        method = "get" if body is None else "post"
+        document["paths"][f"/v1{path}"] = {method: _operation(path, reply, error, body)}
     return document
 
 
-def _set_errors(responses: Schema) -> None:
-    """Replaces FastAPI's description of error responses by the gateway's."""
-    responses.pop("422", None)
-    responses.update(_refusals(_CONTROL))
+def _operation(path: str, reply: Schema, error: Schema, body: Schema | None) -> Schema:
+    """Describes a call of the data plane."""
+    responses = {"200": _response(reply), **_refusals(error)}
+    operation: Schema = {"responses": responses, "security": [{SESSION: []}]}
+    if "{name}" in path:
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        if "stream" in body["properties"]:
+            responses["200"]["content"]["text/event-stream"] = {}
+    return operation
 
 
-def _lease() -> Schema:
-    return {
-        "summary": "Lease ready groups",
-        "security": [{ADMIN: []}],
-        "requestBody": _json_body(schemas.Lease.model_json_schema()),
-        "responses": {
-            "200": {"description": "The groups", "content": {Msgpack.media_type: {}}},
-            **_refusals(_CONTROL),
-        },
-    }
-
-
-def _data_plane() -> dict[str, tuple[str, Schema]]:
-    anthropic = {"max_tokens": _integer(1), "system": _TEXT, "stop_sequences": _STOPS}
-    tools = {"tools": {"type": "array", "items": _tool({"function": _function("parameters")}, "function")}}
-    chat = {"messages": _messages("system", "user", "assistant", "tool"), **_SAMPLED, **_CHOICES, **tools}
-    messages = {"messages": _messages("user"), "tools": {"type": "array", "items": _function("input_schema")}}
+def _data_plane() -> list[tuple[str, Schema, Schema, Schema | None]]:
+    """Returns the path, response, error and request body of each call."""
+    function = _object({"type": {"const": "function"}, "function": _function("parameters")})
+    chat = {"messages": _messages("system", "user", "assistant", "tool"), "tools": _array(function)}
+    prompt = {"messages": _messages("user"), "tools": _array(_function("input_schema")), "system": _TEXT}
+    messages = {**prompt, "max_tokens": _integer(1), "stop_sequences": _STOPS, "stream": _BOOL}
+    tool = _function("parameters", type={"const": "function"})
     responses = {
         "input": {"anyOf": [{**_TEXT, "minLength": 1}, _messages("system", "user", "assistant")]},
         "instructions": _TEXT,
         "max_output_tokens": _integer(1),
-        "tools": {"type": "array", "items": _tool(_function("parameters"), "function")},
+        "tools": _array(tool),
         "temperature": _SAMPLED["temperature"],
-        "stream": _SAMPLED["stream"],
+        "stream": _BOOL,
     }
+    completions = {"prompt": _PROMPT, **_SAMPLED}
     counted = _object({"input_tokens": _integer(0)})
-    return {
-        "/chat/completions": _turn("Chat Completions", _object(chat, "messages"), _reply("choices"), _OPENAI),
-        "/completions": _turn(
-            "Completions",
-            _object({"prompt": _PROMPT, **_SAMPLED, **_CHOICES}, "prompt"),
-            _reply("choices"),
-            _OPENAI,
-        ),
-        "/responses": _turn("Responses", _object(responses, "input"), _reply("output"), _OPENAI),
-        "/messages": _turn(
-            "Messages",
-            _object({**messages, **anthropic, "stream": _BOOL}, "messages", "max_tokens"),
-            _reply("content"),
-            _ANTHROPIC,
-        ),
-        "/messages/count_tokens": (
-            "post",
-            {
-                "summary": "Messages: count the tokens of a prompt",
-                "requestBody": _json_body(_object({**messages, "system": _TEXT}, "messages")),
-                "responses": {"200": _response(counted), **_refusals(_ANTHROPIC)},
-            },
-        ),
-        "/models": (
-            "get",
-            {
-                "summary": "The only served model",
-                "responses": {"200": _response(_object({"data": {"type": "array"}})), **_refusals(_OPENAI)},
-            },
-        ),
-        "/models/{name}": (
-            "get",
-            {
-                "summary": "The model of that name",
-                "parameters": [{"name": "name", "in": "path", "required": True, "schema": _TEXT}],
-                "responses": {"200": _response(_object({"id": _TEXT})), **_refusals(_OPENAI)},
-            },
-        ),
-    }
-
-
-def _turn(summary: str, body: Schema, reply: Schema, error: Schema) -> tuple[str, Schema]:
-    """Describes an operation that returns a turn, as JSON or as server-sent events."""
-    content = {"application/json": {"schema": reply}, "text/event-stream": {}}
-    return "post", {
-        "summary": summary,
-        "requestBody": _json_body(body),
-        "responses": {"200": {"description": "The reply", "content": content}, **_refusals(error)},
-    }
-
-
-def _json_body(schema: Schema) -> Schema:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
+    return [
+        ("/chat/completions", _reply("choices"), _OPENAI, _object({**chat, **_SAMPLED}, "messages")),
+        ("/completions", _reply("choices"), _OPENAI, _object(completions, "prompt")),
+        ("/responses", _reply("output"), _OPENAI, _object(responses, "input")),
+        ("/messages", _reply("content"), _ANTHROPIC, _object(messages, "messages", "max_tokens")),
+        ("/messages/count_tokens", counted, _ANTHROPIC, _object(prompt, "messages")),
+        ("/models", _object({"data": {"type": "array"}}), _OPENAI, None),
+        ("/models/{name}", _object({"id": _TEXT}), _OPENAI, None),
+    ]
 
 
 def _response(schema: Schema) -> Schema:
@@ -153,23 +107,18 @@ def _integer(least: int, most: int = 2**31 - 1) -> Schema:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
+def _array(items: Schema, least: int = 0) -> Schema:
+    return {"type": "array", "minItems": least, "items": items}
+
+
 def _messages(*roles: str) -> Schema:
-    message = _object({"role": {"enum": list(roles)}, "content": _TEXT})
-    return {"type": "array", "minItems": 1, "items": message}
+    return _array(_object({"role": {"enum": list(roles)}, "content": _TEXT}), 1)
 
 
-def _function(parameters: str) -> Schema:
+def _function(parameters: str, **more: Schema) -> Schema:
     name = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-    return _object({"name": name, "description": _TEXT, parameters: {"type": "object"}}, "name", parameters)
-
-
-def _tool(schema: Schema, kind: str) -> Schema:
-    inner = schema if "properties" in schema else _object(schema)
-    return {
-        **inner,
-        "properties": {**inner["properties"], "type": {"const": kind}},
-        "required": [*inner["required"], "type"],
-    }
+    properties = {"name": name, "description": _TEXT, parameters: {"type": "object"}, **more}
+    return _object(properties, "name", parameters, *more)
 
 
 def _reply(parts: str) -> Schema:
@@ -178,17 +127,17 @@ def _reply(parts: str) -> Schema:
 
 _TEXT: Schema = {"type": "string"}
 _BOOL: Schema = {"type": "boolean"}
-_STOPS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}}
-_IDS: Schema = {"type": "array", "minItems": 1, "items": _integer(0, 255)}
-_PROMPT: Schema = {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}
+_STOPS: Schema = _array({"type": "string", "minLength": 1})
+_PROMPT: Schema = {"anyOf": [{"type": "string", "minLength": 1}, _array(_integer(0, 255), 1)]}
 _SAMPLED: Schema = {
     "model": _TEXT,
     "stream": _BOOL,
     "temperature": {"type": "number", "minimum": 0, "maximum": 2},
     "seed": _integer(0),
     "stop": _STOPS,
+    "n": _integer(1, 8),
+    "max_tokens": _integer(1),
 }
-_CHOICES: Schema = {"n": _integer(1, 8), "max_tokens": _integer(1)}
 _NULLABLE: Schema = {"type": ["string", "null"]}
 _CONTROL: Schema = _object({"error": _object({"message": _TEXT, "type": _TEXT, "code": {"type": "integer"}})})
 _OPENAI: Schema = _object(

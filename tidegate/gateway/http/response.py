@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
+import orjson
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
@@ -15,6 +17,7 @@ from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 
+T = TypeVar("T")
 KEEP_ALIVE_S = 10.0
 JSON = b"application/json"
 _EVENTS = b"text/event-stream; charset=utf-8"
@@ -200,6 +203,33 @@ def _start(status: int, content_type: bytes, headers: Iterable[tuple[bytes, byte
         "status": status,
         "headers": [(b"content-type", content_type), *headers],
     }
+
+
+def error_response(message: str, status: int) -> Response:
+    """Returns an error of the control plane."""
+    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "code": status}})
+    headers = {} if status >= 500 or status == 408 else {"x-should-retry": "false"}
+    return Response(body, status, headers, "application/json")
+
+
+async def unless_disconnected(
+    receive: Receive, leasing: Coroutine[Any, Any, list[T]], release: Callable[[list[T]], Awaitable[None]]
+) -> list[T] | None:
+    """Returns the leased groups; None if the client disconnects first, and the groups are released."""
+    lease = asyncio.create_task(leasing)
+    gone = asyncio.ensure_future(receive())
+    connected = False
+    try:
+        await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
+        connected = not gone.done()
+        return lease.result() if connected else None
+    finally:
+        gone.cancel()
+        if not connected:
+            lease.cancel()
+            [groups] = await asyncio.gather(lease, return_exceptions=True)
+            if isinstance(groups, list):
+                await release(groups)
 
 
 async def respond(

@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
+from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
-from tidegate.gateway.sessions.limits import SessionLimits
-from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Outcome, Sampling, Split, Task
+from tidegate.types import Outcome, fields_of
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-class TaskBody(Body):
-    id: str
-    env: str
-    messages: list[dict[str, Any]]
-    answer: Any = None
-    info: dict[str, Any] = {}
-
-
-class SamplingBody(Body):
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    max_tokens: Annotated[int, Field(ge=1)] = 256
-
-
-class LimitsBody(Body):
-    turns: Annotated[int, Field(ge=1)] | None = None
-    tokens: Annotated[int, Field(ge=1)] | None = None
-    seconds: Seconds | None = None
-    calls: Annotated[int, Field(ge=1)] | None = None
-
-
-class OpenSession(Body):
-    task: TaskBody | None = None
-    env: str | None = None
-    group_id: str | None = None
-    slot: int | None = None
-    split: Split = "train"
-    sampling: SamplingBody = SamplingBody()
-    deadline_s: Seconds | None = None
-    metadata: dict[str, Any] = {}
-    seed: int | None = None
-    limits: LimitsBody = LimitsBody()
-    untrained_models: list[str] = []
-    """Model names whose calls are recorded and not trained on."""
-    trainer_epoch: Epoch | None = None
-    """Epoch of the calling trainer; a newer trainer cancels the session."""
-
-    def arguments(self) -> dict[str, Any]:
-        fields = dict(self)
-        epoch = fields.pop("trainer_epoch")
-        return {
-            **fields,
-            "epoch": epoch,
-            "task": None if self.task is None else Task(**dict(self.task)),
-            "sampling": Sampling(**dict(self.sampling)),
-            "limits": SessionLimits(**dict(self.limits)),
-        }
 
 
 class PostReward(Body):
@@ -90,21 +40,15 @@ class Finish(Body):
     wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
     """Seconds after which the response is 202, if the reward is not ready yet; None: no limit."""
 
-    def arguments(self) -> dict[str, Any]:
-        fields = dict(self)
-        epoch = fields.pop("trainer_epoch")
+    def report(self) -> FinishReport:
         metrics = {
             storable(name): float(value)
             for name, value in self.metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        return {
-            **fields,
-            "epoch": epoch,
-            "metrics": metrics,
-            "output": None if self.output is None else storable(self.output),
-            "error": None if self.error is None else storable(self.error),
-        }
+        error = None if self.error is None else storable(self.error)
+        output = None if self.output is None else storable(self.output)
+        return FinishReport(self.outcome, error, output, self.reward, metrics)
 
 
 class Seal(Body):
@@ -190,7 +134,7 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
         "slot": session.slot,
         "turns": len(session.tree.nodes),
         "calls": len(session.calls.running),
-        "limits": session.limits.to_wire(),
+        "limits": fields_of(session.limits),
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
     }
@@ -213,7 +157,18 @@ def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str
     return {"id": group_id, "state": state, "oldest_version": oldest, "sessions": sessions}
 
 
-def explain(errors: list[Any]) -> str:
+B = TypeVar("B", bound=Body)
+
+
+def read(kind: type[B], body: bytes | bytearray) -> B:
+    """Parses a request body. Raises GatewayError."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise GatewayError(explain(error.errors()), status=400) from None
+
+
+def explain(errors: Sequence[Any]) -> str:
     """Formats Pydantic's errors as one line."""
     return "; ".join(
         f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}" for error in errors

@@ -57,8 +57,8 @@ class Journal:
         """Why writing fails at the moment; None if it does not."""
         return None
 
-    def start(self) -> Recovered:
-        """Read the contents and start the writer, on a running event loop. Raises StartError."""
+    def load(self) -> Recovered:
+        """Read the contents, before any write and on a running event loop. Raises StartError."""
         return Recovered()
 
     async def close(self) -> None:

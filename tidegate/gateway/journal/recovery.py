@@ -15,7 +15,7 @@ from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.base import Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
-from tidegate.types import CLIENT_CLOSED, Group
+from tidegate.types import CLIENT_CLOSED, Group, from_wire
 
 INTERRUPTED = "the gateway was restarted while this session ran"
 
@@ -65,19 +65,26 @@ def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
     """The turns of each session in order; a missing turn was never sent and becomes a `lost_turn`."""
     sent = {row_id for (row_id,) in connection.execute("SELECT id FROM sent")}
     turns: dict[int, list[TurnNode]] = defaultdict(list)
-    for row in connection.execute("SELECT * FROM turns ORDER BY id"):
-        node = schema.read_turn(row)
-        number, index = schema.session_and_index(row[0])
+    for row_id, data in connection.execute("SELECT id, node FROM turns ORDER BY id"):
+        node = from_wire(data, TurnNode)
+        number, index = schema.session_and_index(row_id)
         nodes = turns[number]
         nodes += [schema.lost_turn(missing) for missing in range(len(nodes), index)]
-        node.turn.delivered = row[0] in sent
+        node.turn.delivered = row_id in sent
         nodes.append(node)
     return turns
 
 
 def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> GatewaySession:
     number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
-    session = schema.read_session(number, session_id, key_hash, about, opened + offset, deadline + offset)
+    session = schema.read_session(
+        about,
+        id=session_id,
+        key_hash=key_hash,
+        opened=opened + offset,
+        deadline=deadline + offset,
+        number=number,
+    )
     if ending is None:
         _mark_in_doubt(nodes)
         session.restart_reason = INTERRUPTED

@@ -1,36 +1,30 @@
 """The journal's tables, and the conversion between rows and objects.
 
-Arrays are stored as little-endian bytes: ids int32, logprobs float32. JSON input stays JSON. Times are
-wall-clock seconds, because a loop's clock is meaningless in the next process.
+Turns are stored as MessagePack (`to_wire`), other input stays JSON. Times are wall-clock seconds, because a
+loop's clock is meaningless in the next process.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
-import msgpack
 import numpy as np
-import orjson
 
 from tidegate.gateway.sessions.limits import SessionLimits
-from tidegate.gateway.sessions.session import GatewaySession, SessionResult
+from tidegate.gateway.sessions.session import GatewaySession, SessionRequest, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, VersionSpan
+from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, fields_of, to_wire
 
-VERSION = 4
+VERSION = 5
 """Version of this schema; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,
     opened REAL NOT NULL, deadline REAL NOT NULL, ending TEXT, delivered BLOB, result TEXT, forget_at REAL
 );
-CREATE TABLE turns (
-    id INTEGER PRIMARY KEY, parent INTEGER, request TEXT, digest BLOB, idempotency_key TEXT, ordinal INTEGER,
-    root BLOB, asked BLOB, key BLOB, said BLOB, reply BLOB, delta BLOB, output BLOB, logprobs BLOB,
-    spans BLOB, finish_reason TEXT, temperature REAL, kv_version INTEGER, cached_tokens INTEGER, mask BLOB,
-    branch TEXT, started REAL, seconds REAL, parse TEXT, exempt TEXT, structured TEXT
-);
+CREATE TABLE turns (id INTEGER PRIMARY KEY, node BLOB NOT NULL);
 CREATE TABLE sent (id INTEGER PRIMARY KEY);
 CREATE TABLE rewards (
     session INTEGER, turn INTEGER, name TEXT, value REAL, PRIMARY KEY (session, turn, name)
@@ -45,10 +39,11 @@ CREATE TABLE engines (
 );
 CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
-INSERT_TURN = f"INSERT OR REPLACE INTO turns VALUES ({', '.join('?' * 26)})"
+INSERT_TURN = "INSERT OR REPLACE INTO turns VALUES (?, ?)"
 TURN_BITS = 24
 WHOLE_SESSION = -1
 """Value of the column `turn` of `rewards` for a reward of the whole session."""
+_REQUEST = [field.name for field in fields(SessionRequest)]
 
 
 def turn_id(number: int, index: int) -> int:
@@ -65,49 +60,8 @@ def session_and_index(row_id: int) -> tuple[int, int]:
     return row_id >> TURN_BITS, row_id & (1 << TURN_BITS) - 1
 
 
-def turn_row(number: int, node: TurnNode) -> tuple[Any, ...]:
-    turn, request = node.turn, node.request
-    return (
-        turn_id(number, turn.index), turn.parent,
-        request.id, request.digest, request.idempotency_key, request.ordinal,
-        node.tools_hash, node.history_hash, node.reply_hash,
-        orjson.dumps(node.new_messages), orjson.dumps(node.reply),
-        _bytes(turn.delta_ids, "<i4"), _bytes(turn.output_ids, "<i4"), _bytes(turn.logprobs, "<f4"),
-        msgpack.packb(turn.version_spans), turn.finish_reason, turn.temperature, turn.kv_version,
-        turn.cached_tokens, None if turn.output_mask is None else turn.output_mask.tobytes(),
-        turn.branch, turn.started, turn.seconds, turn.parse, turn.exempt, turn.structured,
-    )  # fmt: skip
-
-
-def read_turn(row: tuple[Any, ...]) -> TurnNode:
-    """The turn of a row, marked undelivered; the tree sets its `length`."""
-    (
-        row_id, parent, request, digest, idempotency_key, ordinal, root, asked, key, said, reply, delta,
-        output, logprobs, spans, finish_reason, temperature, kv_version, cached_tokens, mask, branch,
-        started, seconds, parse, exempt, structured,
-    ) = row  # fmt: skip
-    turn = Turn(
-        index=session_and_index(row_id)[1],
-        parent=parent,
-        delta_ids=np.frombuffer(delta, dtype="<i4"),
-        output_ids=np.frombuffer(output, dtype="<i4"),
-        logprobs=np.frombuffer(logprobs, dtype="<f4"),
-        version_spans=tuple(VersionSpan(*span) for span in msgpack.unpackb(spans)),
-        finish_reason=finish_reason,
-        temperature=temperature,
-        delivered=False,
-        kv_version=kv_version,
-        cached_tokens=cached_tokens,
-        output_mask=None if mask is None else np.frombuffer(mask, dtype=np.uint8),
-        branch=branch,
-        started=started,
-        seconds=seconds,
-        parse=parse,
-        exempt=exempt,
-        structured=structured,
-    )
-    info = TurnRequestInfo(request, digest, idempotency_key, ordinal)
-    return TurnNode(turn, info, root, asked, key, orjson.loads(said), orjson.loads(reply), 0)
+def turn_row(number: int, node: TurnNode) -> tuple[int, bytes]:
+    return turn_id(number, node.turn.index), to_wire(node)
 
 
 def lost_turn(index: int) -> TurnNode:
@@ -118,60 +72,29 @@ def lost_turn(index: int) -> TurnNode:
     return TurnNode(turn, TurnRequestInfo(), b"", b"", b"", [], reply, 0)
 
 
-def _bytes(array: Any, kind: str) -> bytes:
-    return np.ascontiguousarray(array, dtype=kind).tobytes()
-
-
 def session_row(session: GatewaySession) -> str:
     """The arguments a session was opened with, by Python's json: it writes all JSON that bodies contain."""
-    return json.dumps(
-        {
-            "task": None if session.task is None else session.task.to_wire(),
-            "env": session.env,
-            "split": session.split,
-            "sampling": session.sampling.to_wire(),
-            "group_id": session.group_id,
-            "slot": session.slot,
-            "seed": session.seed,
-            "metadata": session.metadata,
-            "limits": session.limits.to_wire(),
-            "untrained_models": session.untrained_models,
-            "epoch": session.epoch,
-        }
-    )
+    return json.dumps({name: getattr(session, name) for name in _REQUEST}, default=fields_of)
 
 
-def read_session(
-    number: int, session_id: str, key_hash: bytes, row: str, opened: float, end: float
-) -> GatewaySession:
-    fields = json.loads(row)
-    task = fields["task"]
-    fields["task"] = None if task is None else Task.from_wire(task)
-    fields["untrained_models"] = tuple(fields["untrained_models"])
-    fields["sampling"], fields["limits"] = Sampling(**fields["sampling"]), SessionLimits(**fields["limits"])
-    return GatewaySession(
-        id=session_id, key_hash=key_hash, opened=opened, deadline=end, number=number, **fields
-    )
+def read_session(about: str, **fields: Any) -> GatewaySession:
+    request = json.loads(about)
+    request["task"] = request["task"] and Task(**request["task"])
+    request["sampling"] = Sampling(**request["sampling"])
+    request["limits"] = SessionLimits(**request["limits"])
+    request["untrained_models"] = tuple(request["untrained_models"])
+    return GatewaySession(**request, **fields)
 
 
 def ending_row(ending: SessionResult, at: float) -> str:
-    return json.dumps(
-        {
-            "outcome": ending.outcome.value,
-            "error": ending.error,
-            "at": at,
-            "output": ending.output,
-            "claimed": ending.agent_reward,
-            "metrics": ending.metrics,
-        }
-    )
+    return json.dumps(fields_of(ending) | {"at": at})
 
 
 def read_ending(row: str, loop_offset: float) -> SessionResult:
-    fields = json.loads(row)
-    fields["outcome"] = Outcome(fields["outcome"])
-    fields["at"] += loop_offset
-    return SessionResult(agent_reward=fields.pop("claimed"), **fields)
+    ending = json.loads(row)
+    ending["outcome"] = Outcome(ending["outcome"])
+    ending["at"] += loop_offset
+    return SessionResult(**ending)
 
 
 _RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds")

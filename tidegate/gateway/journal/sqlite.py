@@ -57,6 +57,7 @@ class DiskJournal(Journal):
             self._connection = _opened(self._path)
         except (OSError, sqlite3.Error) as error:
             raise StartError(_unusable(self._path, error)) from error
+        self._writer = Writer(self._connection, self._path)
         self._sent: list[int] = []
         self._flushing: asyncio.TimerHandle | None = None
 
@@ -64,13 +65,11 @@ class DiskJournal(Journal):
     def problem(self) -> str | None:
         return self._writer.problem
 
-    def start(self) -> Recovered:
+    def load(self) -> Recovered:
         try:
-            recovered = load(self._connection)
+            return load(self._connection)
         except sqlite3.Error as error:
             raise StartError(_unusable(self._path, error)) from error
-        self._writer = Writer(self._connection, self._path)
-        return recovered
 
     async def close(self) -> None:
         self._flush()
@@ -83,7 +82,9 @@ class DiskJournal(Journal):
             session.number, session.id, session.key_hash, schema.session_row(session),
             _wall(session.opened), _wall(session.deadline), None, None, None, None,
         )  # fmt: skip
-        await self._writer.write("opened", (f"INSERT INTO sessions VALUES ({', '.join('?' * 10)})", [row]))
+        await self._writer.write(
+            "opened", (f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * 10)})", [row])
+        )
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         rows = [schema.turn_row(session.number, node) for node in nodes]

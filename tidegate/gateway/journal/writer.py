@@ -43,12 +43,11 @@ class Write:
 
 
 class Writer:
-    """Owns a connection; create it on a running event loop."""
+    """Owns a connection."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
         self._path = path
-        self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Sequence[Write] | None] = queue.SimpleQueue()
         self._pending: list[Write] = []
         self._deleted = False
@@ -60,9 +59,10 @@ class Writer:
 
     def write(self, name: str, *statements: Statement) -> asyncio.Future[None]:
         """Queue a write; the future resolves at the commit, or fails with GatewayError (503)."""
-        done = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
         if not self._pending:
-            self._loop.call_soon(self._submit)
+            loop.call_soon(self._submit)
         self._pending.append(Write(name, statements, done))
         return done
 
@@ -171,7 +171,7 @@ class Writer:
 
     def _resolve(self, batch: list[Write]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._resolve_on_loop, batch)
+            batch[0].done.get_loop().call_soon_threadsafe(self._resolve_on_loop, batch)
 
     def _resolve_on_loop(self, batch: list[Write]) -> None:
         for write in batch:

@@ -11,25 +11,29 @@ refusal may be retried and does not change the outcome.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from tidegate.types import fields_of
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """A session's budgets; None means unlimited."""
 
-    turns: int | None = None
-    tokens: int | None = None
+    turns: Count | None = None
+    tokens: Count | None = None
     """Sampled tokens. Concurrent calls may exceed it together: each may use all tokens left at its start."""
-    seconds: float | None = None
+    seconds: Seconds | None = None
     """Seconds from opening in which calls may start; the deadline also ends running calls."""
-    calls: int | None = None
+    calls: Count | None = None
     """Concurrent calls."""
 
     def with_defaults(self, default: SessionLimits) -> SessionLimits:
-        own = {name: value for name, value in self.to_wire().items() if value is not None}
-        return SessionLimits(**default.to_wire() | own)
-
-    def to_wire(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {name: value for name, value in fields_of(self).items() if value is not None}
+        return SessionLimits(**fields_of(default) | own)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
-from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.pending_turns import PendingTurns
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
@@ -40,18 +42,18 @@ class FinishReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(eq=False, slots=True)
-class GatewaySession:
-    """One run of one agent on one task. Times are on the event loop's clock."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class SessionRequest:
+    """Arguments of the call that opens a session; the body of `POST /sessions`."""
 
-    id: str
-    key_hash: bytes
-    task: Task | None
-    env: str
-    split: Split
-    sampling: Sampling
-    opened: float
-    deadline: float
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    task: Task | None = None
+    env: Annotated[str, BeforeValidator(lambda env: env or "")] = ""
+    """Name of the environment; empty: the task's."""
+    split: Split = "train"
+    sampling: Sampling = field(default_factory=Sampling)
+    deadline_s: Seconds | None = None
+    """None: the gateway's default."""
     group_id: str | None = None
     slot: int | None = None
     seed: int | None = None
@@ -59,10 +61,22 @@ class GatewaySession:
     limits: SessionLimits = field(default_factory=SessionLimits)
     untrained_models: tuple[str, ...] = ()
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
+    trainer_epoch: Annotated[int, Field(ge=0)] | None = None
+    """Epoch of the trainer that opens it; the session ends when a newer trainer takes over."""
+    key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
+    """Secret part of the session's API key. A repeated request with the same key opens no other session."""
+
+
+@dataclass(eq=False, slots=True)
+class GatewaySession(SessionRequest):
+    """One run of one agent on one task. Times are on the event loop's clock."""
+
+    id: str
+    key_hash: bytes
+    opened: float
+    deadline: float
     number: int = 0
     """Number of the session in the journal."""
-    epoch: int | None = None
-    """Epoch of the trainer that opened it and with which it ends; None if no trainer did."""
     tree: TurnTree = field(default_factory=TurnTree)
     calls: PendingTurns = field(default_factory=PendingTurns)
     affinity: Affinity = field(init=False)

@@ -39,6 +39,9 @@ class SessionStore:
     def get(self, session_id: str) -> GatewaySession | None:
         return self._by_id.get(session_id)
 
+    def with_key(self, key: str) -> GatewaySession | None:
+        return self._by_key.get(hash_key(key))
+
     def of_group(self, group_id: str) -> list[GatewaySession]:
         return list(self._by_group.get(group_id, {}).values())
 
@@ -51,7 +54,7 @@ class SessionStore:
         if not key:
             raise wrong_key()
         hashed = hash_key(key)
-        session = self._by_id.get(session_id) if session_id is not None else self._by_key.get(hashed)
+        session = self._by_id.get(session_id) if session_id is not None else self.with_key(key)
         if session is None or not hmac.compare_digest(session.key_hash, hashed):
             raise wrong_key()
         return session

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgpack
+import msgspec
 import orjson
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.http import schemas
+from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.ids import new_id
 from tidegate.gateway.metrics import PREFIX
-from tidegate.gateway.sharding.fleet import Answer, Fleet, Refused, raise_for_status
-from tidegate.gateway.sharding.leases import LeaseAggregator
+from tidegate.gateway.sharding.fleet import Answer, Fleet, LeaseAggregator, Refused, raise_for_status
 from tidegate.gateway.sharding.proxy import ReverseProxy
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
 from tidegate.gateway.turns.request_body import ClientGone, read_body
@@ -38,9 +38,9 @@ from tidegate.prometheus import CONTENT_TYPE, counter, exposition, gauge, merged
 from tidegate.service.api_key import ApiKey
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
-
-_WITHOUT_KEY = frozenset({"/health", "/ready"})
 Handler = Callable[[Request], Awaitable[Response]]
+ShardChoice = Callable[[Request, bytes], int]
+"""Returns the index of the shard that a call with this body goes to."""
 
 
 class ShardRouter:
@@ -58,34 +58,30 @@ class ShardRouter:
         self._key = ApiKey(admin_key, lambda: GatewayError("the gateway's admin key is required", status=401))
         self._leases = LeaseAggregator(self.fleet)
         self._on_failure = on_failure
-        self._next = count()
+        turn = count()
+        self._next_shard = lru_cache(4096)(lambda key: next(turn) % len(shards))
 
     def create_app(self) -> ASGIApp:
-        proxy, key = ReverseProxy(self.fleet), self._key
+        proxy, keyed, forwarded = ReverseProxy(self.fleet), self._keyed, self._forwarded
         routes = [
-            Route(path, _endpoint(handler, None if path in _WITHOUT_KEY else key), methods=[method])
-            for method, path, handler in (
-                ("POST", "/sessions", self._open),
-                ("GET", "/sessions/{id}", self._session),
-                ("DELETE", "/sessions/{id}", self._session),
-                ("POST", "/sessions/{id}/reward", self._session),
-                ("POST", "/sessions/{id}/finish", self._session),
-                ("GET", "/sessions/{id}/trajectory", self._session),
-                ("GET", "/groups", self._groups),
-                ("POST", "/groups/lease", self._lease),
-                ("POST", "/groups/ack", self._ack),
-                ("POST", "/groups/{id:path}/seal", self._group),
-                ("DELETE", "/groups/{id:path}", self._group),
-                ("GET", "/engines", self._list_engines),
-                ("POST", "/engines", self._engines),
-                ("PATCH", "/engines", self._engines),
-                ("DELETE", "/engines", self._engines),
+            Route(path, handler, methods=methods.split())
+            for methods, path, handler in (
+                ("POST", "/sessions", forwarded(self._shard_to_open)),
+                ("GET DELETE", "/sessions/{id}", forwarded(self._shard_of_session)),
+                ("GET POST", "/sessions/{id}/{call}", forwarded(self._shard_of_session)),
+                ("GET", "/groups", keyed(self._groups)),
+                ("POST", "/groups/lease", keyed(self._lease)),
+                ("POST", "/groups/ack", forwarded(self._shard_of_lease)),
+                ("POST", "/groups/{id:path}/seal", forwarded(self._shard_of_group)),
+                ("DELETE", "/groups/{id:path}", forwarded(self._shard_of_group)),
+                ("GET", "/engines", keyed(self._list_engines)),
+                ("POST PATCH DELETE", "/engines", keyed(self._engines)),
                 ("GET", "/health", self._health),
                 ("GET", "/ready", self._ready),
-                ("GET", "/metrics", self._metrics),
+                ("GET", "/metrics", keyed(self._metrics)),
             )
         ]
-        control = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={404: _no_route})
+        control = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=_ERRORS)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             data_plane = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/s/"))
@@ -111,71 +107,70 @@ class ShardRouter:
             log.error("%s", why)
             self._on_failure(why)
 
-    # -- sessions --------------------------------------------------------------------------------
+    def _keyed(self, handler: Handler) -> Handler:
+        """Checks the key before a handler reads the body."""
 
-    async def _open(self, request: Request) -> Response:
-        """Open a session on the shard of its group, or on the next shard; it returns its own address."""
-        body = await _body(request)
+        async def endpoint(request: Request) -> Response:
+            await self._key(request)
+            return await handler(request)
+
+        return endpoint
+
+    # -- calls that go to one shard --------------------------------------------------------------
+
+    def _forwarded(self, choice: ShardChoice) -> Handler:
+        """Returns the handler that forwards a call unchanged to the chosen shard.
+
+        The header `Host` has the shard's port, because a new session gets the address that it was opened at.
+        """
+
+        async def forward(request: Request) -> Response:
+            body = await _body(request)
+            index = choice(request, body)
+            host = request.url.hostname or "127.0.0.1"
+            host = f"[{host}]" if ":" in host else host
+            address = f"{host}:{urlsplit(self.fleet.shards[index].url).port}"
+            headers = {**_authorization(request), "Host": address}
+            path = request.scope["raw_path"].decode("latin-1")
+            return _forward(await self.fleet.call(index, request.method, path, body or None, headers))
+
+        return self._keyed(forward)
+
+    def _shard_to_open(self, _: Request, body: bytes) -> int:
+        """The shard of the session's group; without one the next shard, for a repeated call the same."""
         group_id = _field(body, "group_id")
-        shards = self.fleet.shards
-        index = (
-            shard_of_group(group_id, len(shards)) if group_id is not None else next(self._next) % len(shards)
-        )
-        host = request.url.hostname or "127.0.0.1"
-        host = f"[{host}]" if ":" in host else host
-        address = f"{host}:{urlsplit(shards[index].url).port}"
-        headers = {**_authorization(request), "Host": address}
-        return _forward(await self.fleet.call(index, "POST", "/sessions", body, headers))
+        if group_id is not None:
+            return shard_of_group(group_id, len(self.fleet.shards))
+        return self._next_shard(_field(body, "key") or new_id())
 
-    async def _session(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
-        index = shard_of_id(session_id, len(self.fleet.shards))
+    def _shard_of_session(self, request: Request, _: bytes) -> int:
+        return self._shard_of("session", request.path_params["id"])
+
+    def _shard_of_lease(self, _: Request, body: bytes) -> int:
+        return self._shard_of("lease", _field(body, "lease_id") or "")
+
+    def _shard_of(self, kind: str, name: str) -> int:
+        index = shard_of_id(name, len(self.fleet.shards))
         if index is None:
-            raise GatewayError(f"there is no session {session_id}", status=404)
-        return await self._forward_to(index, request)
+            raise GatewayError(f"there is no {kind} {name}", status=404)
+        return index
 
-    # -- groups ----------------------------------------------------------------------------------
+    def _shard_of_group(self, request: Request, _: bytes) -> int:
+        return shard_of_group(request.path_params["id"], len(self.fleet.shards))
 
-    async def _group(self, request: Request) -> Response:
-        return await self._forward_to(
-            shard_of_group(request.path_params["id"], len(self.fleet.shards)), request
-        )
+    # -- calls that go to all shards -------------------------------------------------------------
 
     async def _groups(self, request: Request) -> Response:
         answers = await self.fleet.call_all("GET", "/groups", None, _authorization(request))
         return _json({"groups": [row for answer in answers for row in answer.json()["groups"]]})
 
-    async def _ack(self, request: Request) -> Response:
-        body = await _body(request)
-        lease_id = _field(body, "lease_id") or ""
-        index = shard_of_id(lease_id, len(self.fleet.shards))
-        if index is None:
-            raise GatewayError(f"there is no lease {lease_id}", status=404)
-        return _forward(await self.fleet.call(index, "POST", "/groups/ack", body, _authorization(request)))
-
     async def _lease(self, request: Request) -> Response:
-        try:
-            body = schemas.Lease.model_validate_json(await _body(request))
-        except ValidationError as error:
-            raise GatewayError(schemas.explain(list(error.errors())), status=400) from None
-        lease = asyncio.create_task(self._leases.lease(body, _authorization(request)))
-        gone = asyncio.ensure_future(request.receive())
-        connected = False
-        try:
-            await asyncio.wait((lease, gone), return_when=asyncio.FIRST_COMPLETED)
-            connected = not gone.done()
-            if connected:
-                return Response(msgpack.packb({"groups": lease.result()}), media_type="application/msgpack")
+        body = schemas.read(schemas.Lease, await _body(request))
+        leasing = self._leases.lease(body, _authorization(request))
+        groups = await unless_disconnected(request.receive, leasing, self._leases.release)
+        if groups is None:
             return Response(status_code=499)
-        finally:
-            gone.cancel()
-            if not connected:
-                lease.cancel()
-                groups = (await asyncio.gather(lease, return_exceptions=True))[0]
-                if isinstance(groups, list):  # leased for a client that has disconnected
-                    await self._leases.release(groups)
-
-    # -- engines ---------------------------------------------------------------------------------
+        return Response(msgspec.msgpack.encode({"groups": groups}), media_type="application/msgpack")
 
     async def _engines(self, request: Request) -> Response:
         body = await _body(request)
@@ -247,32 +242,6 @@ class ShardRouter:
         texts = {str(index): answer.body.decode() for index, answer in enumerate(answers)}
         return Response(exposition([*own, *merged(texts, "shard")]), media_type=CONTENT_TYPE)
 
-    async def _forward_to(self, index: int, request: Request) -> Response:
-        """Forward a control call unchanged to one shard."""
-        path = request.scope["raw_path"].decode("latin-1")
-        body = await _body(request)
-        return _forward(
-            await self.fleet.call(index, request.method, path, body or None, _authorization(request))
-        )
-
-
-def _endpoint(handler: Handler, key: ApiKey | None) -> Handler:
-    """Wrap a handler: check the key before the body is read, and turn errors into responses."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            if key is not None:
-                await key(request)
-            return await handler(request)
-        except Refused as error:
-            return _forward(error.answer)
-        except GatewayError as error:
-            return _error(str(error), error.status or 400)
-        except ClientGone:
-            return Response(status_code=499)
-
-    return endpoint
-
 
 async def _body(request: Request) -> bytes:
     try:
@@ -305,9 +274,9 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _error(message: str, status: int) -> Response:
-    return _json({"error": {"message": message, "type": "gateway_error", "code": status}}, status)
-
-
-async def _no_route(request: Request, _: Exception) -> Response:
-    return _error(f"no route {request.method} {request.url.path}", 404)
+_ERRORS: dict[Any, Callable[[Request, Any], Response]] = {
+    Refused: lambda _, error: _forward(error.answer),
+    GatewayError: lambda _, error: error_response(str(error), error.status or 400),
+    ClientGone: lambda *_: Response(status_code=499),
+    404: lambda request, _: error_response(f"no route {request.method} {request.url.path}", 404),
+}

@@ -7,10 +7,10 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
-import orjson
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from tidegate.gateway.http.response import error_response
 from tidegate.gateway.sharding.fleet import Fleet
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
 
@@ -76,7 +76,7 @@ class ReverseProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         upload = _Upload(scope, receive)
-        proxying = asyncio.create_task(self._proxy(self._shard(scope), scope, upload, send))
+        proxying = asyncio.create_task(self._proxy(self._shard(scope), scope, receive, send, upload))
         gone = asyncio.create_task(upload.client_gone())
         try:
             await asyncio.wait((proxying, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +103,7 @@ class ReverseProxy:
                 return shards[index]
         return shards[0]
 
-    async def _proxy(self, shard: Shard, scope: Scope, upload: _Upload, send: Send) -> None:
+    async def _proxy(self, shard: Shard, scope: Scope, receive: Receive, send: Send, upload: _Upload) -> None:
         url = shard_url(shard, scope)
         started = False
         try:
@@ -128,7 +128,8 @@ class ReverseProxy:
             if started:
                 raise  # the server then closes the connection to the client
             log.warning("shard %d: %s %s: %s", shard.index, scope["method"], scope["path"], error)
-            await _answer(send, 503, f"shard {shard.index} cannot be reached; retry later", [])
+            refusal = error_response(f"shard {shard.index} cannot be reached; retry later", 503)
+            await refusal(scope, receive, send)
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
@@ -137,10 +138,3 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]
         for name, value in headers
         if name not in _HOP_BY_HOP
     ]
-
-
-async def _answer(send: Send, status: int, message: str, headers: list[tuple[bytes, bytes]]) -> None:
-    body = orjson.dumps({"error": {"message": message, "type": "gateway_error", "param": None, "code": None}})
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})

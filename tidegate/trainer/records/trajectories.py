@@ -21,7 +21,7 @@ from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import drop_torn_line
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan, fields_of
 
 LONGEST_ANSWER = 2_000
 """Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""
@@ -112,7 +112,7 @@ def bounded_answer(answer: Any) -> Any:
 
 def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as the content of a line; numpy arrays stay as they are."""
-    wire = trajectory.to_wire()
+    wire = fields_of(trajectory)
     wire["turns"] = [_encode_turn(turn) for turn in trajectory.turns]
     return wire
 

@@ -23,7 +23,7 @@ from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.start import ResumedRun, Start, admission_rules, take_over
-from tidegate.types import Group, Trajectory
+from tidegate.types import Group, Trajectory, to_wire
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
 
@@ -265,9 +265,7 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
         batches.add(group)
     batch = await batches.next_batch()
     assert batch.selection.groups == ["b", "c"]
-    assert [one.to_wire() for one in batch.groups[0].trajectories] == [
-        one.to_wire() for one in kept.trajectories
-    ], "bit for bit"
+    assert to_wire(batch.groups[0].trajectories) == to_wire(kept.trajectories), "bit for bit"
     await batches.stepped(batch, 2)
     assert gateway.acked == ["lease-c"], "`b` has no lease any more"
     assert opened.admission.group_counts["stepped"] == 2

@@ -14,7 +14,7 @@ from tests.unit.viewer.dashboard_run import write_dashboard_run
 from tidegate.cli import main
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory, read_lines, step_files
-from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+from tidegate.types import Outcome, Trajectory, Turn, VersionSpan, to_wire
 
 
 def one_turn(logprobs: np.ndarray) -> Trajectory:
@@ -32,7 +32,7 @@ def test_a_recorded_trajectory_is_the_same_bit_for_bit() -> None:
     line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
     after = decode_trajectory({**line, "state": "stepped", "advantage": 1.0})
     assert after.turns[0].logprobs.tobytes() == logprobs.tobytes()
-    assert after.to_wire() == before.to_wire()
+    assert to_wire(after) == to_wire(before)
 
 
 def test_sft_holds_the_conversations_that_earned_it(tmp_path: Path) -> None:

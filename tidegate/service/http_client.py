@@ -1,0 +1,70 @@
+"""Base class of HTTP clients, and what they read of an error response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from yarl import URL
+
+
+class HttpClient:
+    """Owns the connections of one event loop, opened by the first request and closed by `close`.
+
+    Args:
+        api_key: Key sent with every request, or None.
+        connect_s: Timeout of a connection in seconds; a request itself has none.
+    """
+
+    def __init__(self, api_key: str | None = None, connect_s: float = 5.0) -> None:
+        self._connect_s = connect_s
+        self._headers = {"Content-Type": "application/json", **bearer(api_key)}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = self._connect()
+        return self._session
+
+    def _connect(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+
+    async def _send(self, method: str, url: str | URL, data: bytes | None = None) -> tuple[int, bytes]:
+        """Returns a response's status and body."""
+        async with self.http.request(method, url, data=data) as response:
+            return response.status, await response.read()
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Returns the header of a key; empty for None."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+def error_in(content: bytes) -> Mapping[str, Any]:
+    """Returns the error of a JSON body, `{"error": {"message": …}}` or `{"message": …}`; empty if none."""
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return {}
+    error = body.get("error", body) if isinstance(body, dict) else None
+    return error if isinstance(error, dict) else {}
