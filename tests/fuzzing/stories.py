@@ -1,8 +1,8 @@
-"""A story: one session, told case by case by one random stream, and every answer checked.
+"""A fuzzed session: requests chosen by one random stream, and a check of every response.
 
-What must hold: never a status that says that the gateway failed; every reply that the client has is
-recorded as it was read, and nothing else counts as delivered; what the engine was asked is what is
-recorded as the prompt; an Idempotency-Key gives its reply again; a session that is over stays over.
+Invariants: no response says that the gateway itself failed; every reply that the client has received is
+recorded as it was received, and nothing else counts as delivered; the recorded prompt is the one that the
+engine received; a request with an Idempotency-Key gets its reply again; a finished session stays finished.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`tidegate doctor` finds planted faults and names each: real gateway, agents' process and openai SDK; a fake
-engine where what the model says, or what is wrong with the engine, must be certain."""
+"""`tidegate doctor` finds planted faults and names each, with a real gateway, agents' process and openai SDK.
+
+A fake engine serves the cases that need a certain reply of the model, or a certain fault of the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Recovery of a gateway after a kill at different moments, and a journal that cannot be written.
 
-A kill is a copy of the journal's files: `kill -9` leaves just what was handed to the operating system.
+A kill is simulated by a copy of the journal's files: `kill -9` keeps what was given to the operating system.
 """
 
 from __future__ import annotations

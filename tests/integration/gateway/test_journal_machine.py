@@ -1,8 +1,8 @@
 """Random sessions, turns, groups and leases over a journal that is killed at every write.
 
-After each step every moment at which a kill could have come is looked at: what was answered is there, and
-what was not is wholly there or wholly absent. Now and then the gateway is killed at one of these moments
-for real, and the clients go on with the next one.
+After each step, a kill at each of its writes is simulated: what was acknowledged must be recovered, and what
+was not must be recovered completely or not at all. Sometimes the gateway is really killed at one of these
+writes, and the clients continue with the next one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A delayed event loop does not make the gateway quarantine a healthy engine.
 
-The engine answers in a thread of its own, as another process would; what is broken here is the loop.
+The engine runs in a thread of its own, as in another process; only the gateway's loop is delayed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A sharded gateway, with a front and two shards, behaves like a single one.
 
-In the quick suite the front's shards are in this process; in the slow one they are processes of their own,
-as the command line starts them.
+The quick tests run the shards in this process; the slow ones run them as processes, as the command does.
 """
 
 from __future__ import annotations

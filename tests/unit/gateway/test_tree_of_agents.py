@@ -1,6 +1,6 @@
 """Random agents over a tree: sub-agents, parallel calls, compaction, edits, changed tools, in any spelling.
 
-Ids are drawn from a counter, so each stands for one place; texts too, so that no two replies are alike.
+Ids and texts are drawn from counters, so each is unique and identifies one place.
 """
 
 from __future__ import annotations

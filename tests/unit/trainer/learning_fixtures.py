@@ -1,6 +1,6 @@
 """Fixtures for tests of training: a tiny random model, rows, and random trees of turns.
 
-What imports torch is imported where it is needed: most of these tests do without it.
+Functions import torch where they need it, because most of these tests do not.
 """
 
 from __future__ import annotations

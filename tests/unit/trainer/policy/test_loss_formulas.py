@@ -1,6 +1,6 @@
-"""Every loss by name against its formula, written down plainly: a row at a time, in float64, by autograd.
+"""Every loss by name against its formula, written plainly: row by row, in float64, with autograd.
 
-The formulas know nothing of microbatches: they see trajectories, each a list of rows of trained tokens.
+The formulas do not know microbatches: their input is trajectories, each a list of rows of trained tokens.
 """
 
 from collections.abc import Callable
