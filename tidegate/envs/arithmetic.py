@@ -46,8 +46,6 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem with its solution."""
-
     template: Template
     question: str
     numbers: Numbers

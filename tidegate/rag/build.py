@@ -231,7 +231,6 @@ def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest 
 
 @contextlib.contextmanager
 def _build_lock(directory: Path) -> Iterator[None]:
-    """Holds the directory's lock. Raises ConfigError if another build holds it."""
     with (directory / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -123,7 +123,6 @@ class SearchClient(HttpClient):
             raise
 
     async def _call(self, method: str, path: str, body: bytes | None, read: Callable[[Any], T]) -> T:
-        """Retries until a server answers or the deadline passes."""
         deadline = time.monotonic() + self._timeout_s
         attempts, last_error = 0, ""
         while True:
@@ -152,7 +151,6 @@ class SearchClient(HttpClient):
         self, server: _Server, method: str, path: str, body: bytes | None, read: Callable[[Any], T],
         limit_s: float,
     ) -> T:  # fmt: skip
-        """Makes one call to one server and records whether it succeeded."""
         began = time.monotonic()
         server.busy += 1
         try:
@@ -236,7 +234,6 @@ class _Servers:
 
 
 def _check_text(text: str) -> None:
-    """Raises RetrievalRefused for text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -62,7 +62,6 @@ def estimate(extent: Extent, kind: IndexKind | None, dimension: int, bm25: bool)
 
 
 def check_disk(directory: Path, needed: IndexEstimate) -> None:
-    """Raises StorageError if the disk has less free space than the build needs."""
     free = shutil.disk_usage(directory).free
     if free < needed.disk_peak:
         raise StorageError(

@@ -23,8 +23,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_array(path: Path, array: npt.NDArray[np.float32]) -> None:
-    """Writes an array as `.npy`, atomically."""
-
     def write(part: Path) -> None:
         with part.open("wb") as file:
             np.save(file, array)

@@ -89,7 +89,6 @@ class Dataset(Finite):
 
 
 def _split(tasks: Sequence[Task], fraction: float, path: str) -> tuple[list[Task], list[Task]]:
-    """Returns training and held-out tasks, in the file's order."""
     if not 0 < fraction < 1:
         raise ConfigError(f"dataset: eval_fraction = {fraction} is not between 0 and 1")
     keys = [_digest(task) for task in tasks]

@@ -52,7 +52,6 @@ class Prompt:
 
 
 def _columns(template: str) -> list[str]:
-    """Returns the columns that a template names."""
     try:
         fields = [
             (name, spec, conversion)

@@ -38,7 +38,6 @@ class DataRow:
         return value
 
     def error(self, message: str) -> ConfigError:
-        """Returns an error with the row's file and line."""
         return ConfigError(f"{self.file}, {self.position}: {message}")
 
     @property
@@ -135,7 +134,6 @@ def _plain(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Formats a value for an error message."""
     if value is None:
         return "null"
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -94,7 +94,6 @@ def _question(row: DataRow) -> LabelledQuestion:
 
 
 def _gold(row: DataRow) -> Iterator[tuple[str, str]]:
-    """Yields id or title and text ("") of the gold documents that a row names."""
     facts = row.values.get("supporting_facts")
     if isinstance(facts, Mapping):  # parquet stores them as columns
         facts = facts.get("title")

@@ -99,8 +99,6 @@ class WorldQuestion:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticWorld:
-    """All facts of a world."""
-
     facts: tuple[Fact, ...]
 
     def questions(self, hops: int) -> Iterator[WorldQuestion]:

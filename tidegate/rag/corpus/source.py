@@ -188,7 +188,6 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 def _columns(file: Any) -> list[str]:
-    """Returns the names of the columns that documents use."""
     return [name for name in file.schema_arrow.names if name in (*_ID_KEYS, "contents", "title", "text")]
 
 

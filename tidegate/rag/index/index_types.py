@@ -38,23 +38,18 @@ class IndexTypeChoice:
 def choose(count: int, dimension: int) -> IndexTypeChoice:
     """Returns the index type for this many vectors: exact search if it is affordable."""
     total = count * dimension * FLOAT32
+    floats = f"{size(total)} of float32"
     if total <= FLAT_UP_TO:
         return IndexTypeChoice("flat", f"exact search; scanning {size(total)} is fast")
     if total <= SQ8_UP_TO:
-        return IndexTypeChoice(
-            "sq8", f"scanning {size(total)} of float32 is slow; one byte per component is a quarter of it"
-        )
+        return IndexTypeChoice("sq8", f"scanning {floats} is slow; one byte per component is a quarter of it")
+    lists = "inverted lists, one byte per"
     if total <= IVF_SQ8_UP_TO:
-        return IndexTypeChoice(
-            "ivf-sq8", f"{size(total)} of float32 is too much to scan: inverted lists, one byte per component"
-        )
-    return IndexTypeChoice(
-        "ivf-pq", f"{size(total)} of float32 is too much to store: inverted lists, one byte per 8 components"
-    )
+        return IndexTypeChoice("ivf-sq8", f"{floats} is too much to scan: {lists} component")
+    return IndexTypeChoice("ivf-pq", f"{floats} is too much to store: {lists} 8 components")
 
 
 def check_kind(kind: IndexKind, count: int) -> None:
-    """Raises ConfigError if there are too few documents for the index type."""
     if kind == "ivf-pq" and count < PQ_MIN_DOCUMENTS:
         raise ConfigError(
             f"ivf-pq has a minimum of {PQ_MIN_DOCUMENTS:,} documents, and there are {count:,}: use"
@@ -63,7 +58,6 @@ def check_kind(kind: IndexKind, count: int) -> None:
 
 
 def code_bytes(kind: IndexKind, dimension: int) -> int:
-    """Returns the bytes per vector in the index."""
     if kind == "flat":
         return dimension * FLOAT32
     if kind == "ivf-pq":

@@ -51,7 +51,6 @@ class FileEntry(_Part):
         return cls(name=name, bytes=path.stat().st_size, blake2b=digest(path), glance=quick_digest(path))
 
     def check(self, directory: Path, *, full: bool) -> None:
-        """Raises CorpusError if the file is not the one that was written."""
         path = directory / self.name
         if not path.is_file():
             raise CorpusError(f"{path} is missing: {_AGAIN}")
@@ -92,7 +91,6 @@ class EncoderEntry(_Part):
         return EncoderPrefixes(self.query_prefix, self.passage_prefix)
 
     def check(self, encoder: Encoder, directory: Path) -> None:
-        """Raises CorpusError if the encoder differs from the one that encoded the passages."""
         now = EncoderEntry.of(encoder)
         for field in ("dimension", "metric", "query_prefix", "passage_prefix"):
             if getattr(self, field) != getattr(now, field):
@@ -132,7 +130,6 @@ class Manifest(_Part):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Search modes; the first is the default."""
         if self.index is None:
             return ("bm25",) if self.bm25 else ()
         return ("dense", "bm25", "hybrid") if self.bm25 else ("dense",)
@@ -146,7 +143,6 @@ class Manifest(_Part):
             file.check(directory / self.generation, full=full)
 
     def write(self, directory: Path) -> None:
-        """Writes the manifest atomically."""
         text = self.model_dump_json(indent=2)
         replace_file(directory / NAME, lambda path: path.write_text(text + "\n"))
 

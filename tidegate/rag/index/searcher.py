@@ -99,7 +99,6 @@ class Searcher:
         return [self._results(ranking) for ranking in self._rankings(queries, ks, mode)]
 
     def find(self, id: str) -> Document | None:
-        """Returns the document with this id, or None."""
         row = self.corpus.row(id)
         return None if row is None else self.corpus[row]
 

@@ -34,7 +34,6 @@ class BatchOptions:
     """Maximum time from a query to its answer."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for values outside their ranges."""
         if self.max_batch < 1 or self.queue < 1:
             raise ConfigError(f"max_batch = {self.max_batch}, queue = {self.queue}: both must be at least 1")
         if not (self.window_s >= 0 and self.deadline_s > 0):

@@ -79,7 +79,6 @@ class Cache:
         return cached[0]
 
     def put(self, query: Query, answer: list[SearchResult]) -> None:
-        """Caches an answer, unless it exceeds the limit alone."""
         size = _size(query, answer)
         if query in self._answers or size > self._limit:
             return

@@ -104,7 +104,6 @@ def _rllm_reply(query: str, method: str, rows: list[SearchResult]) -> dict[str, 
 
 
 def _contents(result: SearchResult) -> str:
-    """Formats a passage as in Search-R1's corpora."""
     return f'"{result.title}"\n{result.text}' if result.title else result.text
 
 
@@ -129,7 +128,6 @@ def _texts(payload: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _number(payload: Mapping[str, Any], name: str) -> int | None:
-    """Returns an integer, or None if the field is missing or null."""
     value = payload.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise RetrievalRefused(f"{name} must be an integer, not {value!r:.50}")

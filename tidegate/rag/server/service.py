@@ -54,7 +54,6 @@ class RagOptions:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for values outside their ranges."""
         if not 1 <= self.k <= MAX_K:
             raise ConfigError(f"k = {self.k}: it must be at least 1 and at most {MAX_K}")
         if self.threads < 1 or self.cache_bytes < 0:
@@ -126,7 +125,6 @@ class Retrieval:
 
     @property
     def method(self) -> str:
-        """The default search mode."""
         return _mode(self._loaded().index, self.options.mode)
 
     @property
@@ -243,7 +241,6 @@ class Retrieval:
 
 
 def _mode(index: Searcher, mode: str | None) -> str:
-    """Returns the search mode. Raises RetrievalRefused for a mode that the index does not have."""
     if mode is None:
         return index.modes[0]
     if mode not in index.modes:
@@ -254,7 +251,6 @@ def _mode(index: Searcher, mode: str | None) -> str:
 
 
 def _check(queries: Sequence[str], k: int, queue: int) -> None:
-    """Raises RetrievalRefused for a request that exceeds a limit."""
     if not 1 <= k <= MAX_K:
         raise RetrievalRefused(f"k = {k}: it must be between 1 and {MAX_K}")
     advice = "split the request"
