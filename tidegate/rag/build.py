@@ -122,7 +122,13 @@ class _Build:
 
     def run(self, files: Sequence[Path]) -> Manifest:
         plan = self.plan
-        encoder = None if plan.encoder is None else self._load_encoder(plan.encoder)
+        encoder = None
+        if plan.encoder is not None:
+            require_faiss()
+            encoder = load_encoder(
+                plan.encoder, threads=plan.threads, device=plan.device, dtype=plan.dtype,
+                prefixes=plan.prefixes,
+            )  # fmt: skip
         if plan.bm25:
             require_bm25s()
         size = extent(files)
@@ -142,13 +148,6 @@ class _Build:
             bm25=plan.bm25,
             files=tuple(FileEntry.of(self.directory, name) for name in self._files()),
             versions=versions(),
-        )
-
-    def _load_encoder(self, name: str) -> Encoder:
-        plan = self.plan
-        require_faiss()
-        return load_encoder(
-            name, threads=plan.threads, device=plan.device, dtype=plan.dtype, prefixes=plan.prefixes
         )
 
     def _announce(self, size: Extent, encoder: Encoder | None) -> None:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,14 @@ from tidegate.rag.encoders import STOP_WORDS, words
 from tidegate.rag.files import sync
 from tidegate.rag.progress import OnProgress
 
-if TYPE_CHECKING:
-    pass
-
-FILES = tuple(
-    f"bm25.{part}" for part in ("data.npy", "indices.npy", "indptr.npy", "vocab.json", "params.json")
-)
-_NAMES = dict(
-    zip(("data_name", "indices_name", "indptr_name", "vocab_name", "params_name"), FILES, strict=True)
-)
+_NAMES = {
+    "data_name": "bm25.data.npy",
+    "indices_name": "bm25.indices.npy",
+    "indptr_name": "bm25.indptr.npy",
+    "vocab_name": "bm25.vocab.json",
+    "params_name": "bm25.params.json",
+}
+FILES = tuple(_NAMES.values())
 _SCRATCH = "words.int32"
 _STEP = 4096
 
