@@ -61,8 +61,9 @@ ALLOWED = {
         "trainer.admission.core",
         "trainer.ledger.entries",
         "trainer.admission.state",
-        "trainer.ledger.ledger",
+        "trainer.ledger.state",
         "trainer.records.metrics",
+        "trainer.records.trajectories",
         "trainer.admission.rules",
     },
     "doctor": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,7 @@ from tidegate.cli import main
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.simulation.calibrate import Sample, engine_of, scenario_of
-from tidegate.simulation.clock import Clock
-from tidegate.simulation.engines import Pool, SimulatedEngine, SimulatedRequest
+from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.scenario import (
     AgentModel,
     EngineModel,
@@ -186,13 +186,15 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [("g1", "stepped"), ("g2", "filtered"), ("g3", "stepped"), ("g4", "cancelled")]
-    book = [
-        {"seq": n, "kind": "group", "event": "ended", "id": g, "state": s} for n, (g, s) in enumerate(ends)
-    ]
+    book: list[dict[str, Any]] = []
+    for group, state in ends:
+        book.append({"kind": "group", "event": "issued", "id": group})
+        book.append({"kind": "group", "event": "ended", "id": group, "state": state})
     book += [
-        {"seq": 4 + n, "kind": "attempt", "event": "issued", "id": f"a{n}", "time": time}
+        {"kind": "attempt", "event": "issued", "id": f"a{n}", "group": "g1", "time": time}
         for n, time in enumerate(issued)
     ]
+    book = [{"seq": seq, **one} for seq, one in enumerate(book)]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(one) + "\n" for one in book))
 
     found = scenario_of(tmp_path)

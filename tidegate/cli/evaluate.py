@@ -14,7 +14,7 @@ from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
     from tidegate.config import Settings
-    from tidegate.evaluation.endpoint import ModelEndpoint
+    from tidegate.evaluation.attempts import ModelEndpoint
     from tidegate.evaluation.target import Target
 
 
@@ -127,7 +127,7 @@ def _settings(arguments: argparse.Namespace, target: Target | None, overrides: l
 
 
 def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndpoint | None:
-    from tidegate.evaluation.endpoint import ModelEndpoint
+    from tidegate.evaluation.attempts import ModelEndpoint
 
     if arguments.url is None:
         for name in ("model", "api_key_env"):

@@ -18,8 +18,7 @@ import orjson
 from tidegate.config import Settings
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, ConfigError
-from tidegate.evaluation.endpoint import ModelEndpoint, direct
-from tidegate.evaluation.local import hosted
+from tidegate.evaluation.attempts import ModelEndpoint, direct, hosted
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
 from tidegate.loading import did_you_mean

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import TidegateError
-from tidegate.simulation.scenario import (
-    AgentModel,
-    EngineModel,
-    RuleModel,
-    Scenario,
-    SimulatedTurn,
-    TrainerModel,
-)
-from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.simulation import scenario
+from tidegate.simulation.scenario import Scenario, SimulatedTurn
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.records.metrics import read_metrics
+from tidegate.trainer.records.trajectories import read_lines
 
 MAX_EPISODES = 4096
 """Maximum episodes to draw from."""
@@ -65,31 +60,13 @@ class Recording:
         )
 
 
-@dataclass(slots=True)
-class LedgerSummary:
-    """Counts of final states, and the time at which each attempt was issued."""
-
-    groups: Counter[str] = field(default_factory=Counter)
-    attempts: Counter[str] = field(default_factory=Counter)
-    issued: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, run_dir: Path) -> LedgerSummary:
-        ledger = cls()
-        for entry in read_ledger(run_dir / "ledger.jsonl"):
-            if entry["event"] == "ended" and entry["kind"] != "run":
-                (ledger.groups if entry["kind"] == "group" else ledger.attempts)[entry["state"]] += 1
-            elif entry["event"] == "issued" and entry["kind"] == "attempt":
-                ledger.issued[entry["id"]] = entry["time"]
-        return ledger
-
-
 def scenario_of(run_dir: Path) -> Scenario:
     """Returns a scenario like the run; raises TidegateError if it has too few steps or episodes."""
     settings = load_settings(run_dir / "config.toml")
     rows = [row for row in read_metrics(run_dir) if "time/update" in row]
-    ledger = LedgerSummary.of(run_dir)
-    episodes = [_recording(episode, ledger) for episode in _episodes(run_dir)]
+    ledger = read_ledger_state(run_dir / "ledger.jsonl")
+    files = sorted((run_dir / "trajectories").glob("step_*.jsonl"))
+    episodes = [_recording(line, ledger) for file in files for line in read_lines(file)]
     episodes = [episode for episode in episodes if episode.samples]
     if len(rows) < 3 or len(episodes) < 16:
         raise TidegateError(
@@ -99,10 +76,10 @@ def scenario_of(run_dir: Path) -> Scenario:
     return Scenario(
         steps=settings.trainer.steps,
         engine=engine,
-        agent=AgentModel(
+        agent=scenario.AgentModel(
             episodes=tuple(episode.turns(overhead) for episode in episodes[:MAX_EPISODES]),
-            failed=_share(ledger.attempts, "failed"),
-            alike=_share(ledger.groups, "filtered"),
+            failed=_share(ledger.counts(ledger.attempts), State.FAILED),
+            alike=_share(ledger.counts(ledger.groups), State.FILTERED),
             max_concurrency=settings.agent.max_concurrency,
         ),
         trainer=_trainer(rows),
@@ -110,28 +87,19 @@ def scenario_of(run_dir: Path) -> Scenario:
     )
 
 
-def _episodes(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
-                yield orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
-
-
-def _recording(episode: dict[str, Any], ledger: LedgerSummary) -> Recording:
+def _recording(episode: dict[str, Any], ledger: LedgerState) -> Recording:
     samples = [
         Sample(turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]))
         for turn in episode["turns"]
         if turn.get("started")
     ]
     samples.sort(key=lambda sample: sample.started)
-    issued = ledger.issued.get(episode["metadata"].get("attempt", ""))
-    setup = max(0.0, samples[0].started - issued) if samples and issued is not None else 0.0
+    attempt = ledger.attempts.get(episode["metadata"].get("attempt", ""))
+    setup = max(0.0, samples[0].started - attempt.issued["time"]) if samples and attempt is not None else 0.0
     return Recording(samples, episode["seconds"], setup)
 
 
-def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineModel, float]:
+def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[scenario.EngineModel, float]:
     """Fits the decoding model to the replies' durations; returns it and the fixed overhead per reply.
 
     Least squares over seconds = overhead + read · p + tokens · (a + c · b), where b is the mean number of
@@ -148,7 +116,7 @@ def engine_of(settings: Settings, samples: Sequence[Sample]) -> tuple[EngineMode
         "request": tokens * concurrent,
     }
     fit = _non_negative(columns, np.array([sample.seconds for sample in samples]))
-    model = EngineModel(
+    model = scenario.EngineModel(
         count=engines,
         slots=settings.engine.max_slots,
         iteration_s=max(fit["iteration"], 1e-7),
@@ -201,7 +169,7 @@ def _non_negative(columns: dict[str, Any], target: Any) -> dict[str, float]:
     }
 
 
-def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
+def _trainer(rows: list[dict[str, Any]]) -> scenario.TrainerModel:
     columns = {
         "step": np.ones(len(rows)),
         "token": np.array([row["tokens/trained"] for row in rows], dtype=float),
@@ -213,7 +181,7 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
         for row in plain
     ]
     published = [row["time/publish"] for row in rows if row.get("time/publish") is not None]
-    return TrainerModel(
+    return scenario.TrainerModel(
         step_s=fit["step"],
         token_s=fit["token"],
         publish_s=float(np.median(published)) if published else 0.0,
@@ -221,21 +189,16 @@ def _trainer(rows: list[dict[str, Any]]) -> TrainerModel:
     )
 
 
-def admission_rules(settings: Settings) -> RuleModel:
+def admission_rules(settings: Settings) -> scenario.RuleModel:
     """Returns the admission rules of a run with these settings."""
     trainer = settings.trainer
-    return RuleModel(
-        groups_per_batch=trainer.groups_per_batch,
-        group_size=trainer.group_size,
-        min_group_size=trainer.min_group_size,
-        max_staleness=trainer.staleness_bound,
-        publish_interval=trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1,
-        max_attempts=trainer.max_attempts,
-        max_stale_retries=trainer.max_stale_retries,
-    )
+    interval = trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1
+    derived: dict[str, Any] = {"max_staleness": trainer.staleness_bound, "publish_interval": interval}
+    names = scenario.RuleModel.model_fields.keys() - derived.keys()
+    return scenario.RuleModel(**derived, **{name: getattr(trainer, name) for name in names})
 
 
-def _share(counts: Counter[str], state: str) -> float:
-    """Returns the share of a state among the items that were not cancelled."""
-    total = sum(counts.values()) - counts["cancelled"]
+def _share(counts: Counter[State], state: State) -> float:
+    """Returns the share of a state among the items that ended and were not cancelled."""
+    total = counts.total() - counts[State.CANCELLED] - counts[State.LIVE]
     return counts[state] / total if total else 0.0

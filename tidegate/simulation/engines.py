@@ -12,10 +12,30 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidegate.simulation.clock import Clock
 from tidegate.simulation.scenario import EngineModel
 
 _FEW = 8
+
+
+class Clock:
+    """Simulated seconds: runs events in order of time, then of scheduling."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (self.now + seconds, self._number, event))
+
+    def step(self) -> bool:
+        """Runs the next event; returns False if there is none."""
+        if not self._events:
+            return False
+        self.now, _, event = heapq.heappop(self._events)
+        event()
+        return True
 
 
 @dataclass(eq=False, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tidegate.errors import TidegateError
-from tidegate.simulation.clock import Clock
-from tidegate.simulation.engines import Pool
+from tidegate.simulation.engines import Clock, Pool
 from tidegate.simulation.scenario import Scenario
 
 

@@ -141,17 +141,9 @@ class Scenario(SettingsSection):
     rules: RuleModel = RuleModel()
 
     def admission_rules(self) -> Rules:
-        rules = self.rules
-        return Rules(
-            groups_per_batch=rules.groups_per_batch,
-            group_size=rules.group_size,
-            min_group_size=rules.min_group_size or rules.group_size,
-            max_staleness=rules.max_staleness,
-            publish_interval=rules.publish_interval,
-            max_attempts=rules.max_attempts,
-            max_stale_retries=rules.max_stale_retries,
-            max_running=self.agent.max_concurrency,
-        )
+        smallest = self.rules.min_group_size or self.rules.group_size
+        rules = {**self.rules.model_dump(), "min_group_size": smallest}
+        return Rules(**rules, max_running=self.agent.max_concurrency)
 
     def with_(self, **sections: dict[str, object]) -> Scenario:
         """Returns a copy with changed keys, for example `with_(rules={"max_staleness": 4})`."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tidegate.simulation.clock import Clock
-from tidegate.simulation.engines import Pool, SimulatedEngine, SimulatedRequest
+from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.outcome import Figures, SimulationCounts
 from tidegate.simulation.scenario import Scenario, SimulatedTurn
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict
 from tidegate.trainer.admission.state import BatchSelection, Phase
-from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5
@@ -42,35 +40,23 @@ class SimulatedAttempt:
     request: SimulatedRequest | None = None
 
 
-@dataclass(slots=True)
 class SimulatedRun:
     """`run()` simulates the scenario's steps."""
 
-    scenario: Scenario
-    progress: Callable[[int], None] = lambda _: None
-    clock: Clock = field(default_factory=Clock)
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(self.scenario.seed)
-        self._core = Admission(self.scenario.admission_rules(), _discard_entry)
-        self._pool = Pool(self.clock, self.scenario.engine, self._rng)
+    def __init__(self, scenario: Scenario, progress: Callable[[int], None] = lambda _: None) -> None:
+        self.scenario = scenario
+        self.progress = progress
+        self.clock = Clock()
+        self._rng = random.Random(scenario.seed)
+        self._core = Admission(scenario.admission_rules(), lambda _: None)
+        self._pool = Pool(self.clock, scenario.engine, self._rng)
         self._counts = SimulationCounts(self.clock, self._pool)
         self._attempts: dict[str, dict[str, SimulatedAttempt]] = {}
+        """Running and successful attempts of each running or ready group, by group and attempt id."""
         self._ready: deque[str] = deque()
         self._waiting = True
         self._waits_since = 0.0
         self._step = 0
-
-    _rng: random.Random = field(init=False)
-    _core: Admission = field(init=False)
-    _pool: Pool = field(init=False)
-    _counts: SimulationCounts = field(init=False)
-    _attempts: dict[str, dict[str, SimulatedAttempt]] = field(init=False)
-    """Running and successful attempts of each running or ready group, by group and attempt id."""
-    _ready: deque[str] = field(init=False)
-    _waiting: bool = field(init=False)
-    _waits_since: float = field(init=False)
-    _step: int = field(init=False)
 
     def run(self) -> Figures:
         warm = max(1, self.scenario.steps // 10)
@@ -232,7 +218,3 @@ class SimulatedRun:
             self._gather()
 
         self.clock.after(self.scenario.trainer.between_s, wait)
-
-
-def _discard_entry(_: LedgerEntry) -> None:
-    """Discards ledger entries."""

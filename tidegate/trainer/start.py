@@ -73,7 +73,8 @@ class Start:
         checkpoint = checkpoints.latest(run_dir)
         check_model(settings.run_dir, settings.model.path, None if checkpoint is None else checkpoint.path)
         check_files(run_dir, checkpoint)
-        past = read_ledger_state(run_dir / "ledger.jsonl")
+        ledger = run_dir / "ledger.jsonl"
+        past = read_ledger_state(ledger) if ledger.exists() else LedgerState()
         version = past.highest_version + 1
         if checkpoint is None:
             start = cls(settings.model.path.absolute(), 0, version, past)

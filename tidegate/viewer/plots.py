@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
-from tidegate.viewer.chart import Chart, Point, Series, Tone, lines, stacked
+from tidegate.viewer.chart import Chart, Form, Point, Series, Tone, lines, stacked
 from tidegate.viewer.formatting import number, printable, smoothed
 from tidegate.viewer.run_files import RunFiles
 
@@ -15,15 +16,7 @@ SMALL = (350, 150)
 
 
 def reward_chart(run: RunFiles) -> Chart | None:
-    raw = run.series("reward/mean")
-    smooth = _smooth(raw)
-    series = [
-        Series("each batch", raw, "accent", "thin"),
-        Series("training, smoothed", smooth, "accent"),
-        Series("held out, sampled", run.series("eval/reward"), "ink", "dots"),
-        Series("held out, greedy", run.series("eval/reward_greedy"), "muted", "dashdots"),
-        Series("unseen templates", run.series("eval/reward_unseen_templates"), "sand", "dots"),
-    ]
+    series = _reward_series(run)
     counts = sorted({int(value) for _, value in run.series("eval/episodes")})
     over = (
         f" Held out: over {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} problems."
@@ -33,6 +26,17 @@ def reward_chart(run: RunFiles) -> Chart | None:
     return lines(
         "Reward", series, note=f"Mean reward by optimiser step.{over}", y_range=_unit(series), size=WIDE
     )
+
+
+def _reward_series(run: RunFiles) -> list[Series]:
+    raw = run.series("reward/mean")
+    return [
+        Series("each batch", raw, "accent", "thin"),
+        Series("training, smoothed", _smooth(raw), "accent"),
+        Series("held out, sampled", run.series("eval/reward"), "ink", "dots"),
+        Series("held out, greedy", run.series("eval/reward_greedy"), "muted", "dashdots"),
+        Series("unseen templates", run.series("eval/reward_unseen_templates"), "sand", "dots"),
+    ]
 
 
 def _unit(series: Sequence[Series]) -> tuple[float | None, float | None]:
@@ -122,10 +126,11 @@ def health_charts(run: RunFiles) -> list[Chart]:
     """Returns small charts of the single metrics that the run has."""
     charts = []
     for key, (title, note) in HEALTH.items():
-        raw = run.series(key)
-        series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
-        charts.append(lines(title, series, note=note, size=SMALL, legend=False))
-    charts += [_custom_chart(run, key) for key in _custom_keys(run)]
+        charts.append(lines(title, _with_trend(run, key), note=note, size=SMALL, legend=False))
+    for key in _custom_keys(run):
+        series, note = _with_trend(run, key), "mean over the batch"
+        title = printable(key)
+        charts.append(lines(title, series, note=note, y_range=_unit(series), size=SMALL, legend=False))
     return [chart for chart in charts if chart is not None]
 
 
@@ -135,11 +140,9 @@ def _custom_keys(run: RunFiles) -> list[str]:
     return sorted(keys - {"reward/mean", "reward/std"} - {key for key in keys if key.endswith("_ratio")})
 
 
-def _custom_chart(run: RunFiles, key: str) -> Chart | None:
+def _with_trend(run: RunFiles, key: str) -> list[Series]:
     raw = run.series(key)
-    series = [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
-    note = "mean over the batch"
-    return lines(printable(key), series, note=note, y_range=_unit(series), size=SMALL, legend=False)
+    return [Series("step", raw, "accent", "thin"), Series("smoothed", _smooth(raw), "accent")]
 
 
 def write_reward_png(run: RunFiles, path: Path) -> bool:
@@ -154,46 +157,30 @@ def write_reward_png(run: RunFiles, path: Path) -> bool:
         return False
     figure = Figure(figsize=(9, 5), dpi=160, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_reward(axes, run)
+    axes: Any = figure.add_subplot()
+    series = [one for one in _reward_series(run) if one.points]
+    for one in series:
+        axes.plot(*zip(*one.points, strict=True), color=COLORS[one.tone], label=one.name, **STYLES[one.form])
+    if series and _unit(series) != (None, None):
+        axes.set_ylim(0, 1.02)
+    _label(axes, run)
     figure.savefig(path)
     return True
 
 
-ACCENT, INK, SAND, GREY = "#0b7285", "#1f2933", "#c2803a", "#8a94a0"
+COLORS: dict[Tone, str] = {"accent": "#0b7285", "ink": "#1f2933", "sand": "#c2803a", "muted": "#8a94a0"}
+STYLES: dict[Form, dict[str, Any]] = {
+    "thin": {"alpha": 0.28, "linewidth": 1},
+    "line": {"linewidth": 2.2},
+    "dots": {"marker": "o", "linewidth": 1.3},
+    "dashdots": {"marker": "s", "linestyle": "--", "linewidth": 1.3},
+}
 
 
-def _draw_reward(axes: object, run: RunFiles) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    raw = run.series("reward/mean")
-    if raw:
-        axes.plot(
-            *zip(*raw, strict=True), color=ACCENT, alpha=0.28, linewidth=1, label="training, each batch"
-        )
-        axes.plot(*zip(*_smooth(raw), strict=True), color=ACCENT, linewidth=2.2, label="training, smoothed")
-    for key, name, color, marker, style in (
-        ("eval/reward", "held out, sampled", INK, "o", "-"),
-        ("eval/reward_greedy", "held out, greedy", GREY, "s", "--"),
-        ("eval/reward_unseen_templates", "templates never trained on", SAND, "^", "-"),
-    ):
-        points = run.series(key)
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                color=color,
-                marker=marker,
-                linestyle=style,
-                linewidth=1.3,
-                label=name,
-            )
-    values = [y for key in ("reward/mean", "eval/reward", "eval/reward_greedy") for _, y in run.series(key)]
-    if values and all(0 <= y <= 1 for y in values):
-        axes.set_ylim(0, 1.02)
+def _label(axes: Any, run: RunFiles) -> None:
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("mean reward")
-    axes.set_title(_title(run), loc="left", fontsize=12, weight="bold", color=INK)
+    axes.set_title(_title(run), loc="left", fontsize=12, weight="bold", color=COLORS["ink"])
     axes.grid(axis="y", color="#e5e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

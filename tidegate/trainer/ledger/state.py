@@ -148,11 +148,10 @@ def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
 
 
 def read_ledger_state(ledger: Path) -> LedgerState:
-    """Read a ledger's state; empty if it does not exist. Raises LedgerError if it is damaged."""
+    """Read a ledger's state. Raises LedgerError if it does not exist or is damaged."""
     past = LedgerState()
-    if ledger.exists():
-        for line in read_ledger(ledger):
-            past.apply(line)
+    for line in read_ledger(ledger):
+        past.apply(line)
     return past
 
 

@@ -13,29 +13,27 @@ class CompositeObserver:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
-    def started(self, info: Mapping[str, object]) -> None:
+    def _each(self, method: str, *arguments: object) -> None:
         for observer in self.observers:
-            observer.started(info)
+            getattr(observer, method)(*arguments)
+
+    def started(self, info: Mapping[str, object]) -> None:
+        self._each("started", info)
 
     def note(self, text: str) -> None:
-        for observer in self.observers:
-            observer.note(text)
+        self._each("note", text)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        for observer in self.observers:
-            observer.progress(what, done, total)
+        self._each("progress", what, done, total)
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        for observer in self.observers:
-            observer.state(snapshot)
+        self._each("state", snapshot)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        for observer in self.observers:
-            observer.step(metrics)
+        self._each("step", metrics)
 
     def finished(self, result: Mapping[str, object]) -> None:
-        for observer in self.observers:
-            observer.finished(result)
+        self._each("finished", result)
 
     def close(self) -> None:
         for observer in reversed(self.observers):

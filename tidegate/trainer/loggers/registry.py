@@ -1,9 +1,11 @@
-"""Creates the loggers named in `run.loggers`."""
+"""Creates the loggers named in `run.loggers`. A name is that of a module here, an extra and a package."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
@@ -22,22 +24,9 @@ def check_loggers(settings: Settings) -> None:
 def make_loggers(settings: Settings, report: Callable[[str], None]) -> list[BackgroundLogger]:
     """Create the loggers of the settings; `report` receives messages about failures."""
 
-    def make(name: str) -> BackgroundLogger:
-        return BackgroundLogger(name, lambda step: FACTORIES[name](settings, step), report)
+    def make(name: str, step: int) -> Logger:
+        module = importlib.import_module(f"tidegate.trainer.loggers.{name}")
+        logger: Logger = module.make(settings, step)
+        return logger
 
-    return [make(name) for name in settings.run.loggers]
-
-
-def _tensorboard(settings: Settings, step: int) -> Logger:
-    from tidegate.trainer.loggers.tensorboard import TensorBoard
-
-    return TensorBoard(settings.run_dir, step)
-
-
-def _wandb(settings: Settings, step: int) -> Logger:
-    from tidegate.trainer.loggers.wandb import WeightsAndBiases
-
-    return WeightsAndBiases(settings)
-
-
-FACTORIES: dict[str, Callable[[Settings, int], Logger]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+    return [BackgroundLogger(name, partial(make, name), report) for name in settings.run.loggers]

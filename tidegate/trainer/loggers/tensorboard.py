@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
+
+from tidegate.config import Settings
 
 
 class TensorBoard:
@@ -15,9 +16,9 @@ class TensorBoard:
     Purges what an earlier start of the run wrote for steps after `step`, the one it resumes from.
     """
 
-    def __init__(self, run_dir: Path, step: int) -> None:
+    def __init__(self, settings: Settings, step: int) -> None:
         self._writer = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10
+            str(settings.run_dir / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10
         )
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -26,6 +27,9 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+make = TensorBoard
 
 
 def scalars(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ class WeightsAndBiases:
     It gets only settings that cannot contain secrets: no gateway settings, options or engine URLs.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, step: int) -> None:
         self._run = wandb.init(
             name=settings.run.name,
             group=settings.run.name,
@@ -32,6 +32,9 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+make = WeightsAndBiases
 
 
 def _public(settings: Settings) -> dict[str, Any]:

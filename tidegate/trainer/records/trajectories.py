@@ -160,23 +160,12 @@ def _advantage_fields(advantage: Advantage) -> dict[str, Any]:
 
 def _encode_turn(turn: Turn) -> dict[str, Any]:
     return {
-        "index": turn.index,
-        "parent": turn.parent,
+        **{field.name: getattr(turn, field.name) for field in fields(Turn)},
         "delta_ids": np.ascontiguousarray(turn.delta_ids, dtype=np.int32),
         "output_ids": np.ascontiguousarray(turn.output_ids, dtype=np.int32),
         "logprobs": np.ascontiguousarray(turn.logprobs, dtype=np.float32),
         "version_spans": [list(span) for span in turn.version_spans],
-        "finish_reason": turn.finish_reason,
-        "temperature": turn.temperature,
-        "delivered": turn.delivered,
-        "kv_version": turn.kv_version,
-        "cached_tokens": turn.cached_tokens,
-        "branch": turn.branch,
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
-        "parse": turn.parse,
-        "exempt": turn.exempt,
-        "structured": turn.structured,
-        "reward": turn.reward,
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }

@@ -95,8 +95,10 @@ def ends(book: list[LedgerEntry], kind: str = "group") -> dict[str, str]:
     return {one["id"]: one["state"] for one in book if one["kind"] == kind and one["event"] == "ended"}
 
 
-def test_an_absent_ledger_is_an_empty_past(tmp_path: Path) -> None:
-    past = read_ledger_state(tmp_path / "none.jsonl")
+def test_an_absent_ledger_is_refused_and_a_new_run_has_an_empty_past(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        read_ledger_state(tmp_path / "none.jsonl")
+    past = LedgerState()
     assert (past.epoch, past.highest_version, past.live(), past.rolled_back()) == (0, -1, [], [])
 
 

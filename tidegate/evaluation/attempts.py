@@ -1,0 +1,130 @@
+"""Runs episodes on a model's weights, with an engine and a gateway that it starts and stops, or against an
+OpenAI-compatible endpoint, which the agent calls directly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.config import Settings
+from tidegate.envs.base import Environment
+from tidegate.evaluation.sampler import SampledAttempt
+from tidegate.gateway.groups.rewards import Scorer
+from tidegate.trainer.preflight import check_engines
+from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
+from tidegate.trainer.processes.launcher import start_processes
+from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.types import Outcome, Sampling, Task, Trajectory
+
+
+@dataclass(slots=True)
+class _HostedAttempt:
+    episodes: Episodes
+    sampling: Sampling
+
+    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
+        gateway = self.episodes.gateway
+        summary = await self.episodes.run(name, task, self.sampling, "eval", seed=seed)
+        trajectory = await gateway.trajectory(summary.session_id)
+        await gateway.delete_session(summary.session_id)
+        return trajectory
+
+
+@contextlib.asynccontextmanager
+async def hosted(
+    settings: Settings,
+    sampling: Sampling,
+    directory: Path,
+    guard: TaskSupervisor,
+    note: Callable[[str], None],
+) -> AsyncIterator[SampledAttempt]:
+    """Serves `model.path` (or uses `engine.urls`) and yields a function that runs an episode.
+
+    Logs go to `<directory>/logs`, messages to `note`. If a process fails for good, the task of `guard` ends.
+    Raises StartError or ConfigError if a process cannot start.
+    """
+    await asyncio.to_thread(check_engines, settings.engine.urls)
+    weights = settings.model.path.absolute()
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            processes = await start_processes(
+                settings, directory, lambda: (weights, 0), guard, note, stack, LocalProcesses()
+            )
+            episodes = Episodes(processes.gateway, processes.worker, settings.agent.deadline_s)
+            yield _HostedAttempt(episodes, sampling)
+        finally:
+            await guard.close()  # before the processes stop, which it would report as failures
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEndpoint:
+    """An OpenAI-compatible base URL, the model's name there, and the key."""
+
+    base_url: str
+    model: str
+    api_key: str
+
+
+@dataclass(slots=True)
+class _DirectAttempt:
+    endpoint: ModelEndpoint
+    worker: AgentWorker
+    scorer: Scorer
+    deadline_s: float
+
+    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
+        began = time.monotonic()
+        result = await self.worker.run(
+            name,
+            task.view(),
+            base_url=self.endpoint.base_url,
+            api_key=self.endpoint.api_key,
+            model=self.endpoint.model,
+            seed=seed,
+            deadline_s=self.deadline_s,
+        )
+        trajectory = _trajectory(task, result)
+        await self.scorer.reward(trajectory, task, {}, result.reward)
+        trajectory.seconds = time.monotonic() - began
+        return trajectory
+
+
+@contextlib.asynccontextmanager
+async def direct(
+    settings: Settings, environment: Environment, endpoint: ModelEndpoint, directory: Path
+) -> AsyncIterator[SampledAttempt]:
+    """Yields a function that runs an episode against the endpoint; raises StartError or ConfigError.
+
+    There is no gateway: the agent and the endpoint determine the sampling, and a trajectory has messages (the
+    task's, and the output as the reply) but no turns or tokens.
+    """
+    worker = await AgentWorker.start(
+        settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
+    )
+    try:
+        scorer = Scorer(environment.rewarders(), settings.env.reward_timeout_s)
+        yield _DirectAttempt(endpoint, worker, scorer, settings.agent.deadline_s)
+    finally:
+        await worker.close()
+
+
+def _trajectory(task: Task, result: AgentResult) -> Trajectory:
+    reply = [] if result.output is None else [{"role": "assistant", "content": result.output}]
+    return Trajectory(
+        session_id="",
+        task_id=task.id,
+        env=task.env,
+        split="eval",
+        outcome=result.outcome or Outcome.COMPLETED,
+        turns=[],
+        metrics=dict(result.metrics),
+        output=result.output,
+        error=result.error,
+        messages=[*task.messages, *reply],
+    )
