@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 
+from tidegate.progress import Progress
 from tidegate.rag.build import Plan, build
 from tidegate.rag.index.manifest import Manifest
-from tidegate.rag.progress import BuildProgress
 
 PLACES = ("harbour", "bridge", "market", "library", "tower", "garden", "station", "museum")
 TRADES = ("mayor", "baker", "pilot", "judge", "painter", "doctor", "teacher")
@@ -38,4 +38,4 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
 def build_quietly(plan: Plan) -> tuple[Manifest, str]:
     """Builds an index; returns the manifest and the output of the build."""
     said = io.StringIO()
-    return build(plan, BuildProgress(said)), said.getvalue()
+    return build(plan, Progress(said)), said.getvalue()

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from tidegate.progress import Progress
 from tidegate.rag.build import Plan, build
-from tidegate.rag.progress import BuildProgress
 
 DOCUMENTS, DIMENSION, WORDS = 50_000, 384, 30_000
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
@@ -81,5 +81,6 @@ def make_index(directory: Path, encoder: Path) -> Path:
     for number, start in enumerate(range(0, DOCUMENTS, plan.shard)):
         shard = vectors.standard_normal((min(plan.shard, DOCUMENTS - start), DIMENSION), np.float32)
         np.save(shards / f"{number:06d}.npy", shard / np.linalg.norm(shard, axis=1, keepdims=True))
-    build(plan, BuildProgress())
+    with Progress() as progress:
+        build(plan, progress)
     return plan.out

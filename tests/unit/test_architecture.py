@@ -24,6 +24,7 @@ CORE = {
     "loading",
     "observer",
     "program",
+    "progress",
     "sequences",
     "prometheus",
     "service",
@@ -40,7 +41,7 @@ ALLOWED = {
     "engine": set(),
     "agents": {"rag.client"},
     "rag": set(),
-    "viewer": {"trainer.ledger.entries", "trainer.ledger.state"},
+    "viewer": {"trainer.checkpoint.checkpoint", "trainer.ledger.entries", "trainer.ledger.state"},
     "plan": {
         "engine.options",
         "trainer.cluster.placement",
@@ -81,6 +82,7 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
+        "trainer.checkpoint.checkpoint",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",
         "trainer.processes.local",

@@ -80,8 +80,8 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     import asyncio
 
     from tidegate.evaluation.evaluate import EvalJob, evaluate, next_directory
-    from tidegate.evaluation.progress import EvalProgress
     from tidegate.evaluation.report import result_lines
+    from tidegate.progress import Progress
 
     endpoint = _endpoint(arguments, target)
     if endpoint is None and not settings.engine.urls:
@@ -100,9 +100,9 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         sets=[name for name in (arguments.sets or "").split(",") if name],
         tasks=arguments.tasks,
     )
-    progress = EvalProgress("evaluation")
     shield_process()
-    results = asyncio.run(evaluate(job, progress, progress.note))
+    with Progress() as progress:
+        results = asyncio.run(evaluate(job, progress.stage("evaluation"), progress.print))
     if arguments.json:
         print(json.dumps({**results, "directory": str(job.directory)}))
     else:

@@ -58,9 +58,9 @@ def add(actions: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.progress import Progress
     from tidegate.rag.build import Plan, build
     from tidegate.rag.encoders import EncoderPrefixes
-    from tidegate.rag.progress import BuildProgress
 
     prefixes = None
     if arguments.query_prefix is not None or arguments.passage_prefix is not None:
@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         prefixes=prefixes,
         replace=arguments.replace,
     )
-    manifest = build(plan, BuildProgress())
+    with Progress() as progress:
+        manifest = build(plan, progress)
     print(f"{arguments.out}: {manifest.documents:,} documents, {', '.join(manifest.modes)}")
     return 0
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.errors import ConfigError
-
-MARKER = "COMMITTED"
+from tidegate.trainer.checkpoint.checkpoint import committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +34,8 @@ def find_target(path: Path) -> Target:
         of_run = path.absolute().parent.name == "checkpoints" and (run_dir / "config.toml").is_file()
         return Target(path, run_dir if of_run else None)
     if (path / "checkpoints").is_dir() and (path / "config.toml").is_file():
-        return Target(newest_checkpoint(path), path)
+        steps = committed(path)
+        if not steps:
+            raise ConfigError(f"{path} has no committed checkpoint to evaluate; was it trained at all?")
+        return Target(steps[max(steps)], path)
     raise ConfigError(f"{path} is neither a run (config.toml, checkpoints/) nor a model (config.json)")
-
-
-def newest_checkpoint(run_dir: Path) -> Path:
-    """The committed checkpoint of the highest step. Raises ConfigError where there is none."""
-    found = [marker.parent for marker in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")]
-    steps = {int(match[1]): one for one in found if (match := re.fullmatch(r"step_(\d+)", one.name))}
-    if not steps:
-        raise ConfigError(f"{run_dir} has no committed checkpoint to evaluate; was it trained at all?")
-    return steps[max(steps)]

@@ -19,6 +19,7 @@ import orjson
 
 from tidegate.errors import ConfigError, CorpusError, StorageError
 from tidegate.failpoints import reach
+from tidegate.progress import Progress
 from tidegate.rag.corpus import corpus
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.corpus.ingest import ingest
@@ -41,7 +42,6 @@ from tidegate.rag.index.manifest import (
 from tidegate.rag.index.recall import K, measure
 from tidegate.rag.index.vector_index import build_index, require_faiss
 from tidegate.rag.index.vectors import Vectors
-from tidegate.rag.progress import BuildProgress
 
 SHARD = 4096
 _VECTORS = "vectors"
@@ -87,7 +87,7 @@ def _files_of(encoder: str | None) -> list[Path]:
     return sorted(path for path in Path(encoder).rglob("*") if path.is_file())
 
 
-def build(plan: Plan, progress: BuildProgress) -> Manifest:
+def build(plan: Plan, progress: Progress) -> Manifest:
     """Builds the index; resumes an interrupted build of the same plan.
 
     Raises ConfigError, CorpusError and StorageError; an existing index then stays.
@@ -114,7 +114,7 @@ def build(plan: Plan, progress: BuildProgress) -> Manifest:
 class _Build:
     """Build of one generation."""
 
-    def __init__(self, plan: Plan, generation: str, progress: BuildProgress) -> None:
+    def __init__(self, plan: Plan, generation: str, progress: Progress) -> None:
         self.plan = plan
         self.progress = progress
         self.generation = generation
@@ -196,7 +196,7 @@ class _Build:
             yield from bm25.FILES
 
 
-def _existing(plan: Plan, generation: str, progress: BuildProgress) -> Manifest | None:
+def _existing(plan: Plan, generation: str, progress: Progress) -> Manifest | None:
     """Returns the manifest if this index is already built and intact; removes it if it is damaged.
 
     Raises ConfigError if there is another index and `replace` is not set.

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tidegate.errors import StorageError
 from tidegate.rag.corpus.source import Extent
-from tidegate.rag.index.index_types import FLOAT32, IndexKind, index_bytes, training_rows
-from tidegate.rag.progress import size
+from tidegate.rag.index.index_types import FLOAT32, IndexKind, index_bytes, size, training_rows
 
 _PER_DOCUMENT = 8 + 16
 """Bytes per document besides its text: offset, hash of the id, and row."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tidegate.trainer.checkpoint import checkpoint
 from tidegate.trainer.ledger.entries import FINAL, LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.formatting import printable
@@ -121,13 +122,12 @@ def committed(run_dir: Path) -> int:
     if newest is None:
         return 0
     try:
-        return int(json.loads((newest / "COMMITTED").read_text(encoding="utf-8"))["ledger"])
+        return int(json.loads((newest / checkpoint.MARKER).read_text(encoding="utf-8"))["ledger"])
     except (ValueError, KeyError, TypeError):
         return 0
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Returns the complete checkpoint of the highest step: one whose marker was written."""
-    found = [path.parent for path in (run_dir / "checkpoints").glob("step_*/COMMITTED")]
-    numbered = [path for path in found if path.name.removeprefix("step_").isdigit()]
-    return max(numbered, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    steps = checkpoint.committed(run_dir)
+    return steps[max(steps)] if steps else None

@@ -21,10 +21,10 @@ import pytest
 from tests.rag_stand import FakeIndex, Stand, serving
 from tests.waiting import eventually
 from tidegate.errors import CorpusError
+from tidegate.progress import Progress
 from tidegate.rag.build import Plan, build
 from tidegate.rag.client import SearchClient
 from tidegate.rag.index.searcher import Searcher
-from tidegate.rag.progress import BuildProgress
 from tidegate.rag.server import service as module
 from tidegate.rag.server.batcher import BatchOptions
 from tidegate.rag.server.service import RagOptions
@@ -38,7 +38,7 @@ def make_index(directory: Path, label: str = "a", *, bm25: bool = False) -> Path
     corpus = directory / f"{label}.jsonl"
     rows = [{"id": word, "title": word.title(), "text": f"The {word} of {label}."} for word in WORDS]
     corpus.write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    build(Plan([corpus], directory / label, "hash", bm25=bm25), BuildProgress(io.StringIO()))
+    build(Plan([corpus], directory / label, "hash", bm25=bm25), Progress(io.StringIO()))
     return directory / label
 
 

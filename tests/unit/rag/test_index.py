@@ -13,6 +13,7 @@ import pytest
 
 from tests.rag_corpus import build_quietly, passages, write_jsonl
 from tidegate.errors import ConfigError, CorpusError, StorageError
+from tidegate.progress import Progress
 from tidegate.rag import estimate as estimates
 from tidegate.rag.build import Plan
 from tidegate.rag.corpus.source import Extent
@@ -31,7 +32,6 @@ from tidegate.rag.index.manifest import NAME, Manifest
 from tidegate.rag.index.searcher import Searcher
 from tidegate.rag.index.vector_index import VectorIndex, build_index, on_gpus
 from tidegate.rag.index.vectors import Vectors
-from tidegate.rag.progress import BuildProgress
 
 WIKI = (21_015_324, 768)
 """Passages of Wikipedia's 2018 dump, encoded by a model of BERT's size."""
@@ -96,7 +96,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
     tmp_path: Path, kind: IndexKind, least: float
 ) -> None:
     vectors = _Clustered()
-    build_index(kind, vectors, tmp_path, 1, BuildProgress(io.StringIO()))
+    build_index(kind, vectors, tmp_path, 1, Progress(io.StringIO()))
     index = VectorIndex(tmp_path, kind, nlist(6000) // 2 if kind.startswith("ivf") else None, 1)
     queries = vectors.all[::60] + 0.05
     scores, rows = index.search(queries, 10)
@@ -113,7 +113,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
 def test_a_batch_is_faster_than_its_queries_one_by_one(tmp_path: Path) -> None:
     """As it is not where FAISS is left as it comes."""
     vectors = _Clustered(20_000, 384)
-    build_index("flat", vectors, tmp_path, 1, BuildProgress(io.StringIO()))
+    build_index("flat", vectors, tmp_path, 1, Progress(io.StringIO()))
     index = VectorIndex(tmp_path, "flat", None, 1)
     together, alone = [], []
     for _ in range(5):

@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from tidegate.errors import ConfigError
+from tidegate.progress import Progress
 from tidegate.rag.build import Plan, build
 from tidegate.rag.index.searcher import Searcher
-from tidegate.rag.progress import BuildProgress
 
 ROWS = [
     {"id": "paris", "contents": '"Paris"\nParis is the capital of France.'},
@@ -24,7 +24,7 @@ ROWS = [
 def built(directory: Path, rows: Sequence[object] = ROWS) -> Path:
     source = directory / "corpus.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-    build(Plan([source], directory / "index", "hash"), BuildProgress(io.StringIO()))
+    build(Plan([source], directory / "index", "hash"), Progress(io.StringIO()))
     return directory / "index"
 
 

@@ -15,10 +15,10 @@ import orjson
 
 from tidegate.errors import CorpusError
 from tidegate.failpoints import reach
+from tidegate.progress import OnProgress
 from tidegate.rag.corpus.corpus import DATA, IDS, OFFSETS, Corpus, Document, Documents, id_hash
 from tidegate.rag.corpus.source import SourceRow, read_rows
 from tidegate.rag.files import replace_file
-from tidegate.rag.progress import OnProgress
 
 _SHOWN = 10
 """Number of bad rows or ids listed in an error; the others are only counted."""

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.failpoints import reach
+from tidegate.progress import OnProgress
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.encoders import STOP_WORDS, words
 from tidegate.rag.files import sync
-from tidegate.rag.progress import OnProgress
 
 _NAMES = {
     "data_name": "bm25.data.npy",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidegate.errors import ConfigError
-from tidegate.rag.progress import size
 
 IndexKind = Literal["flat", "sq8", "ivf-sq8", "ivf-pq"]
 KINDS: tuple[IndexKind, ...] = ("flat", "sq8", "ivf-sq8", "ivf-pq")
@@ -96,3 +95,12 @@ def factory(kind: IndexKind, count: int, dimension: int) -> str:
     """Returns the FAISS factory string; `np` skips training (2 s per byte) for polysemous search."""
     codes = {"flat": "Flat", "sq8": "SQ8", "ivf-sq8": "SQ8", "ivf-pq": f"PQ{subquantizers(dimension)}x8np"}
     return f"IVF{nlist(count)},{codes[kind]}" if kind.startswith("ivf") else codes[kind]
+
+
+def size(count: float) -> str:
+    """Formats bytes with decimal units."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.progress import Progress
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.encoders import Encoder
 from tidegate.rag.index.index_types import IndexKind, nlist
 from tidegate.rag.index.vector_index import VectorIndex, require_faiss
 from tidegate.rag.index.vectors import Vectors
-from tidegate.rag.progress import BuildProgress
 
 K = 10
 _QUERIES = 256
@@ -25,7 +25,7 @@ _MIN_GAIN = 0.005
 
 def measure(
     kind: IndexKind, corpus: Corpus, vectors: Vectors, encoder: Encoder, directory: Path, threads: int,
-    progress: BuildProgress,
+    progress: Progress,
 ) -> tuple[int | None, float]:  # fmt: skip
     """Returns nprobe (None without inverted lists) and recall@10, with excerpts of passages as queries.
 

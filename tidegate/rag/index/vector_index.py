@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.progress import Progress
 from tidegate.rag.files import replace_file
 from tidegate.rag.index.index_types import IndexKind, factory, training_rows
 from tidegate.rag.index.vectors import Vectors
-from tidegate.rag.progress import BuildProgress
 
 if TYPE_CHECKING:
     import faiss
@@ -84,9 +84,7 @@ class VectorIndex:
         return scores, rows
 
 
-def build_index(
-    kind: IndexKind, vectors: Vectors, directory: Path, threads: int, progress: BuildProgress
-) -> None:
+def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int, progress: Progress) -> None:
     """Trains the index on a sample if necessary, adds all shards and writes the index."""
     faiss = require_faiss()
     faiss.omp_set_num_threads(threads)

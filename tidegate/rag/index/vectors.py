@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tidegate.errors import CorpusError
 from tidegate.failpoints import reach
+from tidegate.progress import OnProgress
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.encoders import Encoder
 from tidegate.rag.files import replace_array
-from tidegate.rag.progress import OnProgress
 
 
 class Vectors:
