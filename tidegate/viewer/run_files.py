@@ -170,13 +170,12 @@ def eval_results(run_dir: Path) -> list[dict[str, Any]]:
 
 def _result_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        results = as_mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except (OSError, ValueError):
         return
-    results = as_mapping(found)
     sampling = as_mapping(results.get("sampling"))
-    for name, one in as_mapping(results.get("sets")).items():
-        numbers = as_mapping(one)
+    for name, summary in as_mapping(results.get("sets")).items():
+        numbers = as_mapping(summary)
         yield {
             "directory": printable(f"evals/{path.parent.name}"),
             "target": printable(Path(str(results.get("target") or "")).name),

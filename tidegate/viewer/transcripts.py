@@ -41,6 +41,8 @@ class TranscriptLine:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
+    """One episode, ready to be shown; `parts` are those of its reward."""
+
     task_id: str
     outcome: str
     reward: float | None

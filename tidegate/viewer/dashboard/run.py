@@ -129,14 +129,14 @@ class FollowedRun:
                 remarks.append(not_json(tail.path, tail.broken))
         return remarks
 
-    def state_of(self, one: EpisodeSummary) -> str:
+    def state_of(self, episode: EpisodeSummary) -> str:
         """Returns an episode's state, by the ledger if it has the group, else by the record."""
-        if one.state is None:
+        if episode.state is None:
             return "eval"
-        group = self.ledger.groups.get(one.group)
-        if one.state == "stepped" and group is not None:
+        group = self.ledger.groups.get(episode.group)
+        if episode.state == "stepped" and group is not None:
             return "abandoned" if group.rolled_back else group.final(self._committed).value
-        return one.state
+        return episode.state
 
     def silence(self) -> float | None:
         """Returns the seconds since the last write to metrics or ledger; None if neither exists."""
