@@ -15,8 +15,7 @@ from tidegate.agents.base import load_agent
 from tidegate.config import Settings
 from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
-from tidegate.observer import Observer
-from tidegate.trainer.loggers.composite import CompositeObserver
+from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.processes.local import LocalProcesses

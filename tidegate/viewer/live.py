@@ -17,7 +17,7 @@ from rich.text import Text
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
 from tidegate.viewer.console import SafeConsole, Terminal
 from tidegate.viewer.formatting import duration, known, number, printable, smoothed, sparkline
-from tidegate.viewer.live_state import EvalStatus, LiveState
+from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
 from tidegate.viewer.summary import ACCENT, final_summary
 
@@ -78,7 +78,7 @@ class LiveView:
 
     def progress(self, what: str, done: int, total: int) -> None:
         with self._lock:
-            self.live_state.progress = EvalStatus(what, done, total) if done < total else None
+            self.live_state.progress = (what, done, total) if done < total else None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         with self._lock:
@@ -245,10 +245,13 @@ def _waiting(state: LiveState) -> RenderableType:
     ):
         seconds = state.recent(key)
         share = min(1.0, (seconds or 0.0) / step_s)
-        filled = round(share * BAR)
-        bar = Text.assemble(("█" * filled, ACCENT), ("─" * (BAR - filled), "dim"))
-        grid.add_row(name, bar, Text(f"{number(seconds, 1)} of {number(step_s, 1)} s a step", "dim"))
+        grid.add_row(name, _bar(share), Text(f"{number(seconds, 1)} of {number(step_s, 1)} s a step", "dim"))
     return grid
+
+
+def _bar(share: float) -> Text:
+    filled = round(share * BAR)
+    return Text.assemble(("█" * filled, ACCENT), ("─" * (BAR - filled), "dim"))
 
 
 STATE_STYLES = {"trained": "green", "stale": "yellow", "failed": "red", "cancelled": "yellow"}
@@ -275,15 +278,9 @@ def _groups(state: LiveState, names: Sequence[str]) -> Text:
 def _news(state: LiveState) -> list[Text]:
     lines = []
     if state.progress is not None:
-        done, total = state.progress.done, max(1, state.progress.total)
-        filled = round(BAR * done / total)
-        lines.append(
-            Text.assemble(
-                (f"{printable(state.progress.what)} {done}/{state.progress.total} ", "bold"),
-                ("█" * filled, ACCENT),
-                ("─" * (BAR - filled), "dim"),
-            )
-        )
+        what, done, total = state.progress
+        title = (f"{printable(what)} {done}/{total} ", "bold")
+        lines.append(Text.assemble(title, _bar(done / max(1, total))))
     for when, text in list(state.news)[-(NEWS_LINES - len(lines)) :]:
         stamp = f"{duration(when - state.started_at):>7}  "
         line = Text(no_wrap=True, overflow="ellipsis")

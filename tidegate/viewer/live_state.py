@@ -35,13 +35,6 @@ class Rate:
 
 
 @dataclass(slots=True)
-class EvalStatus:
-    what: str
-    done: int
-    total: int
-
-
-@dataclass(slots=True)
 class LiveState:
     """`clock` readings are seconds of one monotonic clock."""
 
@@ -56,7 +49,8 @@ class LiveState:
     first_eval: dict[str, float] = field(default_factory=dict)
     last_eval: dict[str, float] = field(default_factory=dict)
     eval_step: int | None = None
-    progress: EvalStatus | None = None
+    progress: tuple[str, int, int] | None = None
+    """An activity, its completed parts, and the number of its parts."""
     sampled: Rate = field(default_factory=lambda: Rate(10.0))
     ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
 

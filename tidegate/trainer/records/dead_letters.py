@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tidegate import failpoints
 from tidegate.trainer.ledger.jsonl import drop_torn_line
@@ -39,10 +38,7 @@ class DeadLetters:
             "time": round(time.time(), 3), "task": task.id, "env": task.env, "messages": list(task.messages),
             "group": group, "slot": slot, "attempts": [asdict(attempt) for attempt in attempts],
         }  # fmt: skip
+        # A task may have values without a JSON form, or text that is not valid Unicode.
+        encoded = json.dumps(line, default=str, ensure_ascii=False).encode("utf-8", "replace")
         with failpoints.around("dead_letters"), open(self.path, "ab") as file:
-            file.write(_encoded(line) + b"\n")
-
-
-def _encoded(line: Mapping[str, Any]) -> bytes:
-    """Encode any task, also one whose values have no JSON form or whose text is not valid Unicode."""
-    return json.dumps(line, default=str, ensure_ascii=False).encode("utf-8", "replace")
+            file.write(encoded + b"\n")

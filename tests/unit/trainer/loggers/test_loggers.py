@@ -19,10 +19,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 from tests import REPO
 from tidegate.config import Settings, load_settings
 from tidegate.errors import StartError
-from tidegate.observer import Silent
+from tidegate.observer import CompositeObserver, Silent
 from tidegate.trainer.loggers import background
 from tidegate.trainer.loggers.background import BackgroundLogger
-from tidegate.trainer.loggers.composite import CompositeObserver
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
