@@ -119,9 +119,9 @@ class TrainerSettings(SettingsSection):
     streaming: bool = False
     """Process each minibatch as soon as its groups are ready, while the others are still sampled; the
     gradients are summed into one optimiser step per batch."""
-    reference: Path | None = None
+    reference_model: Path | None = None
     """Frozen model in Hugging Face format; its KL divergence from the policy is measured."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the penalty KL(π_θ‖π_ref)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
@@ -222,8 +222,8 @@ class TrainerSettings(SettingsSection):
                 f"device = {self.device!r} is a single device, but ranks = {self.ranks} need one each: "
                 "set it to 'cuda'"
             )
-        if not self.kl_coefficient and self.other_than_default("kl_estimator"):
-            raise ValueError("kl_estimator has no effect without a penalty: set kl_coefficient, or remove it")
+        if not self.kl_coef and self.other_than_default("kl_estimator"):
+            raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")
         self._check_baseline()
         self._check_loss()
         return self
@@ -271,8 +271,8 @@ class TrainerSettings(SettingsSection):
                 f"minibatches = {self.minibatches} is more than groups_per_batch = {self.groups_per_batch}; "
                 "groups are not split"
             )
-        if self.kl_coefficient and self.reference is None:
-            raise ValueError("kl_coefficient needs trainer.reference, the frozen model of the penalty")
+        if self.kl_coef and self.reference_model is None:
+            raise ValueError("kl_coef needs trainer.reference_model, the frozen model of the penalty")
 
     def _check_streaming(self) -> None:
         """Raises ValueError if streaming contradicts other settings or has no effect."""
@@ -315,6 +315,8 @@ class Settings(SettingsSection):
         "cluster.patience_s": "cluster.timeout_s",
         "data": "env.options.path",
         "set": "trainer.<setting>",
+        "trainer.kl_coefficient": "trainer.kl_coef",
+        "trainer.reference": "trainer.reference_model",
     }
 
     run: RunSettings = RunSettings()

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 
 if TYPE_CHECKING:
-    from tidegate.trainer.run import Run, RunResult
+    from tidegate.trainer.run import Run
+    from tidegate.trainer.training import RunResult
 
 
 def launch(
@@ -102,8 +104,6 @@ class Launch:
 
     async def run(self) -> int:
         """Trains, writes the report and returns the exit code."""
-        from tidegate.trainer.run import RunResult
-
         run = self._run
         self._observer.started(_info(self._settings, run))
         try:
@@ -111,7 +111,7 @@ class Launch:
                 result = await run.train()
                 code = 0 if result.status == "completed" else STOPPED
             except TidegateError as error:
-                result = RunResult("failed", str(error), run.steps_done, run.initial_eval, run.final_eval)
+                result = replace(run.result, why=str(error))
                 code = error.exit_code
             _report(self._settings, self._observer, result)
             return code

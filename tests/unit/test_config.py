@@ -77,6 +77,8 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ),
         ([*MODEL, "--run.live", "false"], "there is no setting 'run.live'; it is now 'run.live_view'"),
         ([*MODEL, "--cluster.patience_s", "9"], "it is now 'cluster.timeout_s'"),
+        ([*MODEL, "--trainer.kl_coefficient", "1"], "it is now 'trainer.kl_coef'"),
+        ([*MODEL, "--trainer.reference", "m"], "it is now 'trainer.reference_model'"),
         ([*MODEL, "--trainer.steps", "many"], "trainer.steps = 'many'"),
         ([*MODEL, "--trainer.steps", "0"], "trainer.steps = 0"),
         ([*MODEL, "--trainer.max_staleness", "-1"], "a number of versions ≥ 0, or 'none'"),
@@ -131,7 +133,7 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             "dynamic_sampling has no effect with baseline = 'batch'",
         ),
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
-        ([*MODEL, "--trainer.kl_coefficient", "0.1"], "kl_coefficient needs trainer.reference"),
+        ([*MODEL, "--trainer.kl_coef", "0.1"], "kl_coef needs trainer.reference_model"),
         ([], "the setting 'model.path' is required"),
     ],
 )

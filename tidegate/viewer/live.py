@@ -241,7 +241,7 @@ def _waiting(state: LiveState) -> RenderableType:
         grid.add_column(no_wrap=True)
     for key, name in (
         ("time/wait_for_batch", "trainer for data"),
-        ("time/wait_for_policy", "data for trainer"),
+        ("time/batch_queue", "data for trainer"),
     ):
         seconds = state.recent(key)
         share = min(1.0, (seconds or 0.0) / step_s)

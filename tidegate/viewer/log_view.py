@@ -127,7 +127,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: floa
         f"staleness {cell('staleness/mean', 1, 4)} max {cell('staleness/max', 0, 2)}",
         f"{number(tokens_per_s, 0):>7} tokens/s",
         f"{cell('time/step', 1, 5)} s",
-        f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/wait_for_policy', 1, 4)} s",
+        f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/batch_queue', 1, 4)} s",
     ]
     lost = [
         f"{state} {int(metrics[f'groups/{state}'])}"

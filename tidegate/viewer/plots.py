@@ -71,7 +71,7 @@ def _staleness(run: RunFiles, bound: int | None) -> Chart | None:
 def _waiting(run: RunFiles) -> Chart | None:
     series = [
         Series("trainer waits for data", run.series("time/wait_for_batch"), "accent"),
-        Series("data waits for the trainer", run.series("time/wait_for_policy"), "sand"),
+        Series("data waits for the trainer", run.series("time/batch_queue"), "sand"),
         Series("whole step", run.series("time/step"), "muted", "thin"),
     ]
     return lines("Waiting times", series, note="Seconds per step.", y_range=(0.0, None))

@@ -122,7 +122,7 @@ class Writer:
         trained = {
             "reward/mean": 0.25 * step, "reward/std": 0.4, "staleness/mean": 0.5, "staleness/max": 1.0,
             "tokens/trained": 90.0, "time/step": 2.0, "time/wait_for_batch": 0.5,
-            "time/wait_for_policy": 0.25, "lag_kl": 1e-3, "mismatch_kl": 1e-9, "entropy": 0.5,
+            "time/batch_queue": 0.25, "lag_kl": 1e-3, "mismatch_kl": 1e-9, "entropy": 0.5,
             "groups/stepped": float(step), "groups/filtered": 1.0, "reward/exact_answer": 0.2 * step,
         } if step else {}  # fmt: skip
         self.log.append({**base, **trained, **more})

@@ -93,9 +93,7 @@ def test_one_evaluation_is_not_shown_as_a_change() -> None:
 
 def test_the_waits_of_trainer_and_rollout_are_two_bars_in_proportion() -> None:
     board = LiveState(10, 2, 0.0, info=dict(INFO))
-    board.add_step(
-        {"step": 1, "time/step": 2.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 5.0}, 1.0
-    )
+    board.add_step({"step": 1, "time/step": 2.0, "time/wait_for_batch": 1.0, "time/batch_queue": 5.0}, 1.0)
     trainer, data = (line for line in drawn(board, 100).splitlines() if "a step" in line and "█" in line)
     assert trainer.count("█") == 10
     assert data.count("█") == 20  # never longer than the step

@@ -63,7 +63,7 @@ def metrics_row(step: int, steps: int, rng: random.Random, counts: Counter[str])
         "tokens/trained": 6400 + rng.randint(-600, 600),
         "time/step": seconds,
         "time/wait_for_batch": max(0.0, rng.gauss(0.5, 0.15)),
-        "time/wait_for_policy": max(0.0, rng.gauss(0.3, 0.1)),
+        "time/batch_queue": max(0.0, rng.gauss(0.3, 0.1)),
         "time/update": seconds * 0.5,
         "time/publish": 0.06 + rng.random() * 0.02,
         **{f"groups/{name}": counts[name] for name in STATES},

@@ -34,7 +34,7 @@ class Batch:
     waited_s: float
     """Seconds that the trainer waited for it (`time/wait_for_batch`)."""
     ready_s: float
-    """Mean seconds that its groups waited for the trainer (`time/wait_for_policy`)."""
+    """Mean seconds that its groups waited for the trainer (`time/batch_queue`)."""
     advantages: list[list[Advantage]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
     """The dropped groups that were in the batch, but in no optimiser step that was taken."""

@@ -18,6 +18,6 @@ def make_loss(settings: TrainerSettings) -> Loss:
     """
     module = importlib.import_module(f"tidegate.trainer.losses.{settings.loss.name}")
     loss: Loss = module.make(settings.loss)
-    if not settings.kl_coefficient:
+    if not settings.kl_coef:
         return loss
-    return replace(loss, penalty=reference_penalty(settings.kl_estimator, settings.kl_coefficient))
+    return replace(loss, penalty=reference_penalty(settings.kl_estimator, settings.kl_coef))

@@ -141,14 +141,14 @@ class Policy:
         ranks = ranks or Ranks(settings)
         device = ranks.load_device()
         model = read_model(path).to(device).eval()
-        if settings.reference is None:
+        if settings.reference_model is None:
             return cls(model, path, settings, ranks=ranks)
-        reference = read_model(settings.reference).to(device).eval().requires_grad_(False)
+        reference = read_model(settings.reference_model).to(device).eval().requires_grad_(False)
         size, reference_size = (each.config.get_text_config().vocab_size for each in (model, reference))
         if size != reference_size:
             raise StartError(
-                f"trainer.reference = {settings.reference} has a vocabulary of {reference_size}, {path} "
-                f"one of {size}: the reference must be a model with the same tokens"
+                f"trainer.reference_model = {settings.reference_model} has a vocabulary of {reference_size}, "
+                f"{path} one of {size}: the reference must be a model with the same tokens"
             )
         return cls(model, path, settings, reference, ranks)
 

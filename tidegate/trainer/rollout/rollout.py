@@ -58,6 +58,8 @@ class Rollout:
     last_failure: str = ""
     last_progress: float = field(default_factory=time.monotonic)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _answers: dict[int, Any] = field(default_factory=dict)
+    """Gold answers of outstanding groups, by the index of their task."""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
     _broken: BaseException | None = None
@@ -98,6 +100,7 @@ class Rollout:
                 )
             return
         self._skipped = 0
+        self._answers[ticket.index] = bounded_answer(task.answer)
         running = asyncio.create_task(self._group(group, task), name=group.id)
         self._running[group.id] = running
         running.add_done_callback(self._ended)
@@ -114,8 +117,10 @@ class Rollout:
             ) from error
 
     def answer(self, index: int) -> Any:
-        """Return the gold answer of a training task, as in trajectory files."""
-        return bounded_answer(self._task(index).answer)
+        """Return the gold answer of a group's task, as in trajectory files. Call it once for each group."""
+        if index in self._answers:
+            return self._answers.pop(index)
+        return bounded_answer(self._task(index).answer)  # the group was started before a resume
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         self._running.pop(running.get_name(), None)
@@ -218,8 +223,9 @@ class Rollout:
         sampled = sum(trajectory.sampled_tokens() for trajectory in dropped)
         self.tokens.record_wasted(sampled, state, len(dropped))
         if index is not None:
+            answer = self.answer(index)
             for trajectory in dropped:
-                trajectory.answer = self.answer(index)
+                trajectory.answer = answer
                 self.save(trajectory, state)
 
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:

@@ -192,7 +192,7 @@ def test_a_penalty_is_added_with_the_tokens_weight(name, estimator):
     mean = sequence_mean if name == "grpo" else token_mean
     expected = PLAIN[name](trajectories) - 0.3 * mean(trajectories, KL[estimator])
     expected.backward()
-    settings = settings_of(name, reference="ref", kl_coefficient=0.3, kl_estimator=estimator)
+    settings = settings_of(name, reference_model="ref", kl_coef=0.3, kl_estimator=estimator)
     value, gradients, _ = ours(settings, rows, logprobs, 64)
     assert value == pytest.approx(expected.item(), rel=1e-6)
     for found, leaf in zip(gradients, leaves, strict=True):
@@ -207,7 +207,7 @@ def test_k1_lowers_the_advantage(name):
         row.advantage = row.advantage - 0.3 * (row.pi - row.reference).detach()
     expected = PLAIN[name](trajectories)
     expected.backward()
-    settings = settings_of(name, reference="ref", kl_coefficient=0.3, kl_estimator="k1")
+    settings = settings_of(name, reference_model="ref", kl_coef=0.3, kl_estimator="k1")
     value, gradients, _ = ours(settings, rows, logprobs, 64)
     assert value == pytest.approx(expected.item(), rel=1e-6)
     for found, leaf in zip(gradients, leaves, strict=True):

@@ -181,7 +181,7 @@ def test_a_minibatch_that_is_not_finite_ends_the_batch(base):
 
 
 def test_the_distance_to_a_reference_is_measured_and_penalised(base, other):
-    free = Policy.load(base, TrainerSettings(reference=other, **SETTINGS))
+    free = Policy.load(base, TrainerSettings(reference_model=other, **SETTINGS))
     rows = make_batch(free)
     reference = Policy.load(other, TrainerSettings()).logprobs(rows)
     distance = np.concatenate(
@@ -200,7 +200,7 @@ def test_the_distance_to_a_reference_is_measured_and_penalised(base, other):
 )
 def test_a_penalty_draws_the_policy_to_its_reference(base, other, estimator):
     settings = TrainerSettings(
-        reference=other, kl_coefficient=1.0, kl_estimator=estimator, learning_rate=0.003
+        reference_model=other, kl_coef=1.0, kl_estimator=estimator, learning_rate=0.003
     )
     policy = Policy.load(base, settings)
     rng = np.random.default_rng(0)
@@ -221,4 +221,4 @@ def test_a_penalty_draws_the_policy_to_its_reference(base, other, estimator):
 def test_a_reference_of_another_vocabulary_is_refused(base, tmp_path):
     make_tiny_model(tmp_path / "small", vocab=40, hidden=32)
     with pytest.raises(StartError, match="vocabulary of 40"):
-        Policy.load(base, TrainerSettings(reference=tmp_path / "small"))
+        Policy.load(base, TrainerSettings(reference_model=tmp_path / "small"))

@@ -154,7 +154,7 @@ def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
 
 def _of_a_step_with_a_reference(directory: Path) -> dict[str, float]:
     base = make_model(directory / "base")
-    return Policy.load(base, TrainerSettings(reference=base)).update(make_rows(4), 3)
+    return Policy.load(base, TrainerSettings(reference_model=base)).update(make_rows(4), 3)
 
 
 def _of_what_was_lost() -> dict[str, float]:

@@ -105,7 +105,11 @@ class Script:
 
 
 class Tasks:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
     def train_task(self, index: int) -> Task:
+        self.asked.append(index)
         return Task(f"t{index}", "arithmetic", [], f"answer {index}")
 
 

@@ -1,0 +1,285 @@
+"""The started components of a run, and the calls between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tidegate.config import Settings
+from tidegate.envs.base import Environment
+from tidegate.errors import NoUsableEpisodesError
+from tidegate.observer import Observer
+from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.credit import Credit, GroupCredit
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.ledger.entries import State, entry
+from tidegate.trainer.ledger.ledger import Ledger
+from tidegate.trainer.ledger.token_counts import TokenCounts
+from tidegate.trainer.loop import Loop, run_to_completion, unless_stopped
+from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.processes.launcher import Processes
+from tidegate.trainer.processes.provider import ProcessProvider
+from tidegate.trainer.processes.servers import restart_s
+from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
+from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.records.dead_letters import DeadLetters
+from tidegate.trainer.records.metrics import MetricsLog, read_metrics
+from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
+from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
+from tidegate.trainer.start import ResumedRun, Start
+
+STATE_S = 0.5
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Result of a run; `initial_eval` and `final_eval` are metrics of its first and last evaluation."""
+
+    status: str
+    why: str | None
+    step: int
+    initial_eval: dict[str, float] = field(default_factory=dict)
+    final_eval: dict[str, float] = field(default_factory=dict)
+
+
+class Training:
+    """The components of a run whose processes have started.
+
+    Args:
+        settings: Settings of the run.
+        start: Where the run starts.
+        environment: Tasks and rewards.
+        observer: Shows progress.
+        credit: Computes advantages.
+        provider: Provides the run's processes.
+        processes: Clients of these processes.
+        policy: The loaded policy.
+        ledger: The open ledger.
+        resumed: Admission, and the groups that continue.
+        stop: Set when the run is to end after the current step.
+        result: Updated by evaluations and at the end.
+        stack: Closes what is opened here.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        start: Start,
+        environment: Environment,
+        observer: Observer,
+        credit: Credit,
+        provider: ProcessProvider,
+        processes: Processes,
+        policy: Policy,
+        ledger: Ledger,
+        resumed: ResumedRun,
+        stop: asyncio.Event,
+        result: RunResult,
+        stack: contextlib.AsyncExitStack,
+    ) -> None:
+        self.settings, self.start, self.stop, self.result = settings, start, stop, result
+        self.dir = settings.run_dir.absolute()
+        self.observer, self.provider = observer, provider
+        self.gateway, self.engines = processes.gateway, processes.engines
+        self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
+        self.tokens = TokenCounts()
+        self.best = BestCheckpoint.open(self.dir)
+        self._began = time.monotonic()
+        files = TrajectoryFiles(self.dir)
+        epoch, deadline_s = self.admission.epoch, settings.agent.deadline_s
+        episodes = Episodes(self.gateway, processes.worker, deadline_s, epoch=epoch)
+        self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
+        self.rollout = Rollout(
+            settings, self.admission, episodes, environment, files.append,
+            DeadLetters(self.dir).write, self.pause, self.tokens,
+        )  # fmt: skip
+        self.batches = Batcher(
+            self.gateway, self.admission, self.rollout.wake, GroupCredit(settings.trainer).should_train,
+            self.tokens, self.rollout.answer,
+        )  # fmt: skip
+        for group in resumed.leased:
+            self.batches.add(group)
+        sets = {name: list(tasks) for name, tasks in environment.eval_sets().items()}
+        self.evaluator = Evaluator(
+            settings, episodes, sets, observer, files.evaluation, lambda: self.pause.engines_down
+        )
+        self.recorder = Recorder(
+            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version
+        )
+        self.publisher = self._publisher(stack)
+        self.engines.on_poll = self._set_serving
+        self.engines.set_publisher(self.publisher)
+        self.loop = Loop(
+            settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
+            self._checkpoint, self._evaluate, credit, start.step, stop,
+        )  # fmt: skip
+
+    async def open(self, supervisor: TaskSupervisor) -> None:
+        """Check the engines, give them the current weights if others own them, and start the watchers."""
+        if self.settings.engine.urls:
+            await self.publisher.update_all()
+        await self.publisher.check_samples()
+        timeout_s = self.settings.patience_s
+        supervisor.watch(self.engines.watch(), "engines")
+        supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
+        supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
+        supervisor.watch(every(STATE_S, self.pause.check), "outage")
+
+    async def run(self, supervisor: TaskSupervisor) -> None:
+        """Train, then cancel running groups, record the end, and commit."""
+        try:
+            await supervisor.run(self._train(supervisor))
+        finally:
+            await run_to_completion(self._end())
+
+    async def _train(self, supervisor: TaskSupervisor) -> None:
+        await self._initial_evaluation()
+        if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
+            supervisor.watch(self.rollout.run(), "rollout")
+            await self.loop.run()
+
+    async def _end(self) -> None:
+        self.result.step = self.loop.step
+        await self.rollout.stop()
+        self.ledger.record(entry("run", "ended", step=self.loop.step, version=self.admission.version))
+        await self._checkpoint(self.loop.step)
+
+    def _publisher(self, stack: contextlib.AsyncExitStack) -> Publisher:
+        settings = self.settings
+        sender = None
+        if settings.trainer.publish_transport == "broadcast":
+            sender = WeightBroadcaster(
+                self.policy.weight_buckets, self.observer.note, device=settings.trainer.device
+            )
+            stack.callback(sender.close)
+        return Publisher(
+            self.dir / "weights", self.policy.save_weights, self.engines.urls, self._cancel_stale_groups,
+            self.engines.mark_unavailable, self.engines.restore, (self.start.weights, self.start.version),
+            restart_s(settings.engine), sender,
+            self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
+        )  # fmt: skip
+
+    async def _checkpoint(self, step: int) -> None:
+        """Write a checkpoint, the commit point of all steps so far."""
+        progress = self.admission.progress()
+        state: dict[str, Any] = {
+            "ledger": self.ledger.position,
+            "ledger_checksum": self.ledger.checksum,
+            "epoch": self.admission.epoch,
+            "version": self.admission.version,
+            "highest_version": self.admission.version,
+            "cursor": progress.cursor,
+            "tickets": [asdict(ticket) for ticket in progress.tickets],
+        }
+        self.ledger.sync()
+        await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
+        self.admission.commit()
+        # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
+        live = {self.start.step} if self.publisher.current[0] == self.start.weights else set()
+        await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints, live)
+
+    async def _initial_evaluation(self) -> None:
+        """Evaluate before the first step, unless an earlier start of the run did."""
+        recorded = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
+        if recorded is not None:
+            self.result.initial_eval = {
+                key: value for key, value in recorded.items() if key.startswith("eval/")
+            }
+            return
+        evaluation = await unless_stopped(self.stop, self.evaluator.full(0))
+        if evaluation is None:
+            return
+        if not any(episode.reward is not None for _, _, episode in evaluation.episodes):
+            reason, number = evaluation.reasons.most_common(1)[0]
+            raise NoUsableEpisodesError(
+                f"no held-out episode succeeded; {number} of them failed with: {reason}"
+            )
+        self._note_failures(evaluation)
+        await self._keep_best(0, evaluation.metrics)
+        self.result.initial_eval = self.result.final_eval = evaluation.metrics
+        self.recorder.step(0, dict(evaluation.metrics))
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Run the evaluation that is due at `step`, if any. No publish happens during it."""
+        settings = self.settings.eval
+        if step == self.settings.trainer.steps:
+            await self.rollout.stop()
+            due = self.evaluator.full(step)
+        elif settings.every and step % settings.every == 0:
+            due = self.evaluator.interim(step)
+        else:
+            return {}
+        evaluation = await unless_stopped(self.stop, due)
+        if evaluation is None:
+            return {}
+        self._note_failures(evaluation)
+        await self._keep_best(step, evaluation.metrics)
+        self.result.final_eval = evaluation.metrics
+        return evaluation.metrics
+
+    async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the weights that are live on the engines if they score best."""
+        if "eval/reward" in metrics:
+            weights, version = self.publisher.current
+            await asyncio.to_thread(
+                self.best.update_if_better, weights, step, version, metrics["eval/reward"]
+            )
+
+    def _note_failures(self, evaluation: Evaluation) -> None:
+        for reason, number in evaluation.reasons.most_common(3):
+            self.observer.note(f"evaluation: {number} episodes failed: {reason}")
+
+    async def _cancel_stale_groups(self, version: int) -> None:
+        await cancel_stale_groups(version, self.admission, self.gateway, self.rollout.end_stale)
+
+    def _set_serving(self, serving: bool) -> None:
+        self.pause.set_serving(serving)
+        self.rollout.wake()
+
+    def _last_progress(self) -> float:
+        if self.pause.active:
+            return time.monotonic()  # a pause has its own limit
+        return max(
+            self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
+        )
+
+    def _describe(self) -> str:
+        counts = ", ".join(
+            f"{number} {state}" for state, number in self.admission.group_counts.items() if number
+        )
+        phases = [group.phase.value for group in self.admission.groups.values()]
+        outstanding = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
+        failure = f"; the last failure: {self.rollout.last_failure}" if self.rollout.last_failure else ""
+        return (
+            f"the trainer waits for {self.settings.trainer.groups_per_batch} ready groups at step "
+            f"{self.loop.step}. Groups outstanding: {outstanding}. Ledger: {counts or 'empty'}{failure}"
+        )
+
+    def snapshot(self) -> dict[str, float]:
+        """Return counts of groups, attempts, episodes and tokens."""
+        admission, rollout = self.admission, self.rollout
+        counts = {f"groups/{state}": float(admission.group_counts[state]) for state in State}
+        phases = [group.phase.value for group in admission.groups.values()]
+        return {
+            **counts,
+            "groups/live": float(phases.count("running")),
+            "groups/ready": float(phases.count("ready")),
+            "groups/leased": float(phases.count("leased")),
+            "groups/quarantined_tasks": float(len(admission.quarantined)),
+            "attempts/live": float(admission.attempt_counts[State.LIVE]),
+            "attempts/failed": float(admission.attempt_counts[State.FAILED]),
+            "episodes": float(rollout.finished_episodes),
+            "tokens/sampled_total": float(rollout.sampled_tokens),
+            "version": float(admission.version),
+            **self.pause.metrics(),
+            **self.tokens.metrics(),
+        }
