@@ -22,6 +22,7 @@ from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, 
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
+from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
@@ -101,7 +102,7 @@ class World:
             groups_per_batch=self.rules.groups_per_batch, minibatches=parts, streaming=parts > 1
         )
         self.part_sizes = settings.part_sizes
-        self.core = Start(Path()).restore_admission(self.enter, self.rules, {}).admission
+        self.core = restore_admission(Start(Path()), self.enter, self.rules, {}).admission
 
     # -------------------------------------------------------------- independent checks
 
@@ -379,7 +380,7 @@ class World:
         self.parts.clear()
         # Opening writes entries, which are checked against this version.
         self.core.version = start.version
-        self.core = start.restore_admission(self.enter, self.rules, kept, sealed).admission
+        self.core = restore_admission(start, self.enter, self.rules, kept, sealed).admission
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the trajectory file holds it."""

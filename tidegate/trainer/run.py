@@ -27,7 +27,8 @@ from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.start import ResumedRun, Start, admission_rules, base_model, take_over
+from tidegate.trainer.resume import ResumedRun, take_over
+from tidegate.trainer.start import Start, admission_rules, base_model
 from tidegate.trainer.training import RunResult, Training
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

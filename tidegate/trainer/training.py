@@ -31,11 +31,12 @@ from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.resume import ResumedRun
 from tidegate.trainer.rollout.episodes import Episodes
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.trainer.rollout.pause import Pause
 from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
-from tidegate.trainer.start import ResumedRun, Start
+from tidegate.trainer.start import Start
 
 STATE_S = 0.5
 

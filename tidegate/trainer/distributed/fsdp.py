@@ -53,7 +53,7 @@ class FSDPRanks(Ranks):
     def load_device(self) -> torch.device:
         return torch.device("cpu")  # unsharded; each rank moves its shards to its device
 
-    def shard_model(self, model: Any, compute: Compute) -> tuple[Compute, torch.device]:
+    def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
         """Shard a model over all ranks.
 
         Each decoder layer is gathered when it is needed and resharded afterwards; the other modules
@@ -64,7 +64,6 @@ class FSDPRanks(Ranks):
         mesh = init_device_mesh(kind, (self.count,))
         root: Any = _RootModule(model, compute)
         # Parameters are gathered in the dtype of computation; gradients are summed in float32.
-        dtype = getattr(torch, self.settings.compute_dtype)
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for unit in (*decoder_layers(model), root):
             # Reshard after the forward pass too, as a backward pass may not follow.

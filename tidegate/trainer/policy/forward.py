@@ -92,8 +92,9 @@ class Forward:
         if settings.activation_checkpointing:
             checkpoint_layers(_layers_to_recompute(model))
         # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
-        self._autocast = settings.compute_dtype == "bfloat16" and ranks.count == 1
-        self._compute, self.device = ranks.shard_model(model, self._compute_logprobs)
+        dtype = getattr(torch, settings.compute_dtype)
+        self._autocast = dtype is torch.bfloat16 and ranks.count == 1
+        self._compute, self.device = ranks.shard_model(model, self._compute_logprobs, dtype)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)

@@ -57,8 +57,8 @@ class Ranks:
         """Return the device on which a model is loaded; raises ConfigError if there is none."""
         return find_device("trainer.device", self.settings.device)
 
-    def shard_model(self, model: Any, compute: Compute) -> tuple[Compute, torch.device]:
-        """Shard a model; returns its computation, and the device on which the inputs must be."""
+    def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
+        """Shard a model; returns its computation in this dtype, and the device of its inputs."""
         return compute, next(model.parameters()).device
 
     def layout(

@@ -14,6 +14,7 @@ from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
+from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start, admission_rules
 from tidegate.types import Outcome
 
@@ -367,9 +368,9 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     for seq, one in enumerate(driver.book):
         past.apply({**one, "seq": seq})
     again = Start(Path(), version=1, past=past)
-    assert again.restore_admission(driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
+    assert restore_admission(again, driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
     again.lift_quarantine = True
-    core = again.restore_admission(driver.book.append, driver.core.rules, {}).admission
+    core = restore_admission(again, driver.book.append, driver.core.rules, {}).admission
     assert core.start_group(core.next_ticket(), task) is not None
     assert {"event": "lifted", "task": task}.items() <= driver.book[-2].items()
     past.apply({**driver.book[-2], "seq": len(driver.book)})

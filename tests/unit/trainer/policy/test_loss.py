@@ -1,9 +1,13 @@
 import math
+import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests import REPO
 from tests.unit.trainer.learning_fixtures import VOCABULARY, lay, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.microbatch import Microbatch
@@ -116,3 +120,23 @@ def test_logprobs_and_entropy_are_of_the_tempered_distribution():
     torch.testing.assert_close(logprobs_n.exp(), torch.tensor([0.75, 0.9, 0.5]))
     expected = [-sum(p * math.log(p) for p in pair) for pair in ((0.25, 0.75), (0.1, 0.9), (0.5, 0.5))]
     torch.testing.assert_close(entropy_n, torch.tensor(expected))
+
+
+def test_the_custom_loss_of_the_page_trains_as_it_stands(tmp_path: Path) -> None:
+    page = (REPO / "docs" / "losses.md").read_text()
+    blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
+    code, section = ([text for kind, text in blocks if kind == wanted] for wanted in ("python", "toml"))
+    assert len(code) == 1
+    (tmp_path / "my_loss.py").write_text(code[0])
+    (settings,) = (tomllib.loads(text)["trainer"]["loss"] for text in section if "my_loss" in text)
+    loss = make_loss(TrainerSettings(loss={**settings, "use": f"{tmp_path}/{settings['use']}"}))
+    _, batch, logits_nv = make_case()
+    logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+    value, lowered_n = loss(logprobs_n, batch, float(len(batch.at_n)))
+    distance = (logprobs_n - batch.logprobs_n).detach().double()
+    weight = torch.exp(distance) * torch.exp(-((distance / settings["options"]["width"]) ** 2))
+    assert value.item() == pytest.approx(-(weight * batch.advantages_n * logprobs_n).mean().item(), rel=1e-4)
+    assert lowered_n.tolist() == [abs(one) > 0.3 for one in distance.tolist()]
+    value.backward()
+    assert logits_nv.grad is not None
+    assert torch.isfinite(logits_nv.grad).all()

@@ -1,0 +1,139 @@
+"""Takes over what an earlier start of the run left in the ledger, in files and at the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidegate.gateway.client import GatewayClient
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskTicket
+from tidegate.trainer.ledger.entries import LedgerEntry, entry
+from tidegate.trainer.ledger.state import LedgerState, cancel_lost, reinstate
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.start import Start
+from tidegate.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedRun:
+    """Admission of a resumed run, and the groups that had not ended."""
+
+    admission: Admission
+    leased: list[Group] = field(default_factory=list)
+    """Groups whose tokens the trainer has: they may be trained on now."""
+    stale: list[str] = field(default_factory=list)
+    """Groups that are too old now, or have tokens of abandoned versions."""
+    cancelled: list[str] = field(default_factory=list)
+
+    @property
+    def continued(self) -> int:
+        """Number of groups that continue."""
+        return len(self.admission.groups)
+
+
+async def take_over(
+    start: Start,
+    gateway: GatewayClient,
+    files: TrajectoryFiles,
+    record: Callable[[LedgerEntry], None],
+    rules: Rules,
+) -> ResumedRun:
+    """Begin a new epoch, with the state that the previous one left in files and at the gateway.
+
+    The gateway keeps the groups that continue and drops the run's other groups. Groups of other runs stay.
+    """
+    epoch = start.past.epoch + 1
+    await gateway.begin_epoch(epoch)
+    groups = await gateway.list_groups()
+    await asyncio.to_thread(files.set_aside, start.step, epoch)
+    kept = await asyncio.to_thread(files.read_set_aside, start.open_groups())
+    ready = {group.id for group in groups if group.state != "live"}
+    resumed = restore_admission(start, record, rules, kept, ready)
+    admitted = resumed.admission.groups
+    for group in groups:
+        continues = group.id in admitted and admitted[group.id].phase is Phase.READY
+        if group.id in start.past.groups and not continues:
+            await gateway.drop_group(group.id, epoch)
+    return resumed
+
+
+def restore_admission(
+    start: Start,
+    record: Callable[[LedgerEntry], None],
+    rules: Rules,
+    kept: Mapping[str, Group],
+    ready: Collection[str] = (),
+) -> ResumedRun:
+    """Restore admission from the ledger and the checkpoint, in a new epoch.
+
+    Groups trained on after the marker are reinstated and may be trained on again; they end `stale` if
+    they are too old now or not in `kept`. Other groups that have not ended continue if they are in `kept`
+    or `ready`; the remaining ones are cancelled, as their agents have exited.
+
+    Args:
+        start: Where the run starts.
+        record: Receives ledger entries.
+        rules: Limits to enforce.
+        kept: Groups whose tokens are in `trajectories/`, by id.
+        ready: Ids of the groups that the gateway holds.
+    """
+    past, epoch = start.past, start.past.epoch + 1
+    position = start.position if epoch > 1 else None
+    record(
+        entry(
+            "run", "started", epoch=epoch, step=start.step, version=start.version, position=position,
+            rules=rules.audited(),
+        )
+    )  # fmt: skip
+    for task in sorted(past.quarantined) if start.lift_quarantine else ():
+        lifted = entry("run", "lifted", task=task)
+        record(lifted)
+        past.apply(lifted)
+    reinstated = past.rolled_back()
+    for name in reinstated:
+        reinstate(past, name, record)
+    live = {name: _continued(past, name, kept.get(name), name in ready) for name in past.live()}
+    cancelled = [name for name, group in live.items() if group is None and name not in reinstated]
+    for name in cancelled:
+        cancel_lost(past, name, record)
+    admission = Admission(rules, record, epoch=epoch, version=start.version, step=start.step)
+    admission.group_counts += past.counts(past.groups)
+    admission.attempt_counts += past.counts(past.attempts)
+    admission.abandoned = past.abandoned
+    if start.checkpoint is not None:
+        admission.restore(_progress(start.checkpoint.state))
+    admission.quarantined = set(past.quarantined)
+    others = [name for name in live if name not in reinstated and name not in cancelled]
+    for name in [*reinstated, *others]:
+        admission.resume_group(live[name] or _state(past, name, Phase.LEASED))
+    stale = admission.sweep()
+    leased = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
+    return ResumedRun(admission, leased, stale, cancelled)
+
+
+def _continued(past: LedgerState, name: str, tokens: Group | None, ready: bool) -> GroupState | None:
+    """Return the state of a group that can continue: all its tokens are kept, or the gateway has them."""
+    slots = past.live_attempts(name).keys()
+    if tokens is not None and {trajectory.slot for trajectory in tokens.trajectories} == slots:
+        group = _state(past, name, Phase.LEASED)
+        group.oldest, group.newest = tokens.oldest_version(), tokens.newest_version()
+        for trajectory in tokens.trajectories:
+            group.slots[trajectory.slot or 0].outcome = trajectory.outcome
+        return group
+    return _state(past, name, Phase.READY) if ready and slots else None
+
+
+def _state(past: LedgerState, name: str, phase: Phase) -> GroupState:
+    issued, attempts = past.groups[name].issued, past.live_attempts(name)
+    slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
+    return GroupState(name, issued["task"], TaskTicket(issued["index"]), slots, phase)
+
+
+def _progress(state: Mapping[str, Any]) -> AdmissionProgress:
+    """Return the admission progress in a checkpoint's marker."""
+    tickets = [TaskTicket(**ticket) for ticket in state["tickets"]]
+    return AdmissionProgress(state["cursor"], tickets)
