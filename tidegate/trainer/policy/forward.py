@@ -26,7 +26,6 @@ from tidegate.trainer.batch.microbatch import (
 )
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
-from tidegate.trainer.policy.logprobs import token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
 
@@ -177,6 +176,17 @@ class Forward:
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model has another kind of cache or mask
         return all(np.allclose(values, shared[index], atol=1e-4) for index, values in expected.items())
+
+
+def token_logprobs(logits_nv: Tensor, targets_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log π of the targets and the entropy of their distributions: float32 [n], detached float32 [n].
+
+    The distribution is softmax(logits ÷ temperature), from which the engine samples and reports logprobs.
+    """
+    logprobs_nv = torch.log_softmax(logits_nv.float() / temperatures_n[:, None], dim=-1)
+    with torch.no_grad():
+        entropy_n = torch.special.entr(logprobs_nv.exp()).sum(dim=-1)
+    return logprobs_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,24 +10,19 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.batch.microbatch import (
-    ForwardPass,
-    Microbatch,
-    PrefixBatch,
-    padding_ratio,
-)
+from tidegate.trainer.batch.microbatch import padding_ratio
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
 from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
-from tidegate.trainer.policy.forward import Forward, Prefix
+from tidegate.trainer.policy.forward import Forward
+from tidegate.trainer.policy.gradient import GradientStep
 from tidegate.trainer.policy.lora import Adapter, merge_unit
 from tidegate.trainer.policy.optimizer import adamw, learning_rate
 from tidegate.trainer.policy.ranks import Ranks
@@ -37,24 +31,6 @@ from tidegate.weights.process_group import buckets
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class GradientStep:
-    """The gradient of one optimiser step: summed over microbatches, then divided by the loss's N."""
-
-    rows: list[TrainSequence] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    passes: list[ForwardPass] = field(default_factory=list)
-    denominator: float = 0.0
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    done: bool = False
-    """Whether the step was taken, or skipped because it is not finite."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(slots=True)
@@ -192,7 +168,7 @@ class Policy:
         if self.settings.streaming:
             if not batch.steps:
                 batch.steps.append(self._begin_step())
-            self._accumulate(batch.steps[0], trained, batch.diagnostics)
+            batch.steps[0].accumulate(trained, batch.diagnostics)
         else:
             self._run_minibatches(batch, trained)
         batch.seconds += time.perf_counter() - started
@@ -390,65 +366,20 @@ class Policy:
             if batch.steps and not self._step(batch.steps[-1], rate):
                 break
             step = self._begin_step()
-            self._accumulate(step, part, batch.diagnostics)
+            step.accumulate(part, batch.diagnostics)
             batch.steps.append(step)
 
     def _begin_step(self) -> GradientStep:
         self._optimizer.zero_grad(set_to_none=True)
-        return GradientStep()
-
-    def _accumulate(
-        self, step: GradientStep, rows: Sequence[TrainSequence], diagnostics: Diagnostics
-    ) -> None:
-        """Add N times the gradient of the rows' loss to the parameters' gradients."""
-        weights, denominator = self._loss.aggregation(rows)
-        weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
-        batches, passes = self._forward.layout(weighted)
-        step.losses += [self._backward_prefix_batch(batch, diagnostics) for batch in batches]
-        step.passes += passes
-        step.rows += rows
-        step.denominator += denominator
-
-    def _backward_prefix_batch(self, batch: PrefixBatch, diagnostics: Diagnostics) -> Tensor:
-        """Add the batch's gradient to the parameters'; returns its share of the loss, times N."""
-        prefix = self._forward.prefix(batch)
-        losses = []
-        for microbatch in batch.microbatches:
-            losses.append(self._backward(microbatch.to(self.device), prefix, diagnostics))
-        if prefix is not None:
-            prefix.backward()
-        return torch.stack(losses).sum()
-
-    def _backward(self, batch: Microbatch, prefix: Prefix | None, diagnostics: Diagnostics) -> Tensor:
-        logprobs_n, entropy_n = self._forward(batch, prefix)
-        loss, clipped_n = self._loss(logprobs_n, batch, 1.0)
-        loss.backward()
-        if not batch.idle:
-            diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
-        return loss.detach()
+        return GradientStep(self._forward, self._loss)
 
     def _step(self, step: GradientStep, rate: float) -> bool:
         """Take the step if its loss and gradient are finite; returns whether it was taken."""
-        step.done = True
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, step.denominator)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        step.loss = self.ranks.sum(torch.stack(step.losses).sum()) / step.denominator
-        step.grad_norm = self.ranks.sum(norm)
+        step.finish(self.model, self.settings.max_grad_norm, self.ranks)
         if not step.finite:
-            self.non_finite = self._non_finite_groups(step.rows)
+            self.non_finite = step.non_finite_groups()
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         return True
-
-    def _non_finite_groups(self, rows: Sequence[TrainSequence]) -> list[str]:
-        """Return the groups of rows with a non-finite loss; all groups if no single row explains it."""
-        bad = {
-            row.group_id
-            for row, logprobs in zip(rows, self.logprobs(rows), strict=True)
-            if not (np.isfinite(row.advantages).all() and np.isfinite(logprobs).all())
-            or np.isnan(row.logprobs[row.mask]).any()
-        }
-        return sorted(bad or {row.group_id for row in rows})

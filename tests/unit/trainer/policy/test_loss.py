@@ -14,7 +14,7 @@ from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.losses.make import make_loss
-from tidegate.trainer.policy.logprobs import token_logprobs
+from tidegate.trainer.policy.forward import token_logprobs
 
 CAP = 2.0
 DEFAULT: Loss = make_loss(TrainerSettings(loss={"importance_cap": CAP}))
