@@ -35,7 +35,7 @@ from tidegate.trainer.resume import ResumedRun
 from tidegate.trainer.rollout.episodes import Episodes
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.trainer.rollout.pause import Pause
-from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
+from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
 
 STATE_S = 0.5
@@ -163,7 +163,7 @@ class Training:
             )
             stack.callback(sender.close)
         return Publisher(
-            self.dir / "weights", self.policy.save_weights, self.engines.urls, self._cancel_stale_groups,
+            self.dir / "weights", self.policy.save_weights, self.engines.urls, self.rollout.cancel_stale,
             self.engines.mark_unavailable, self.engines.restore, (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
@@ -238,9 +238,6 @@ class Training:
     def _note_failures(self, evaluation: Evaluation) -> None:
         for reason, number in evaluation.reasons.most_common(3):
             self.observer.note(f"evaluation: {number} episodes failed: {reason}")
-
-    async def _cancel_stale_groups(self, version: int) -> None:
-        await cancel_stale_groups(version, self.admission, self.gateway, self.rollout.end_stale)
 
     def _set_serving(self, serving: bool) -> None:
         self.pause.set_serving(serving)

@@ -87,12 +87,10 @@ class Microbatch:
 
     @property
     def positions(self) -> int:
-        """Inputs with padding."""
         return self.ids_bt.numel()
 
     @property
     def tokens(self) -> int:
-        """Inputs without padding."""
         return int(self.lengths_b.sum())
 
     def to(self, device: torch.device) -> Self:
@@ -115,12 +113,10 @@ class SharedPrefixes:
 
     @property
     def positions(self) -> int:
-        """Inputs with padding."""
         return self.ids_pt.numel()
 
     @property
     def tokens(self) -> int:
-        """Inputs without padding."""
         return int(self.lengths_p.sum())
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.reference import reference_penalty
+from tidegate.trainer.losses.parts import reference_penalty
 
 
 def make_loss(settings: TrainerSettings) -> Loss:

@@ -1,4 +1,4 @@
-"""The parts that losses are made of: ratios, surrogates and aggregations.
+"""The parts that losses are made of: ratios, surrogates, aggregations, and the penalty of a reference model.
 
 Axes in names: b rows of a microbatch, n trained tokens.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.losses.loss import Aggregation, Surrogate, Weight
+from tidegate.trainer.losses.loss import Aggregation, Penalty, Surrogate, Weight
 
 # ---------------------------------------------------------------------- ratios
 
@@ -134,3 +134,29 @@ def _tokens_by_trajectory(rows: Sequence[TrainSequence]) -> dict[str, int]:
     for row in rows:
         tokens[row.session_id] = tokens.get(row.session_id, 0) + row.trained
     return tokens
+
+
+# ---------------------------------------------------------------------- penalty
+
+
+def reference_penalty(estimator: str, coefficient: float) -> Penalty:
+    """coefficient · KL(π_θ‖π_ref), by one of three estimators (Schulman, Approximating KL Divergence, 2020).
+
+    With d = log π_θ − log π_ref of the sampled token:
+
+    - `k1`, d: subtracted from the token's advantage, as a reward. (Differentiated, its expectation is 0.)
+    - `k2`, d²/2: added to the loss; on policy its gradient is that of the KL, the same as k1's.
+    - `k3`, exp(−d) − 1 + d: added to the loss, as GRPO does (Shao et al., DeepSeekMath, 2024, eq. 4).
+    """
+
+    def penalty(logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        assert batch.reference_n is not None, "rows have no reference logprobs"
+        distance_n = logprobs_n - batch.reference_n
+        zero_n = torch.zeros_like(distance_n)
+        if estimator == "k1":
+            return coefficient * distance_n.detach(), zero_n
+        if estimator == "k2":
+            return zero_n, coefficient * distance_n.square() / 2
+        return zero_n, coefficient * (torch.expm1(-distance_n) + distance_n)
+
+    return penalty

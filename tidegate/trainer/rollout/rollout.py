@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, NoUsableEpisodesError, TidegateError, TrainingError
-from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.gateway.client import SessionSummary
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptVerdict
 from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskTicket
@@ -228,6 +228,12 @@ class Rollout:
                 trajectory.answer = answer
                 self.save(trajectory, state)
 
+    async def cancel_stale(self, version: int) -> None:
+        """End the groups that will be stale once `version` is published."""
+        oldest = {group.id: group.oldest_version for group in await self.episodes.gateway.list_groups()}
+        stale = self.admission.will_be_stale(version, oldest)
+        await self.end_stale(version, {group_id: oldest[group_id] for group_id in stale})
+
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
         """End groups that `version` makes stale, given their oldest sampled version, and drop them."""
         indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
@@ -251,14 +257,3 @@ class Rollout:
         for group_id in unfinished:
             self.admission.cancel_group(group_id)
         await asyncio.gather(*(self._drop(group_id, State.CANCELLED) for group_id in unfinished))
-
-
-async def cancel_stale_groups(
-    version: int,
-    admission: Admission,
-    gateway: GatewayClient,
-    end: Callable[[int, Mapping[str, int | None]], Awaitable[None]],
-) -> None:
-    """End the groups that will be stale once `version` is published."""
-    oldest = {group.id: group.oldest_version for group in await gateway.list_groups()}
-    await end(version, {group_id: oldest[group_id] for group_id in admission.will_be_stale(version, oldest)})

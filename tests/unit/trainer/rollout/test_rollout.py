@@ -22,7 +22,7 @@ from tidegate.trainer.rollout import pause as pauses
 from tidegate.trainer.rollout import rollout as module
 from tidegate.trainer.rollout.episodes import Episodes
 from tidegate.trainer.rollout.pause import Pause
-from tidegate.trainer.rollout.rollout import Rollout, cancel_stale_groups
+from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.types import Outcome, Task, Trajectory
 
 EPOCH = 3
@@ -288,7 +288,7 @@ async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: C
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
         version = stage.core.reserve_version(1)
-        await cancel_stale_groups(version, stage.core, cast(Any, stage.script), stage.rollout.end_stale)
+        await stage.rollout.cancel_stale(version)
         stage.core.mark_live(version)
         assert stage.core.group_counts["stale"] == 2
         assert stage.script.dropped == ["g1-000001", "g1-000002"]
