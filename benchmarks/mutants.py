@@ -101,7 +101,7 @@ FAULTS = [
     Fault("all_is_spared", "return self.why is not None and not ends_outage", "return True", OUTAGE),
     Fault("outages_are_not_in_the_ledger", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.filtered_in_a_row += 1\n", ""),
-    Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        for", "        for"),
+    Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        untrained", "        untrained"),
     Fault("exhausted_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self"),
     Fault("exhausted_twice", "return last and group.task not in self.quarantined", "return last"),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
