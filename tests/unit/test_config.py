@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tidegate.cli import main
 from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
@@ -184,6 +185,38 @@ def test_settings_are_read_again_from_the_arguments_that_they_make(text: str) ->
         {"model": {"path": text}, "engine": {"python": text, "arguments": [text, "--more"]}}
     )
     assert load(VLLMCommand, None, arguments_of(settings)) == settings
+
+
+OLD = """
+[run]
+name = "demo"
+live = true
+[model]
+path = "m"
+[trainer]
+loss = "truncated"
+importance_cap = 2.0
+lora_rank = 0
+[cluster]
+patience_s = 120.0
+"""
+"""Parts of the resolved settings that runs wrote before their names changed."""
+
+
+def test_a_run_of_an_earlier_version_is_refused_with_the_present_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(OLD)
+    assert main(["train", str(file), "--resume"]) == ConfigError.exit_code
+    assert capsys.readouterr().err.splitlines() == [
+        f"tidegate: {file}: there is no setting 'run.live'; it is now 'run.live_view'",
+        f"{file}: trainer.loss = 'truncated': the loss is a section: write [trainer.loss] with name = "
+        '"truncated_is", or --trainer.loss.name',
+        f"{file}: there is no setting 'trainer.importance_cap'; did you mean 'trainer.loss.importance_cap'?",
+        f"{file}: there is no setting 'trainer.lora_rank'; did you mean 'trainer.lora.rank'?",
+        f"{file}: there is no setting 'cluster.patience_s'; it is now 'cluster.timeout_s'",
+    ]
 
 
 def test_every_setting_is_explained() -> None:

@@ -26,7 +26,7 @@ STDERR_SHOWN = 1_000
 
 
 class CommandAgent(Agent):
-    """Runs a command for every task: `CommandAgent(["node", "agent.js"])`.
+    """Runs a command for every task: `CommandAgent(["node", "./agent.js"])`.
 
     The program's environment contains OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
     MODEL, SEED, TASK_FILE and RESULT_FILE. TASK_FILE is JSON: `{"id", "messages"}`; stdin has the text of the
@@ -36,7 +36,8 @@ class CommandAgent(Agent):
     The program runs in its own process group and in an empty directory, both of which are removed afterwards.
 
     Args:
-        command: The program and its arguments.
+        command: The program and its arguments. The program, and arguments with a `/`, may be files of the
+            current directory; other arguments are passed unchanged.
         env: Further environment variables.
         user: Name or id of the user to run it as (needs root). It then can read neither the run's files nor
             those of the trainer's user.
@@ -50,10 +51,12 @@ class CommandAgent(Agent):
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise ConfigError(
-                f"the command must be a list of words, such as ['node', 'agent.js'], not {command!r}"
+                f"the command must be a list of words, such as ['node', './agent.js'], not {command!r}"
             )
-        # Relative paths are relative to the current directory, not to the episode's.
-        self.command = [os.path.abspath(word) if os.path.isfile(word) else word for word in command]
+        self.command = [
+            os.path.abspath(word) if (number == 0 or os.sep in word) and os.path.isfile(word) else word
+            for number, word in enumerate(command)
+        ]
         self.env = dict(env or {})
         self.user = None if user is None else _user(user)
 

@@ -103,11 +103,7 @@ class Examination:
             return []
 
     async def _try_agent(
-        self,
-        stack: contextlib.AsyncExitStack,
-        urls: list[str],
-        environment: Environment,
-        renderer: Renderer,
+        self, stack: contextlib.AsyncExitStack, urls: list[str], environment: Environment, renderer: Renderer
     ) -> None:
         gateway = await self._gateway(stack, urls)
         worker = await self._worker(stack)

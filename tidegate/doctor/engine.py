@@ -32,14 +32,8 @@ async def check_engine(
             body = _request(prompt, temperature)
             reply = await _json(http, "POST", url + "/generate", body, GENERATE_S)
     except TimeoutError:
-        return [
-            error(
-                "engine",
-                "engine_hangs",
-                f"the engine at {url} does not answer in time",
-                "check whether it is paused or still loading",
-            )
-        ]
+        text = f"the engine at {url} does not answer in time"
+        return [error("engine", "engine_hangs", text, "check whether it is paused or still loading")]
     except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as failure:
         return [error("engine", "engine_unreachable", f"no engine answers at {url}: {failure}")]
     except ValueError as failure:
@@ -91,13 +85,8 @@ def judge_reply(url: str, reply: dict[str, Any], info: dict[str, Any], renderer:
         or not isinstance(ids, list)
         or not all(type(token) is int for token in ids)
     ):
-        return [
-            error(
-                "engine",
-                "engine_no_ids",
-                f"the engine at {url} returned no output_ids; it must implement SGLang's /generate",
-            )
-        ]
+        text = f"the engine at {url} returned no output_ids; it must implement SGLang's /generate"
+        return [error("engine", "engine_no_ids", text)]
     if not ids:
         return [error("engine", "engine_no_ids", f"the engine at {url} returned an empty reply")]
     findings = [
@@ -111,12 +100,8 @@ def judge_reply(url: str, reply: dict[str, Any], info: dict[str, Any], renderer:
 
 def _logprobs(url: str, ids: list[int], pairs: Any) -> Iterator[Finding]:
     if not isinstance(pairs, list) or not pairs:
-        yield error(
-            "engine",
-            "engine_no_logprobs",
-            f"the engine at {url} returned no logprobs",
-            "it must support return_logprob",
-        )
+        text = f"the engine at {url} returned no logprobs"
+        yield error("engine", "engine_no_logprobs", text, "it must support return_logprob")
         return
     try:
         values = [float(pair[0]) for pair in pairs]
@@ -127,65 +112,46 @@ def _logprobs(url: str, ids: list[int], pairs: Any) -> Iterator[Finding]:
         )
         return
     if logprob_ids != ids:
-        yield error(
-            "engine",
-            "engine_other_logprobs",
-            f"the engine at {url} returned logprobs of tokens that are not its output_ids",
-        )
+        text = f"the engine at {url} returned logprobs of tokens that are not its output_ids"
+        yield error("engine", "engine_other_logprobs", text)
     if not all(map(math.isfinite, values)) or max(values) > 1e-4 or min(values) < IMPROBABLE:
         strange = next(x for x in values if not math.isfinite(x) or x > 1e-4 or x < IMPROBABLE)
-        yield error(
-            "engine",
-            "engine_bad_logprobs",
-            f"the engine at {url} returned the implausible logprob {strange:g}",
-        )
+        text = f"the engine at {url} returned the implausible logprob {strange:g}"
+        yield error("engine", "engine_bad_logprobs", text)
     elif len(ids) > 3 and len(set(values)) == 1:
-        yield error(
-            "engine",
-            "engine_bad_logprobs",
+        text = (
             f"the engine at {url} returned the logprob {values[0]:g} "
-            f"for all {len(ids)} tokens: they are not computed, or sampling is greedy",
+            f"for all {len(ids)} tokens: they are not computed, or sampling is greedy"
         )
+        yield error("engine", "engine_bad_logprobs", text)
 
 
 def _versions(url: str, length: int, meta: dict[str, Any], info: dict[str, Any]) -> Iterator[Finding]:
     fix = "a version is a decimal integer: start the engine with a numeric weight version"
     spans = meta.get("weight_versions")
     if not isinstance(spans, list) or not spans:
-        yield error(
-            "engine",
-            "engine_no_versions",
-            f"the engine at {url} attests no weight version for its tokens (no weight_versions)",
-            fix,
-        )
+        text = f"the engine at {url} attests no weight version for its tokens (no weight_versions)"
+        yield error("engine", "engine_no_versions", text, fix)
         return
     at = 0
     for span in spans:
         version = read_version(span.get("version")) if isinstance(span, dict) else None
         if version is None:
-            yield error(
-                "engine",
-                "engine_bad_versions",
-                f"the engine at {url} attests the weight version {span!r}, which is not a number",
-                fix,
-            )
+            text = f"the engine at {url} attests the weight version {span!r}, which is not a number"
+            yield error("engine", "engine_bad_versions", text, fix)
             return
         if span.get("start") != at or type(span.get("end")) is not int or span["end"] <= at:
             break
         at = span["end"]
     if at != length:
-        yield error(
-            "engine",
-            "engine_bad_versions",
-            f"the engine at {url} attests versions of {at} tokens, but returned {length}: {spans}",
-        )
+        text = f"the engine at {url} attests versions of {at} tokens, but returned {length}: {spans}"
+        yield error("engine", "engine_bad_versions", text)
     elif read_version(info.get("weight_version")) != read_version(spans[-1]["version"]):
-        yield warning(
-            "engine",
-            "engine_two_versions",
+        text = (
             f"the engine at {url} reports version {info.get('weight_version')!r}, "
-            f"but sampled with {spans[-1]['version']!r}",
+            f"but sampled with {spans[-1]['version']!r}"
         )
+        yield warning("engine", "engine_two_versions", text)
 
 
 def _text(url: str, ids: list[int], text: Any, renderer: Renderer) -> Iterator[Finding]:
@@ -197,13 +163,11 @@ def _text(url: str, ids: list[int], text: Any, renderer: Renderer) -> Iterator[F
     except (IndexError, OverflowError):
         ours = ""
     if _plain(text) != _plain(ours):
-        yield warning(
-            "engine",
-            "engine_other_tokenizer",
+        text = (
             f"the engine at {url} decodes its tokens as {text[:40]!r}, model.path's tokenizer as "
-            f"{ours[:40]!r}: they may be different models",
-            "serve the model that model.path names",
+            f"{ours[:40]!r}: they may be different models"
         )
+        yield warning("engine", "engine_other_tokenizer", text, "serve the model that model.path names")
 
 
 def _plain(text: str) -> str:

@@ -63,23 +63,17 @@ def _tasks(settings: Settings, environment: Environment, renderer: Renderer | No
         yield unsound
         return
     if [task.to_wire() for task in tasks] != [task.to_wire() for task in again]:
-        yield error(
-            "environment",
-            "tasks_change",
-            "train_task gives another task for the same index: a run could not be resumed",
-            "draw from random.Random(index)",
-        )
+        text = "train_task gives another task for the same index: a run could not be resumed"
+        yield error("environment", "tasks_change", text, "draw from random.Random(index)")
     scorers = set(environment.rewarders())
     strange = {task.env for task in tasks} - scorers
     if strange:
-        yield error(
-            "environment",
-            "task_env",
+        text = (
             f"tasks say env = {strange.pop()!r}, and the environment's "
             f"name is {', '.join(map(repr, sorted(scorers)))}: no reward would be found for "
-            "them",
-            "Task(env=self.name)",
+            "them"
         )
+        yield error("environment", "task_env", text, "Task(env=self.name)")
     if renderer is not None:
         yield from _prompt(settings, tasks[0], renderer)
     yield from _held_out(environment)
@@ -88,22 +82,15 @@ def _tasks(settings: Settings, environment: Environment, renderer: Renderer | No
 def _wire(task: Task) -> Iterator[Finding]:
     said: Any = task.messages  # whatever the user's code put there
     if isinstance(said, str) or not all(isinstance(message, dict) for message in said):
-        yield error(
-            "environment",
-            "task_messages",
-            f"the task {task.id} has the messages {said!r:.80}, which are not a list of messages",
-            'Task(id, env, [{"role": "user", "content": "..."}], answer)',
-        )
+        text = f"the task {task.id} has the messages {said!r:.80}, which are not a list of messages"
+        fix = 'Task(id, env, [{"role": "user", "content": "..."}], answer)'
+        yield error("environment", "task_messages", text, fix)
         return
     try:
         json.dumps(task.to_wire())
     except (TypeError, ValueError) as failure:
-        yield error(
-            "environment",
-            "task_not_json",
-            f"the task {task.id} can't be sent to the gateway: {failure}",
-            "answer, info and messages must be JSON values",
-        )
+        text = f"the task {task.id} can't be sent to the gateway: {failure}"
+        yield error("environment", "task_not_json", text, "answer, info and messages must be JSON values")
 
 
 def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Finding]:
@@ -117,22 +104,18 @@ def _prompt(settings: Settings, task: Task, renderer: Renderer) -> Iterator[Find
         return
     room = context - size
     if room <= 0:
-        yield error(
-            "environment",
-            "prompt_too_long",
+        text = (
             f"the task {task.id} has {size} tokens, more than "
-            f"engine.max_context = {settings.engine.max_context}",
-            "raise engine.max_context",
+            f"engine.max_context = {settings.engine.max_context}"
         )
+        yield error("environment", "prompt_too_long", text, "raise engine.max_context")
     elif room < settings.sampling.max_tokens:
-        yield warning(
-            "environment",
-            "prompt_too_long",
+        text = (
             f"the task {task.id} leaves {room} tokens of "
             f"engine.max_context to replies, less than sampling.max_tokens = "
-            f"{settings.sampling.max_tokens}",
-            "raise engine.max_context",
+            f"{settings.sampling.max_tokens}"
         )
+        yield warning("environment", "prompt_too_long", text, "raise engine.max_context")
 
 
 def _held_out(environment: Environment) -> Iterator[Finding]:
@@ -143,11 +126,9 @@ def _held_out(environment: Environment) -> Iterator[Finding]:
     trained = {json.dumps(list(task.messages)) for task in first_tasks(environment, TRAINED)}
     both = [task.id for task in sets[""] if json.dumps(list(task.messages)) in trained]
     if both:
-        yield warning(
-            "environment",
-            "held_out_trained",
+        text = (
             f"{len(both)} of {len(sets[''])} held-out tasks are "
             f"among the first {TRAINED} training tasks ({both[0]}): the held-out reward would "
-            "say less than it seems to",
-            "split by a hash of the problem",
+            "say less than it seems to"
         )
+        yield warning("environment", "held_out_trained", text, "split by a hash of the problem")

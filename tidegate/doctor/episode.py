@@ -110,46 +110,30 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
     if summary.outcome is Outcome.INFRA_ERROR:
         yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
     elif result.outcome is Outcome.TIMEOUT and "blocked" in (result.error or ""):
-        yield error(
-            "episode",
-            "agent_blocked",
-            f"your agent blocked its process: {why}{silent}",
-            "make it a plain (not async) function, or await its slow operations",
-        )
+        text = f"your agent blocked its process: {why}{silent}"
+        fix = "make it a plain (not async) function, or await its slow operations"
+        yield error("episode", "agent_blocked", text, fix)
     elif result.outcome is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
-        yield error(
-            "episode",
-            "agent_hung",
-            f"your agent hung: it did not return by its deadline of {settings.agent.deadline_s:g} s{silent}",
-            "raise agent.deadline_s if it needs more time",
+        text = (
+            f"your agent hung: it did not return by its deadline of {settings.agent.deadline_s:g} s{silent}"
         )
+        yield error("episode", "agent_hung", text, "raise agent.deadline_s if it needs more time")
     elif result.outcome is Outcome.CANCELLED:
-        yield error(
-            "episode",
-            "agent_exited",
-            f"your agent exited its process: {why}{silent}",
-            "an agent returns its output; it must not exit",
-        )
+        text = f"your agent exited its process: {why}{silent}"
+        yield error("episode", "agent_exited", text, "an agent returns its output; it must not exit")
     elif result.outcome is Outcome.AGENT_ERROR:
         yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
     elif not any(turn.delivered for turn in episode.trajectory.turns) and episode.refusals:
         yield error("episode", "all_refused", f"your agent got no reply: {why}")
     elif not any(turn.delivered for turn in episode.trajectory.turns):
-        yield error(
-            "episode",
-            "never_called",
-            "your agent never called the gateway, or disconnected before each reply",
-            "it must use session.base_url and session.api_key (a program: OPENAI_BASE_URL, OPENAI_API_KEY)",
-        )
+        text = "your agent never called the gateway, or disconnected before each reply"
+        fix = "it must use session.base_url and session.api_key (a program: OPENAI_BASE_URL, OPENAI_API_KEY)"
+        yield error("episode", "never_called", text, fix)
     elif summary.outcome is Outcome.REWARD_ERROR:
         yield error("episode", "reward_failed", f"the episode has no reward: {why}")
     elif result.output is None:
-        yield warning(
-            "episode",
-            "agent_no_output",
-            "your agent returned no output: rewards receive None",
-            "return the answer as text",
-        )
+        text = "your agent returned no output: rewards receive None"
+        yield warning("episode", "agent_no_output", text, "return the answer as text")
 
 
 def _hint(episode: TrialEpisode) -> str:
@@ -162,22 +146,17 @@ def _hint(episode: TrialEpisode) -> str:
 
 def _refused(episode: TrialEpisode) -> Iterator[Finding]:
     for code, number in episode.refusals.items():
-        yield warning(
-            "episode",
-            "calls_refused",
-            f"the gateway refused {_count(number, 'call', 'calls')} of your agent: {code}",
-            "the response to the call contains the reason",
-        )
+        text = f"the gateway refused {_count(number, 'call', 'calls')} of your agent: {code}"
+        yield warning("episode", "calls_refused", text, "the response to the call contains the reason")
 
 
 def _overridden(episode: TrialEpisode) -> Iterator[Finding]:
     if episode.overridden:
-        yield note(
-            "episode",
-            "sampling_overridden",
+        text = (
             f"your agent's {', '.join(sorted(episode.overridden))} had no effect: training uses the settings "
-            "of [sampling] and its own seeds, so that the logprobs are those of the policy",
+            "of [sampling] and its own seeds, so that the logprobs are those of the policy"
         )
+        yield note("episode", "sampling_overridden", text)
 
 
 def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
@@ -189,20 +168,16 @@ def _length(turns: list[Turn], settings: Settings) -> Iterator[Finding]:
     shortest = min(cut, key=lambda turn: len(turn.output_ids))
     size = len(shortest.output_ids)
     if size < most and (context is None or _tokens(turns, shortest) < context):
-        yield warning(
-            "episode",
-            "cut_by_agent",
+        text = (
             f"{text}, the shortest after {size} tokens: your agent's own max_tokens, for "
-            f"sampling.max_tokens = {most}, {_context(settings)}",
-            "raise max_tokens in your agent's calls, or leave it out",
+            f"sampling.max_tokens = {most}, {_context(settings)}"
+        )
+        yield warning(
+            "episode", "cut_by_agent", text, "raise max_tokens in your agent's calls, or leave it out"
         )
     else:
-        yield warning(
-            "episode",
-            "cut_by_length",
-            f"{text}: sampling.max_tokens = {most}, {_context(settings)}",
-            "raise the limit that is too low",
-        )
+        text = f"{text}: sampling.max_tokens = {most}, {_context(settings)}"
+        yield warning("episode", "cut_by_length", text, "raise the limit that is too low")
 
 
 def _tokens(turns: list[Turn], last: Turn) -> int:
@@ -220,12 +195,9 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
     bad = [turn for turn in turns if turn.parse == "malformed"]
     if bad:
         text = renderer.decode(bad[0].output_ids.tolist())[:120]
-        yield warning(
-            "episode",
-            "tool_calls_malformed",
-            f"tool calls could not be parsed in {len(bad)} of {len(turns)} replies: {text!r}",
-            "a weak model has to learn the format; for a strong one, check gateway.tool_parser",
-        )
+        text = f"tool calls could not be parsed in {len(bad)} of {len(turns)} replies: {text!r}"
+        fix = "a weak model has to learn the format; for a strong one, check gateway.tool_parser"
+        yield warning("episode", "tool_calls_malformed", text, fix)
     texts = [renderer.decode(turn.output_ids.tolist()) for turn in turns if turn.parse is None]
     unread = [text for text in texts if any(marker in text for marker in MARKERS)]
     if unread:
@@ -234,11 +206,8 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
             if settings.gateway.tool_parser == "none"
             else "your agent passed no tools with that call"
         )
-        yield warning(
-            "episode",
-            "tool_calls_unread",
-            f"tool calls came back as text in {len(unread)} of {len(turns)} replies: {why}",
-        )
+        text = f"tool calls came back as text in {len(unread)} of {len(turns)} replies: {why}"
+        yield warning("episode", "tool_calls_unread", text)
 
 
 def _branches(turns: list[Turn]) -> Iterator[Finding]:
@@ -248,40 +217,32 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
     reason = branches[-1].branch or ""
     reworded = reason.partition(":")[0] in ("edited", "template")
     if len(branches) == len(turns) - 1 and reworded:
-        yield warning(
-            "episode",
-            "every_turn_branches",
+        text = (
             "your agent rewrites the history, so every turn is a "
-            f"branch ({reason}), trained as a separate sequence",
-            "send past replies back unchanged: message.model_dump(exclude_none=True)",
+            f"branch ({reason}), trained as a separate sequence"
         )
+        fix = "send past replies back unchanged: message.model_dump(exclude_none=True)"
+        yield warning("episode", "every_turn_branches", text, fix)
     else:
-        yield note(
-            "episode",
-            "branches",
-            f"{len(branches)} of {len(turns)} turns are branches, the last one: {reason}",
-        )
+        text = f"{len(branches)} of {len(turns)} turns are branches, the last one: {reason}"
+        yield note("episode", "branches", text)
 
 
 def _delivery(episode: TrialEpisode) -> Iterator[Finding]:
     lost = sum(not turn.delivered for turn in episode.trajectory.turns)
     if lost and episode.agent_result.outcome is None:
-        yield warning(
-            "episode",
-            "undelivered",
+        text = (
             f"your agent did not wait for {_count(lost, 'reply', 'replies')}; "
-            "undelivered replies are not trained on",
+            "undelivered replies are not trained on"
         )
+        yield warning("episode", "undelivered", text)
 
 
 def _version(episode: TrialEpisode) -> Iterator[Finding]:
     trainable = list(episode.trajectory.trainable_turns())
     if trainable and episode.trajectory.oldest_version() is None:
-        yield error(
-            "episode",
-            "version_unknown",
-            "the engine attested no version for some tokens, so they cannot be trained on",
-        )
+        text = "the engine attested no version for some tokens, so they cannot be trained on"
+        yield error("episode", "version_unknown", text)
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -26,13 +26,8 @@ def check_install(settings: Settings) -> list[Finding]:
         )
     required = _requirements()
     if required is None:
-        findings.append(
-            note(
-                "install",
-                "not_installed",
-                "tidegate runs from source without installation; packages not checked",
-            )
-        )
+        text = "tidegate runs from source without installation; packages not checked"
+        findings.append(note("install", "not_installed", text))
     for requirement in required or ():
         findings += _package(requirement)
     if not findings:
@@ -78,12 +73,8 @@ def _torch(settings: Settings) -> Finding:
     fix = "pip install 'tidegate[train]'"
     if settings.engine.urls:
         return warning("install", "no_torch", "torch is not installed: this machine cannot train", fix)
-    return error(
-        "install",
-        "no_torch",
-        "torch is not installed: neither the embedded engine nor training can start",
-        fix,
-    )
+    text = "torch is not installed: neither the embedded engine nor training can start"
+    return error("install", "no_torch", text, fix)
 
 
 def check_port(settings: Settings) -> Finding:
@@ -93,10 +84,6 @@ def check_port(settings: Settings) -> Finding:
     try:
         bind(Listen(gateway.host, gateway.port)).close()
     except StartError as failure:
-        return error(
-            "port",
-            "port_taken",
-            f"the port is taken, or the address is not this machine's: {failure}",
-            "gateway.port = 0 selects a free port",
-        )
+        text = f"the port is taken, or the address is not this machine's: {failure}"
+        return error("port", "port_taken", text, "gateway.port = 0 selects a free port")
     return ok("port", "the gateway selects a free port" if gateway.port == 0 else f"{where} is free")

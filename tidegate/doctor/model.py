@@ -20,14 +20,9 @@ def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
     if findings:
         return findings, None
     if not has_template(model):
-        return [
-            error(
-                "model",
-                "no_chat_template",
-                f"the model directory {model} has no chat template",
-                "use the chat (instruct) model, or add a chat_template.jinja",
-            )
-        ], None
+        text = f"the model directory {model} has no chat template"
+        fix = "use the chat (instruct) model, or add a chat_template.jinja"
+        return [error("model", "no_chat_template", text, fix)], None
     try:
         renderer = Renderer.load(model)
     except StartError as failure:
@@ -70,24 +65,12 @@ def _read(file: Path) -> dict[str, Any]:
 def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
     findings = []
     if not renderer.stop_ids:
-        findings.append(
-            error(
-                "model",
-                "no_end_of_turn",
-                f"{model}: no token ends a reply, so every reply would have max_tokens tokens",
-                "set eos_token_id in generation_config.json",
-            )
-        )
+        text = f"{model}: no token ends a reply, so every reply would have max_tokens tokens"
+        findings.append(error("model", "no_end_of_turn", text, "set eos_token_id in generation_config.json"))
     config = _read(model / "config.json")
     size = (config.get("text_config") or config).get("vocab_size")
     highest = max([*renderer.encode("What is 2 + 3?"), *renderer.stop_ids])
     if isinstance(size, int) and highest >= size:
-        findings.append(
-            error(
-                "model",
-                "vocabulary",
-                f"{model}: its tokenizer has the id {highest}, but its weights have only {size} tokens",
-                "use the tokenizer and weights of the same model",
-            )
-        )
+        text = f"{model}: its tokenizer has the id {highest}, but its weights have only {size} tokens"
+        findings.append(error("model", "vocabulary", text, "use the tokenizer and weights of the same model"))
     return findings

@@ -5,19 +5,11 @@ from __future__ import annotations
 from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.tool_calls.registry import choose
-from tidegate.gateway.rendering.conformance import CaseResult, check_conformance
+from tidegate.gateway.rendering.conformance import TOOLS, CaseResult, check_conformance
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.types import Message
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 2 + 3?"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Work out an expression.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
 
 
 def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Finding]:
@@ -36,48 +28,24 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
     if exact := report.with_verdict("exact"):
         findings.append(ok("template", f"exact: {_kinds(exact)}"))
     if branches := report.with_verdict("branch"):
+        text = f"these turns become branches: {_with_reasons(branches)}"
         findings.append(
-            warning(
-                "template",
-                "template_branches",
-                f"these turns become branches: {_with_reasons(branches)}",
-                "use a template that renders replies unchanged",
-            )
+            warning("template", "template_branches", text, "use a template that renders replies unchanged")
         )
     if kept := report.with_verdict("prefix_kept"):
-        findings.append(
-            note(
-                "template",
-                "template_rewrites",
-                f"the gateway keeps the recorded prefix: {_with_reasons(kept)}",
-            )
-        )
+        text = f"the gateway keeps the recorded prefix: {_with_reasons(kept)}"
+        findings.append(note("template", "template_rewrites", text))
     if refused := report.with_verdict("refused"):
-        findings.append(
-            note(
-                "template",
-                "template_refuses",
-                f"the template refuses these histories: {_with_reasons(refused)}",
-            )
-        )
+        text = f"the template refuses these histories: {_with_reasons(refused)}"
+        findings.append(note("template", "template_refuses", text))
     if not report.escapes_special_tokens:
-        findings.append(
-            warning(
-                "template",
-                "control_tokens",
-                "control tokens in the text of users and tools are not escaped, so they could end a turn",
-                "remove control tokens from the results of your tools",
-            )
-        )
-    if renderer.encode_prompt(QUESTION, [TOOL], {}).tolist() == first:
-        findings.append(
-            warning(
-                "template",
-                "template_without_tools",
-                "the chat template omits tools: the model does not receive their descriptions",
-                "describe the tools in a system message, or use a template with tools",
-            )
-        )
+        text = "control tokens in the text of users and tools are not escaped, so they could end a turn"
+        fix = "remove control tokens from the results of your tools"
+        findings.append(warning("template", "control_tokens", text, fix))
+    if renderer.encode_prompt(QUESTION, TOOLS, {}).tolist() == first:
+        text = "the chat template omits tools: the model does not receive their descriptions"
+        fix = "describe the tools in a system message, or use a template with tools"
+        findings.append(warning("template", "template_without_tools", text, fix))
     return findings
 
 

@@ -83,6 +83,16 @@ async def test_a_program_that_is_not_there_is_an_error() -> None:
         await CommandAgent(["no-such-program"]).run(TASK, session())
 
 
+def test_the_program_and_explicit_paths_are_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.js").touch()
+    agent = CommandAgent(["agent.js", "agent.js", "./agent.js", "./missing", "-c"])
+    path = str(tmp_path / "agent.js")
+    assert agent.command == [path, "agent.js", path, "./missing", "-c"]
+
+
 async def test_of_a_flood_the_end_is_kept() -> None:
     code = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10_000)\nprint('#### 9')"
     output = (await python(code).run(TASK, session())).output

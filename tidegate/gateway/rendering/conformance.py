@@ -84,7 +84,7 @@ def _battery() -> Iterator[Case]:
         [_message("system", "Be brief."), *question],
         reply,
         [more],
-        _TOOLS,
+        TOOLS,
     )
     yield Case("two questions at once", question, reply, [more, _message("user", "And 1 + 1?")])
     yield Case("a system message in the middle", question, reply, [_message("system", "Be brief."), more])
@@ -95,9 +95,9 @@ def _battery() -> Iterator[Case]:
         [more, _message("assistant", "8"), _message("user", "Sure?")],
     )
     yield Case("nothing: another reply", question, reply, [])
-    yield Case("a tool's result", question, one, _results(one), _TOOLS)
-    yield Case("results of parallel calls", question, two, _results(two), _TOOLS)
-    yield Case("a tool's result and a question", question, one, [*_results(one), more], _TOOLS)
+    yield Case("a tool's result", question, one, _results(one), TOOLS)
+    yield Case("results of parallel calls", question, two, _results(two), TOOLS)
+    yield Case("a tool's result and a question", question, one, [*_results(one), more], TOOLS)
     yield Case("after a truncated reply", question, reply, [more], truncated=True)
     yield Case("after an empty reply", question, _message("assistant", ""), [more])
     thought = "<think>\nTwo and three.\n</think>\n\nIt is 5."
@@ -206,4 +206,4 @@ def _results(reply: Message) -> list[Message]:
     return [{"role": "tool", "content": "5", "tool_call_id": call["id"]} for call in reply["tool_calls"]]
 
 
-_TOOLS = [function_tool("calculator", "Work out an expression.", expression="string")]
+TOOLS = [function_tool("calculator", "Work out an expression.", expression="string")]
