@@ -74,9 +74,11 @@ class GatewayProcess:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, folder: Path, failpoint: str = "") -> AsyncIterator[GatewayProcess]:
+async def running(
+    model: Path, folder: Path, failpoint: str = "", worker_key: str | None = None
+) -> AsyncIterator[GatewayProcess]:
     """Runs a gateway with a journal in `folder`; its first process is killed at `failpoint`."""
-    options = GatewayOptions(model=model, admin_key=KEY, journal=folder / "journal")
+    options = GatewayOptions(model=model, admin_key=KEY, worker_key=worker_key, journal=folder / "journal")
     with bind(Listen()) as sock:
         sock.listen(100)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -34,7 +34,18 @@ class RunSettings(SettingsSection):
     """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
 
 
+LOCAL_ONLY = ("use", "options", "workers")
+
+
 class AgentSettings(SettingsSection):
+    selector: ClassVar[str] = "source"
+    of_kind: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(LOCAL_ONLY, "local"), "heartbeat_s": "remote"
+    }  # fmt: skip
+
+    source: Literal["local", "remote"] = "local"
+    """Where agents run. local: in processes that the run starts; remote: in workers elsewhere, which the
+    command `tidegate worker` starts."""
     use: str = "solver"
     """Name of a built-in agent, or `file.py:ClassOrFunction`."""
     options: dict[str, Any] = {}
@@ -45,6 +56,19 @@ class AgentSettings(SettingsSection):
     """Episodes that run at the same time; a group starts only if all of its episodes fit."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Agent processes; each attempt runs in the one with the fewest."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
+    """Interval of a remote worker's heartbeats. After three intervals without one its attempts are lost, and
+    attempted again."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AgentSettings:
+        if self.source == "remote" and (idle := self.other_than_default(*LOCAL_ONLY)):
+            raise ValueError(
+                f'agent.{idle[0]} has no effect with agent.source = "remote": it is given to tidegate worker'
+            )
+        if self.source == "local" and self.other_than_default("heartbeat_s"):
+            raise ValueError('agent.heartbeat_s has no effect without agent.source = "remote"')
+        return self
 
 
 class SamplingSettings(SettingsSection):
@@ -357,6 +381,11 @@ class Settings(SettingsSection):
             raise ValueError(
                 'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '
                 'loads weights from files only; use "files"'
+            )
+        if self.agent.source == "remote" and self.gateway.shards > 1:
+            raise ValueError(
+                f'agent.source = "remote" needs gateway.shards = 1, not {self.gateway.shards}: workers take '
+                "attempts from one gateway process"
             )
         if not self.gateway.on_loopback and self.gateway.admin_key is None:
             raise ValueError(

@@ -135,7 +135,8 @@ def check(settings: Settings) -> None:
     for file in ("config.json", "tokenizer_config.json"):
         if not (model / file).is_file():
             raise StartError(f"model.path = {model}: {file} is missing; a Hugging Face directory is needed")
-    load_agent(settings.agent.use, settings.agent.options)
+    if settings.agent.source == "local":
+        load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)
 
 
@@ -163,7 +164,7 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
         "dir": str(settings.run_dir),
         "model": str(settings.model.path),
         "env": settings.env.use,
-        "agent": settings.agent.use,
+        "agent": settings.agent.use if settings.agent.source == "local" else "remote workers",
         "steps": settings.trainer.steps,
         "resumed_from": run.start.step if run.start.checkpoint is not None else None,
     }

@@ -16,7 +16,7 @@ from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
-from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.rollout.pause import Pause
 from tidegate.trainer.rollout.rollout import Rollout
@@ -70,7 +70,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     await stage.client.begin_epoch(admission.epoch)
     await stage.client.admit_engine(stage.engine.url, True)
     worker = await AgentWorker.start(f"{agent}:spy", {}, run_dir / "logs" / "agent.log")
-    episodes = Episodes(stage.client, worker, 60.0, epoch=admission.epoch)
+    episodes = LocalEpisodes(stage.client, worker, 60.0, epoch=admission.epoch)
     files = TrajectoryFiles(run_dir)
     rollout = Rollout(
         settings, admission, episodes, environment, files.append, lambda *_: None,

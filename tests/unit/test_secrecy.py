@@ -84,7 +84,9 @@ async def test_a_runs_gateway_keeps_its_key_and_options_secret(opened: Path, sha
         "env": {"use": "dataset", "options": {**options, "answer": "answer", "rewards": ["exact_match"]}},
     }
     journal = opened / "run" / "gateway"
-    service = gateway_server(Settings.model_validate(raw), SECRET, journal, opened / "run", "127.0.0.1", 0)
+    service = gateway_server(
+        Settings.model_validate(raw), {"admin_key": SECRET}, journal, opened / "run", "127.0.0.1", 0
+    )
     try:
         url = await service.start()
         async with GatewayClient(url, SECRET) as client:

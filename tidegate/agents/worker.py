@@ -71,26 +71,30 @@ class Worker:
     def handle(self, line: bytes) -> None:
         command = json.loads(line)
         if command["op"] == "run":
-            self._start(command)
-        elif command["op"] == "cancel" and (job := self.jobs.get(command["job"])):
+            self.start(command["job"], command["task"], command["session"])
+        elif command["op"] == "cancel":
+            self.cancel(command["job"])
+
+    def cancel(self, job_id: str) -> None:
+        """Cancels an episode, if it runs."""
+        if job := self.jobs.get(job_id):
             job.cancelled = True
             job.task.cancel()
 
     async def stop(self) -> None:
         """Cancels all episodes and waits up to GRACE_S for their clean-up."""
-        for job in self.jobs.values():
-            job.cancelled = True
-            job.task.cancel()
+        for job_id in self.jobs:
+            self.cancel(job_id)
         if self._watches:
             await asyncio.wait(self._watches, timeout=GRACE_S)
 
-    def _start(self, command: dict[str, Any]) -> None:
-        access = command["session"]
+    def start(self, job_id: str, task: dict[str, Any], access: dict[str, Any]) -> None:
+        """Starts an episode of `task` (`id`, `messages`) with the access to its session."""
         deadline = time.monotonic() + access["deadline_s"]
         session = Session(access["base_url"], access["api_key"], access["model"], access["seed"], deadline)
-        view = TaskView(command["task"]["id"], command["task"]["messages"])
-        task = asyncio.create_task(self._run_agent(view, session), name=command["job"])
-        job = self.jobs[command["job"]] = EpisodeJob(command["job"], task, deadline)
+        view = TaskView(task["id"], task["messages"])
+        running = asyncio.create_task(self._run_agent(view, session), name=job_id)
+        job = self.jobs[job_id] = EpisodeJob(job_id, running, deadline)
         watch = asyncio.create_task(self._watch(job))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)

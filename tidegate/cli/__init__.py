@@ -24,6 +24,7 @@ from tidegate.cli import (
     train,
     view,
     vllm,
+    worker,
 )
 from tidegate.cli.commands import CommandParser, list_settings
 from tidegate.errors import STOPPED, StartError, TidegateError
@@ -32,6 +33,7 @@ COMMANDS = (
     init,
     doctor,
     train,
+    worker,
     evaluate,
     gateway,
     engine,

@@ -83,6 +83,11 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     from tidegate.evaluation.report import result_lines
     from tidegate.progress import Progress
 
+    if settings.agent.source == "remote":
+        raise ConfigError(
+            'agent.source = "remote": an evaluation runs its agent here; add --agent.source local and '
+            "--agent.use FILE.py:NAME"
+        )
     endpoint = _endpoint(arguments, target)
     if endpoint is None and not settings.engine.urls:
         _check_weights(settings)

@@ -26,7 +26,7 @@ def add(subparsers: Subparsers) -> None:
         usage="tidegate gateway --model.path DIR [options] [--section.key value ...]",
         description="Serve the gateway.",
         epilog="The environment variable TIDEGATE_ADMIN_KEY sets the key of the control plane, required "
-        "unless gateway.host is loopback.",
+        "unless gateway.host is loopback; TIDEGATE_WORKER_KEY sets that of workers (tidegate worker).",
     )
     parser.add_argument(
         "--journal", type=Path, metavar="DIR", help="journal directory for recovery after a restart"
@@ -41,7 +41,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.gateway.client import ADMIN_KEY
+    from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
     from tidegate.gateway.server import serve, serve_front
     from tidegate.service.serve import Listen
     from tidegate.settings.sections import load
@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     settings = load(GatewayCommand, None, rest)
     gateway = settings.gateway
-    secrets = _secrets(arguments, settings, os.environ.pop(ADMIN_KEY, None))
+    names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY}
+    keys = {name: os.environ.pop(variable, None) for name, variable in names.items()}
+    secrets = _secrets(arguments, settings, {name: key for name, key in keys.items() if key is not None})
     if not gateway.on_loopback and secrets.get("admin_key") is None:
         raise ConfigError(
             f"gateway.host = {gateway.host!r} accepts connections from other machines: set {ADMIN_KEY}"
@@ -58,6 +60,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     log_to_stderr()
     logging.getLogger("tidegate.gateway.access").setLevel("INFO" if arguments.access_log else "WARNING")
     listen = Listen(gateway.host, gateway.port, arguments.announce, arguments.owned, arguments.fd)
+    if gateway.shards > 1 and "worker_key" in secrets:
+        raise ConfigError(
+            f"gateway.shards = {gateway.shards}: workers take attempts from one gateway process; unset "
+            f"{WORKER_KEY}"
+        )
     if gateway.shards > 1:
         serve_front(gateway.shards, _shard_arguments(arguments, settings), listen, secrets)
     else:
@@ -65,12 +72,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _secrets(arguments: argparse.Namespace, settings: GatewayCommand, key: str | None) -> dict[str, Any]:
+def _secrets(arguments: argparse.Namespace, settings: GatewayCommand, keys: dict[str, str]) -> dict[str, Any]:
     """Returns the secrets passed by the parent process, else those of the settings and environment."""
     if arguments.secrets_fd is not None:
         return {"env_options": {}, **receive_secrets(arguments.secrets_fd)}
-    key = settings.gateway.admin_key or key
-    return {"env_options": settings.env.options} | ({} if key is None else {"admin_key": key})
+    if settings.gateway.admin_key is not None:
+        keys["admin_key"] = settings.gateway.admin_key
+    return {"env_options": settings.env.options, **keys}
 
 
 def _options(
@@ -97,6 +105,7 @@ def _options(
         public_url=gateway.public_url,
         engine_urls=settings.engine.urls,
         admin_key=secrets.get("admin_key"),
+        worker_key=secrets.get("worker_key"),
         tool_parser=gateway.tool_parser,
         structured_output=gateway.structured_output,
         untrained_models=gateway.untrained_models,

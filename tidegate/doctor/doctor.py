@@ -106,6 +106,9 @@ class Examination:
         self, stack: contextlib.AsyncExitStack, urls: list[str], environment: Environment, renderer: Renderer
     ) -> None:
         gateway = await self._gateway(stack, urls)
+        if self.settings.agent.source == "remote":
+            self._skip("episode", "agent.source is remote; to check an agent, add --agent.source local")
+            return
         worker = await self._worker(stack)
         if gateway is None or worker is None:
             self._skip("episode", "gateway or agent could not start")
@@ -120,7 +123,7 @@ class Examination:
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
         key = admin_key(self.settings)
-        service = LocalProcesses().gateway(self.settings, self.folder, key, None)
+        service = LocalProcesses().gateway(self.settings, self.folder, {"admin_key": key}, None)
         stack.push_async_callback(service.stop)
         client = None
         try:

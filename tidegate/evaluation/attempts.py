@@ -19,13 +19,13 @@ from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
 from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.local import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 
 @dataclass(slots=True)
 class _HostedAttempt:
-    episodes: Episodes
+    episodes: LocalEpisodes
     sampling: Sampling
 
     async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
@@ -56,7 +56,7 @@ async def hosted(
             processes = await start_processes(
                 settings, directory, lambda: (weights, 0), guard, note, stack, LocalProcesses()
             )
-            episodes = Episodes(processes.gateway, processes.worker, settings.agent.deadline_s)
+            episodes = LocalEpisodes(processes.gateway, processes.worker, settings.agent.deadline_s)
             yield _HostedAttempt(episodes, sampling)
         finally:
             await guard.close()  # before the processes stop, which it would report as failures

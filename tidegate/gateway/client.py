@@ -20,6 +20,8 @@ from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fi
 
 ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
 """Name of the environment variable that holds a gateway's admin key."""
+WORKER_KEY = "TIDEGATE_WORKER_KEY"
+"""Name of the environment variable that holds the key with which workers take attempts."""
 CALL_S = 30.0
 FINISH_S = 60.0
 """Seconds that a `finish` request may take. After half of them without a reward it is sent again."""
@@ -126,6 +128,7 @@ class GatewayClient(HttpClient):
         limits: Mapping[str, float] | None = None,
         untrained_models: Sequence[str] = (),
         epoch: int | None = None,
+        offer_heartbeat_s: float | None = None,
     ) -> SessionAccess:
         """Opens a session.
 
@@ -142,6 +145,8 @@ class GatewayClient(HttpClient):
             limits: Budgets of the session: `turns`, `tokens`, `seconds` and `calls` (concurrent ones).
             untrained_models: Model names whose calls are recorded and not trained on.
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
+            offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval. Its
+                deadline then starts, with a new key, when a worker takes it.
 
         Returns:
             Address and key of the session.
@@ -162,6 +167,7 @@ class GatewayClient(HttpClient):
             "limits": dict(limits or {}),
             "untrained_models": list(untrained_models),
             "trainer_epoch": epoch,
+            "offer_heartbeat_s": offer_heartbeat_s,
             "key": secrets.token_urlsafe(24),  # so that a repeated request opens no second session
         }
         return SessionAccess(**await self._json("POST", "/sessions", body))
@@ -206,7 +212,20 @@ class GatewayClient(HttpClient):
         row: dict[str, Any] = {}
         while "outcome" not in row:  # its reward is still being computed
             row = await self._json("POST", f"/sessions/{_quote(session_id)}/finish", body, timeout_s)
-        return SessionSummary(**{**row, "outcome": Outcome(row["outcome"])})
+        return _summary(row)
+
+    async def result(self, session_id: str) -> SessionSummary:
+        """Waits for the end of an offered session, however long. Raises GatewayError (404) if deleted."""
+        row: dict[str, Any] = {}
+        path = f"/sessions/{_quote(session_id)}/result?wait_s={FINISH_S / 2}"
+        while "outcome" not in row:
+            row = await self._json("GET", path, timeout_s=FINISH_S)
+        return _summary(row)
+
+    async def attempts(self) -> dict[str, Any]:
+        """Returns the number of `queued` attempts, and the `workers`."""
+        rows: dict[str, Any] = await self._json("GET", "/attempts")
+        return rows
 
     async def post_reward(
         self, session_id: str, value: float, name: str = "reward", turn: int | None = None
@@ -364,6 +383,10 @@ class GatewayClient(HttpClient):
             shown = f"the gateway responded with status {status}: {content[:200].decode(errors='replace')}"
             raise GatewayError(str(error_in(content).get("message", shown)), status=status)
         return content
+
+
+def _summary(row: dict[str, Any]) -> SessionSummary:
+    return SessionSummary(**{**row, "outcome": Outcome(row["outcome"])})
 
 
 def _quote(part: str) -> str:

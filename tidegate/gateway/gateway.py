@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.attempts.queue import AttemptQueue
 from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.groups.finish import SessionFinisher
@@ -68,6 +71,7 @@ class Gateway:
             grace_s=options.grace_s,
             retention_s=options.retention_s,
         )
+        self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher)
         self.pool = EnginePool(options.pool, self._fail)
         prompts = PromptBuilder(
             self.renderer,
@@ -114,6 +118,7 @@ class Gateway:
         """Restores the journal's sessions and finishes those that were being finished."""
         for session in recovered.sessions:
             self.sessions.add(session)
+            self.attempts.restore(session)
             if session.trajectory is None and session.ending is not None:
                 self.finisher.start_finishing(session)
         self.finisher.cancel_older()
@@ -125,7 +130,8 @@ class Gateway:
     async def open_session(self, request: SessionRequest) -> tuple[GatewaySession, str]:
         """Opens a session and returns it with its key, of which only a hash is stored. Raises GatewayError.
 
-        A session with a trainer's epoch ends as `cancelled` when a newer trainer takes over.
+        A session with a trainer's epoch ends as `cancelled` when a newer trainer takes over. An offered one
+        is queued for workers; the worker that takes it gets a new key.
         """
         sampling, group_id, task = request.sampling, request.group_id, request.task
         if request.split == "train" and (
@@ -136,12 +142,15 @@ class Gateway:
                 "a distribution that the trainer cannot compute",
                 status=400,
             )
+        if request.offer_heartbeat_s is not None and task is None:
+            raise GatewayError("a session that is offered to workers needs a task", status=400)
         if group_id is not None and (self.groups.get(group_id) or self.groups.end_reason(group_id)):
             raise GatewayError(f"group {group_id} accepts no more sessions", status=410)
         _check_storable(request.env, group_id, request.slot, request.metadata, task and (task.id, task.env))
         await self.groups.begin_epoch(request.trainer_epoch)
         key = new_key(self.options.id_prefix, request.key)
         session = self.sessions.with_key(key)
+        offered = session is None and request.offer_heartbeat_s is not None
         if session is None:
             session = self._new_session(request, key)
             self.sessions.add(session)
@@ -150,6 +159,8 @@ class Gateway:
         except GatewayError:
             self.sessions.forget(session)
             raise
+        if offered:
+            self.attempts.add(session)
         return session, key
 
     def _new_session(self, request: SessionRequest, key: str) -> GatewaySession:
@@ -159,13 +170,14 @@ class Gateway:
             "env": request.env or (request.task.env if request.task is not None else ""),
             "limits": request.limits.with_defaults(options.limits),
             "untrained_models": (*options.untrained_models, *request.untrained_models),
+            "deadline_s": deadline_s,
             "key": None,
         }
         return GatewaySession(
             id=new_id(options.id_prefix),
             key_hash=hash_key(key),
             opened=now,
-            deadline=now + deadline_s,
+            deadline=now + deadline_s if request.offer_heartbeat_s is None else math.inf,
             number=self.sessions.next_number(),
             **arguments,
         )
@@ -205,6 +217,12 @@ class Gateway:
         await self.turns.close_streams(session)
         return await self.finisher.finish(session, report, asyncio.get_running_loop().time(), wait_s)
 
+    async def result(self, session_id: str, wait_s: float) -> Trajectory | None:
+        """Waits for the end of a session; None if it has not ended after `wait_s`. Raises GatewayError."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.session(session_id).ended.wait(), wait_s)
+        return self.session(session_id).trajectory
+
     async def delete_session(self, session_id: str) -> None:
         """Deletes a session and its turns. Idempotent. Raises GatewayError."""
         session = self.sessions.get(session_id)
@@ -220,6 +238,7 @@ class Gateway:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
+            self.attempts.expire(asyncio.get_running_loop().time())
             await self.finisher.expire(asyncio.get_running_loop().time())
 
     def _on_sweeper_done(self, task: asyncio.Task[None]) -> None:

@@ -22,6 +22,8 @@ class GatewayOptions:
     """Address at which agents reach the gateway; None: the address of the request that opens a session."""
     engine_urls: list[str] = field(default_factory=list)
     admin_key: str | None = None
+    worker_key: str | None = None
+    """Key with which workers take attempts; None: none may."""
     tool_parser: str = "auto"
     """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
     the chat template writes; `none`: tool calls stay text."""

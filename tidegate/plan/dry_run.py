@@ -49,7 +49,10 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"engine    {shlex.join(_engine(settings))}{several}"
     gateway = [*gateway_arguments(settings, settings.gateway.host), f"--gateway.port={settings.gateway.port}"]
     yield f"gateway   tidegate gateway {shlex.join(gateway)}"
-    yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
+    if settings.agent.source == "remote":
+        yield "agents    none: workers take attempts from the gateway (tidegate worker)"
+    else:
+        yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer
     others = f" and {trainer.ranks - 1} more ranks" if trainer.ranks > 1 else ""
     yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"

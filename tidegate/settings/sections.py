@@ -47,8 +47,10 @@ class SettingsSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    selector: ClassVar[str] = "kind"
+    """Setting that selects the kind of the section."""
     of_kind: ClassVar[Mapping[str, str]] = {}
-    """Settings that apply to one `kind` of the section. Another kind on the command line leaves them out."""
+    """Settings that apply to one kind of the section. Another kind on the command line leaves them out."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Former names of settings, as dotted keys, with their present names."""
 
@@ -249,7 +251,7 @@ def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> N
         if len(kinds) > 1 and last == "name" and table.get("name") != value:
             table.clear()
         model = kinds[0] if kinds else SettingsSection
-    if last == "kind" and issubclass(model, SettingsSection):
+    if issubclass(model, SettingsSection) and last == model.selector:
         for name in [name for name in table if model.of_kind.get(name, value) != value]:
             del table[name]
     field = model.model_fields.get("use")

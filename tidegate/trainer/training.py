@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from tidegate.config import Settings
@@ -32,9 +33,9 @@ from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun
-from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.episodes import episode_source, watch_workers
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
-from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
 
@@ -96,8 +97,8 @@ class Training:
         self.best = BestCheckpoint.open(self.dir)
         self._began = time.monotonic()
         files = TrajectoryFiles(self.dir)
-        epoch, deadline_s = self.admission.epoch, settings.agent.deadline_s
-        episodes = Episodes(self.gateway, processes.worker, deadline_s, epoch=epoch)
+        epoch = self.admission.epoch
+        episodes = episode_source(settings.agent, self.gateway, processes.worker, epoch)
         self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
         self.rollout = Rollout(
             settings, self.admission, episodes, environment, files.append,
@@ -131,6 +132,9 @@ class Training:
         await self.publisher.check_samples()
         timeout_s = self.settings.patience_s
         supervisor.watch(self.engines.watch(), "engines")
+        if self.settings.agent.source == "remote":
+            set_connected = partial(self._set_serving, missing=NO_WORKER)
+            supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
@@ -239,8 +243,8 @@ class Training:
         for reason, number in evaluation.reasons.most_common(3):
             self.observer.note(f"evaluation: {number} episodes failed: {reason}")
 
-    def _set_serving(self, serving: bool) -> None:
-        self.pause.set_serving(serving)
+    def _set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
+        self.pause.set_serving(serving, missing)
         self.rollout.wake()
 
     def _last_progress(self) -> float:

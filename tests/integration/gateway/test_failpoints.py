@@ -18,6 +18,7 @@ from openai import APIError, AsyncOpenAI
 
 from tests.fakes import FakeEngine
 from tests.gateway_process import KEY, GatewayProcess, running
+from tests.remote_workers import WORKER_KEY, Attempts
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.journal import sqlite
@@ -159,6 +160,7 @@ async def story(world: World) -> None:
             await client.seal_group(group, TASK.id, finished)
     live = await world.opened("g4")
     await client.drop_group((await world.opened("g5")).group)
+    await remote(world)
     deleted = await world.opened("g6")
     for _ in range(2):
         await client.delete_session(deleted.access.session_id)
@@ -185,6 +187,22 @@ async def story(world: World) -> None:
     await client.remove_engine(world.engine.url)
 
 
+async def remote(world: World) -> None:
+    """A worker runs the attempts of an offered session; a kill while it takes one may lose it."""
+    client = world.gateway.client
+    summary = None
+    async with Attempts(world.gateway.url) as worker:
+        while summary is None or summary.outcome is Outcome.INFRA_ERROR:
+            access = await client.open_session(task=TASK, deadline_s=120, offer_heartbeat_s=0.3)
+            waiting = asyncio.create_task(client.result(access.session_id))
+            while not waiting.done():
+                with contextlib.suppress(aiohttp.ClientError):
+                    for attempt in await worker.next(wait_s=0.2):
+                        await worker.finish(attempt, outcome="cancelled")
+            summary = await waiting
+    assert summary.outcome is Outcome.CANCELLED
+
+
 async def read(world: World, group: Group) -> None:
     """A leased group is what its agents did."""
     known = {one.access.session_id: one for one in world.episodes if one.group == group.id}
@@ -201,7 +219,7 @@ async def lived_through(tmp_path: Path, point: str) -> None:
     engine.encode, engine.prompts = renderer.encode, {}
     await engine.start()
     try:
-        async with running(model, tmp_path, point) as gateway:
+        async with running(model, tmp_path, point, WORKER_KEY) as gateway:
             await story(World(gateway, engine, renderer))
             await gateway.until_died(1)
             assert gateway.deaths == 1

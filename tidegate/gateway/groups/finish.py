@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.groups.rewards import Scorer
@@ -83,6 +84,7 @@ class SessionFinisher:
         forget_at = asyncio.get_running_loop().time() + self._retention_s
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at
+        session.ended.set()
         self._metrics.outcomes[trajectory.outcome.value] += 1
         return trajectory
 
@@ -105,9 +107,12 @@ class SessionFinisher:
 
     def cancel(self, session: GatewaySession) -> None:
         why = f"the trainer of epoch {session.trainer_epoch}, which ran it, was replaced by a newer one"
-        session.close(why)
-        # A reply in doubt stays undelivered.
-        session.ending = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
+        self.impose(session, FinishReport(Outcome.CANCELLED, why), asyncio.get_running_loop().time())
+
+    def impose(self, session: GatewaySession, report: FinishReport, now: float) -> None:
+        """End a session that its agent did not finish; a reply in doubt stays undelivered."""
+        session.ending = replace(decide(session, report, now), imposed=True)
+        session.close(session.ending.error or "it was ended")
         self.start_finishing(session)
 
     # -- forgotten -------------------------------------------------------------------------------

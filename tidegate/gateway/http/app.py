@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
@@ -19,7 +19,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import openapi, schemas
+from tidegate.gateway.http import attempts, openapi, schemas
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import error_response, unless_disconnected
@@ -51,10 +51,17 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
+    routes.append(attempts.finish_route(gateway))
     data = Router(routes, default=AuthMiddleware(gateway, control))
+    workers = Router(attempts.routes(gateway), default=data)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await (data if scope["type"] == "http" else control)(scope, receive, send)
+        if scope["type"] != "http":
+            await control(scope, receive, send)
+        elif scope["path"].startswith("/attempts/"):
+            await workers(scope, receive, send)
+        else:
+            await data(scope, receive, send)
 
     return app
 
@@ -167,10 +174,23 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/sessions/{session_id}/finish", responses=openapi.FINISHING)
     async def finish(session_id: str, body: schemas.Finish) -> Response:
         trajectory = await gateway.finish(session_id, body.report(), body.trainer_epoch, body.wait_s)
+        return _result(session_id, trajectory)
+
+    @app.get("/sessions/{session_id}/result", responses=openapi.FINISHING)
+    async def result(
+        session_id: str, wait_s: Annotated[float, Query(ge=0, le=600, allow_inf_nan=False)] = 0.0
+    ) -> Response:
+        return _result(session_id, await gateway.result(session_id, wait_s))
+
+    def _result(session_id: str, trajectory: Trajectory | None) -> Response:
         if trajectory is None:
             row = {"session_id": session_id, "state": gateway.session(session_id).state}
             return Response(orjson.dumps(row), 202, media_type="application/json")
         return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
+
+    @app.get("/attempts")
+    async def list_attempts() -> dict[str, Any]:
+        return {"queued": gateway.attempts.queued, "workers": gateway.attempts.workers()}
 
     @app.get("/sessions/{session_id}/trajectory", response_class=openapi.Msgpack)
     async def trajectory(session_id: str) -> Response:

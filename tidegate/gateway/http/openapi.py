@@ -7,10 +7,11 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
+from tidegate.gateway.http import schemas
 from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
-ADMIN, SESSION = "admin key", "session key"
+ADMIN, SESSION, WORKER = "admin key", "session key", "worker key"
 FINISHING: dict[int | str, dict[str, Any]] = {
     202: {"description": "The reward is not ready: send the request again"}
 }
@@ -32,8 +33,7 @@ def describe(app: FastAPI) -> Schema:
     for unused in ("HTTPValidationError", "ValidationError"):
         del document["components"]["schemas"][unused]
     document["components"]["securitySchemes"] = {
-        ADMIN: {"type": "http", "scheme": "bearer"},
-        SESSION: {"type": "http", "scheme": "bearer"},
+        name: {"type": "http", "scheme": "bearer"} for name in (ADMIN, SESSION, WORKER)
     }
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -43,6 +43,7 @@ def describe(app: FastAPI) -> Schema:
             if path in ("/health", "/ready"):
                 operation["security"] = []
                 operation["responses"]["503"] = operation["responses"]["200"]
+    document["paths"] |= {path: {"post": operation} for path, operation in _workers().items()}
     for path, reply, error, body in _data_plane():
         method = "get" if body is None else "post"
         document["paths"][f"/v1{path}"] = {method: _operation(path, reply, error, body)}
@@ -60,6 +61,27 @@ def _operation(path: str, reply: Schema, error: Schema, body: Schema | None) -> 
         if "stream" in body["properties"]:
             responses["200"]["content"]["text/event-stream"] = {}
     return operation
+
+
+def _workers() -> dict[str, Schema]:
+    """Describes the calls of workers (docs/remote.md)."""
+    routes: dict[str, tuple[str, str, type[schemas.Body]]] = {
+        "/attempts/next": ("", WORKER, schemas.NextAttempts),
+        "/attempts/{attempt}/heartbeat": ("attempt", WORKER, schemas.WorkerName),
+        "/s/{session_id}/finish": ("session_id", SESSION, schemas.WorkerFinish),
+    }
+    return {
+        path: {
+            "security": [{key: []}],
+            "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT}] if name else [],
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": body.model_json_schema()}},
+            },
+            "responses": {"2XX": _response(_object({})), **_refusals(_CONTROL)},
+        }
+        for path, (name, key, body) in routes.items()
+    }
 
 
 def _data_plane() -> list[tuple[str, Schema, Schema, Schema | None]]:

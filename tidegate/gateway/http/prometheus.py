@@ -34,6 +34,8 @@ def collect(gateway: Gateway) -> Iterator[Metric]:
     yield counter(f"{PREFIX}_groups_sealed", groups.sealed)
     yield counter(f"{PREFIX}_groups_acked", acked, "outcome")
     yield gauge(f"{PREFIX}_stuck_rewards", gateway.scorer.stuck)
+    yield gauge(f"{PREFIX}_attempts_queued", gateway.attempts.queued)
+    yield gauge(f"{PREFIX}_workers", sum(row["connected"] for row in gateway.attempts.workers()))
     yield gauge(f"{PREFIX}_engines", Counter(engine.state for engine in engines), "state")
     yield gauge(f"{PREFIX}_engine_healthy", {engine.url: engine.healthy for engine in engines}, "engine")
     yield gauge(f"{PREFIX}_engine_calls", {engine.url: engine.busy for engine in engines}, "engine")

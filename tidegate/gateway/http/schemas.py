@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from yarl import URL
 
 from tidegate.errors import GatewayError
@@ -16,6 +16,9 @@ from tidegate.gateway.sessions.store import SessionStore
 from tidegate.types import Outcome, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
+
+
+REPORTABLE = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome.CANCELLED)
 
 
 class Body(BaseModel):
@@ -28,17 +31,24 @@ class PostReward(Body):
     turn: Annotated[int, Field(ge=0)] | None = None
 
 
-class Finish(Body):
+class WorkerName(Body):
+    worker: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class NextAttempts(WorkerName):
+    capacity: Annotated[int, Field(ge=1, le=1024)] = 1
+    wait_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 30.0
+
+
+class AgentReport(Body):
+    """How an agent's run ended; by default the gateway decides on the outcome."""
+
     output: str | None = None
     outcome: Outcome | None = None
     reward: Any = None
     """Any value: one that is not a finite number ends the session as `reward_error`."""
     metrics: dict[str, Any] = {}
     error: str | None = None
-    trainer_epoch: Epoch | None = None
-    """Epoch of the calling trainer."""
-    wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
-    """Seconds after which the response is 202, if the reward is not ready yet; None: no limit."""
 
     def report(self) -> FinishReport:
         metrics = {
@@ -49,6 +59,22 @@ class Finish(Body):
         error = None if self.error is None else storable(self.error)
         output = None if self.output is None else storable(self.output)
         return FinishReport(self.outcome, error, output, self.reward, metrics)
+
+
+class Finish(AgentReport):
+    trainer_epoch: Epoch | None = None
+    """Epoch of the calling trainer."""
+    wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
+    """Seconds after which the response is 202, if the reward is not ready yet; None: no limit."""
+
+
+class WorkerFinish(AgentReport):
+    @field_validator("outcome")
+    @classmethod
+    def _reportable(cls, outcome: Outcome | None) -> Outcome | None:
+        if outcome is not None and outcome not in REPORTABLE:
+            raise ValueError(f"a worker may report null, {', '.join(REPORTABLE)}; not {outcome}")
+        return outcome
 
 
 class Seal(Body):

@@ -66,6 +66,9 @@ class Journal:
 
     async def opened(self, session: GatewaySession) -> None: ...
 
+    async def offered(self, sessions: Sequence[GatewaySession]) -> None:
+        """Write that a worker took these sessions, or that they are queued again."""
+
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         """Write turns before their replies are sent; the future resolves once they are written."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()

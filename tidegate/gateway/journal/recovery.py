@@ -101,6 +101,7 @@ def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> Gate
         session.trajectory = trajectory_of(session, session.ending)
         schema.restore_result(result, session.trajectory)
         session.forget_at = forget_at + offset
+        session.ended.set()
     return session
 
 

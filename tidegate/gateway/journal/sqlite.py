@@ -86,6 +86,17 @@ class DiskJournal(Journal):
             "opened", (f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * 10)})", [row])
         )
 
+    async def offered(self, sessions: Sequence[GatewaySession]) -> None:
+        rows = [
+            (
+                session.key_hash, schema.session_row(session), _wall(session.opened), _wall(session.deadline),
+                session.number,
+            )
+            for session in sessions
+        ]  # fmt: skip
+        update = "UPDATE sessions SET key_hash = ?, about = ?, opened = ?, deadline = ? WHERE number = ?"
+        await self._writer.write("offered", (update, rows))
+
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         rows = [schema.turn_row(session.number, node) for node in nodes]
         return self._writer.write("recorded", (schema.INSERT_TURN, rows), *_closed(session, nodes))

@@ -28,6 +28,8 @@ class SessionResult:
     agent_reward: Any = None
     """Reward returned by the agent."""
     metrics: dict[str, float] = field(default_factory=dict)
+    imposed: bool = False
+    """Decided by the gateway: a later finish by the worker is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class SessionRequest:
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
     trainer_epoch: Annotated[int, Field(ge=0)] | None = None
     """Epoch of the trainer that opens it; the session ends when a newer trainer takes over."""
+    offer_heartbeat_s: Seconds | None = None
+    """Offers the session to workers, which send heartbeats at this interval. Its deadline then starts, with a
+    new key, when a worker takes it."""
     key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
     """Secret part of the session's API key. A repeated request with the same key opens no other session."""
 
@@ -77,6 +82,12 @@ class GatewaySession(SessionRequest):
     deadline: float
     number: int = 0
     """Number of the session in the journal."""
+    worker: str | None = None
+    """Name of the worker that took it; None if none did."""
+    worker_seen: float = 0.0
+    """Time of the worker's last heartbeat."""
+    former_keys: list[bytes] = field(default_factory=list)
+    """Hashes of earlier keys, which are void, but recognise a repeated request to open it."""
     tree: TurnTree = field(default_factory=TurnTree)
     calls: PendingTurns = field(default_factory=PendingTurns)
     affinity: Affinity = field(init=False)
@@ -107,6 +118,8 @@ class GatewaySession(SessionRequest):
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
     forget_at: float | None = None
+    ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    """Set when its trajectory is stored or it is deleted."""
 
     def __post_init__(self) -> None:
         self.affinity = Affinity(self.id, self.group_id or self.id)
@@ -143,6 +156,7 @@ class GatewaySession(SessionRequest):
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""
         self.close(reason)
+        self.ended.set()
         if self.finishing is not None:
             self.finishing.cancel()
 

@@ -36,6 +36,12 @@ class SessionStore:
         if session.group_id is not None:
             self._by_group.setdefault(session.group_id, {})[session.id] = session
 
+    def set_key(self, session: GatewaySession, key: str) -> None:
+        """Replaces a session's key."""
+        session.former_keys.append(session.key_hash)
+        session.key_hash = hash_key(key)
+        self._by_key[session.key_hash] = session
+
     def get(self, session_id: str) -> GatewaySession | None:
         return self._by_id.get(session_id)
 
@@ -62,7 +68,8 @@ class SessionStore:
     def forget(self, session: GatewaySession) -> None:
         session.stop("it was deleted")
         self._by_id.pop(session.id, None)
-        self._by_key.pop(session.key_hash, None)
+        for key_hash in (session.key_hash, *session.former_keys):
+            self._by_key.pop(key_hash, None)
         members = self._by_group.get(session.group_id or "")
         if members is not None:
             members.pop(session.id, None)

@@ -14,7 +14,7 @@ from tidegate.trainer.cluster.actors import AgentActor, RankActor, ServerActor
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileSender
 from tidegate.trainer.cluster.remote import RemoteAgents, RemoteProcess, RemoteRank, RemoteServer
-from tidegate.trainer.processes.provider import CurrentWeights
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
 from tidegate.trainer.processes.servers import (
     MAX_RESTARTS,
     agent_names,
@@ -69,8 +69,10 @@ class RayProcesses:
         self._all += self._engines
         return self._engines
 
-    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> RemoteServer:
-        build = partial(gateway_server, settings, key, journal)
+    def gateway(
+        self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
+    ) -> RemoteServer:
+        build = partial(gateway_server, settings, keys, journal)
         actor = self._slots.create_actor(
             "gateway", ServerActor, self._actor_context(), build, restarts=MAX_RESTARTS
         )

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from tidegate.errors import ConfigError, StartError
-from tidegate.gateway.client import ADMIN_KEY
+from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
 from tidegate.service.service import signal_child
 from tidegate.types import Outcome, TaskView
 
+SECRET_VARIABLES = (ADMIN_KEY, WORKER_KEY)
 MAX_LINE = 64 * 1024 * 1024
 START_S = 60.0
 GRACE_S = 5.0
@@ -170,7 +171,7 @@ class _Process:
                 "--use", use,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 limit=MAX_LINE,
-                env={name: value for name, value in os.environ.items() if name != ADMIN_KEY},
+                env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
                 # Ctrl-C in a terminal must reach the trainer only, which then stops its agents in order.
                 start_new_session=True,
             )  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +15,14 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import StartError, unwrapped
-from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.client import WORKER_KEY, GatewayClient
 from tidegate.trainer.processes.agent_pool import AgentPool, AgentRunner
 from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
 
+KEY_FILE = "worker.key"
 PAUSE_S = 1.0
 """Delay after a failed start, in which an exited process's address or memory may become free."""
 
@@ -132,11 +135,17 @@ async def _start_gateway(
     journal = run_dir / "gateway"
     if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
         await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
-    key = admin_key(settings)
-    server = provider.gateway(settings, run_dir, key, journal)
+    keys = {"admin_key": admin_key(settings)}
+    if settings.agent.source == "remote":
+        keys["worker_key"] = worker_key(run_dir)
+    server = provider.gateway(settings, run_dir, keys, journal)
     stack.push_async_callback(server.stop)
     url = await server.start()
-    client = GatewayClient(url, key)
+    client = GatewayClient(url, keys["admin_key"])
+    if settings.agent.source == "remote":
+        key_file = shlex.quote(str(run_dir / KEY_FILE))
+        address = settings.gateway.public_url or url
+        note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
     supervisor.watch(_supervise_gateway(server, client, note), "gateway")
     stack.push_async_callback(client.close)
     return client
@@ -172,3 +181,21 @@ def admin_key(settings: Settings) -> str:
     There always is one, because agents on the same machine can reach the control plane through loopback.
     """
     return settings.gateway.admin_key or secrets.token_urlsafe(24)
+
+
+def worker_key(run_dir: Path) -> str:
+    """Return the workers' key: the environment's, that of the run before its resume, or a random one.
+
+    It is written to the run's directory, for workers on this machine.
+    """
+    file = run_dir / KEY_FILE
+    key = os.environ.pop(WORKER_KEY, None)  # the run's other processes do not inherit it
+    if key is None and file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    key = key or secrets.token_urlsafe(24)
+    part = file.with_name(f".{KEY_FILE}.partial")
+    part.unlink(missing_ok=True)
+    part.touch(0o600)
+    part.write_text(key + "\n", encoding="utf-8")
+    part.replace(file)
+    return key

@@ -9,7 +9,7 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.service.service import LOOPBACK, Service
 from tidegate.trainer.processes.agent_worker import AgentWorker
-from tidegate.trainer.processes.provider import CurrentWeights
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 from tidegate.trainer.processes.servers import (
     agent_names,
@@ -39,9 +39,9 @@ class LocalProcesses:
             for index, name in enumerate(engine_names(settings))
         ]
 
-    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> Service:
+    def gateway(self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None) -> Service:
         gateway = settings.gateway
-        return gateway_server(settings, key, journal, run_dir, gateway.host, gateway.port)
+        return gateway_server(settings, keys, journal, run_dir, gateway.host, gateway.port)
 
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentWorker]:
         agent = settings.agent

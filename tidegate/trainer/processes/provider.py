@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,10 @@ from tidegate.trainer.processes.rank_process import RankProcess
 
 CurrentWeights = Callable[[], tuple[Path, int]]
 """Returns the weights that engines should serve now, and their version."""
+
+
+GatewayKeys = Mapping[str, str]
+"""The `admin_key` of a gateway and, if workers take attempts, its `worker_key`."""
 
 
 class ServerProcess(Protocol):
@@ -37,8 +41,10 @@ class ProcessProvider(Protocol):
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
         """Return the run's own engines; none if `engine.urls` is set."""
 
-    def gateway(self, settings: Settings, run_dir: Path, key: str, journal: Path | None) -> ServerProcess:
-        """Return the gateway with the admin key `key`; a `journal` keeps its sessions across restarts."""
+    def gateway(
+        self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
+    ) -> ServerProcess:
+        """Return the gateway with its keys; a `journal` keeps its sessions across restarts."""
 
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]:
         """Return the processes that run agents."""

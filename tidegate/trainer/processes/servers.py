@@ -11,7 +11,7 @@ from tidegate.service.external import READY_S
 from tidegate.service.service import Service
 from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand
-from tidegate.trainer.processes.provider import CurrentWeights
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
 from tidegate.trainer.processes.sglang import SGLangServer
 from tidegate.trainer.processes.vllm import VLLMServer
 
@@ -25,7 +25,9 @@ def engine_names(settings: Settings) -> list[str]:
 
 
 def agent_names(settings: Settings) -> list[str]:
-    """Return `agent`, or `agent-1`, `agent-2` … of several."""
+    """Return `agent`, or `agent-1`, `agent-2` … of several; none if workers elsewhere run them."""
+    if settings.agent.source == "remote":
+        return []
     return _numbered("agent", settings.agent.workers)
 
 
@@ -51,18 +53,18 @@ def engine_server(
 
 def gateway_server(
     settings: Settings,
-    key: str,
+    keys: GatewayKeys,
     journal: Path | None,
     directory: Path,
     host: str,
     port: int,
     _: CurrentWeights | None = None,
 ) -> Service:
-    """Create the gateway with `key` as its admin key. A `journal` keeps its sessions across restarts."""
+    """Create the gateway with these keys. A `journal` keeps its sessions across restarts."""
     arguments = gateway_arguments(settings, host)
     if journal is not None:
         arguments += ["--journal", str(journal)]
-    secrets = {"admin_key": key, "env_options": settings.env.options}
+    secrets = {**keys, "env_options": settings.env.options}
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 

@@ -1,25 +1,37 @@
-"""Runs one episode: opens its session, lets an agent run it, finishes it."""
+"""Runs one episode: opens its session, has an agent run it, and waits for its end."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import random
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.config import AgentSettings
+from tidegate.errors import GatewayError
+from tidegate.gateway.client import GatewayClient, SessionAccess, SessionSummary
 from tidegate.trainer.processes.agent_pool import AgentRunner
 from tidegate.types import MODEL_NAME, Sampling, Split, Task
 
+WORKERS_POLL_S = 1.0
+ABSENT_S = 5.0
+"""Seconds without a connected worker after which there is none: a restarted gateway does not know them."""
 
-@dataclass(slots=True)
-class Episodes:
-    """Runs episodes for rollout and evaluation: open a session, run the agent, finish the session."""
 
-    gateway: GatewayClient
-    worker: AgentRunner
-    deadline_s: float
-    epoch: int | None = None
-    """Epoch of the trainer; when a newer one begins, the episodes end `cancelled`."""
+class EpisodeSource(ABC):
+    """Runs the episodes of rollout and evaluation, in processes of the run or in workers elsewhere."""
+
+    offer_heartbeat_s: float | None = None
+    """Set if sessions are offered to workers."""
+
+    def __init__(self, gateway: GatewayClient, deadline_s: float, epoch: int | None = None) -> None:
+        """`epoch` is the trainer's; when a newer one begins, the episodes end `cancelled`."""
+        self.gateway = gateway
+        self.deadline_s = deadline_s
+        self.epoch = epoch
 
     async def run(
         self,
@@ -51,9 +63,33 @@ class Episodes:
         access = await self.gateway.open_session(
             task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
             deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
+            offer_heartbeat_s=self.offer_heartbeat_s,
         )  # fmt: skip
         on_open(access.session_id)
-        result = await self.worker.run(
+        try:
+            return await self._end(access, name, task, seed)
+        except asyncio.CancelledError:
+            if group_id is None and self.offer_heartbeat_s is not None:  # no group ends it
+                with contextlib.suppress(GatewayError):
+                    await self.gateway.delete_session(access.session_id)
+            raise
+
+    @abstractmethod
+    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
+        """Have an agent run the session; return how it ended."""
+
+
+class LocalEpisodes(EpisodeSource):
+    """Agents run in processes of the run."""
+
+    def __init__(
+        self, gateway: GatewayClient, worker: AgentRunner, deadline_s: float, epoch: int | None = None
+    ) -> None:
+        super().__init__(gateway, deadline_s, epoch)
+        self._worker = worker
+
+    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
+        result = await self._worker.run(
             name,
             task.view(),
             base_url=access.base_url,
@@ -71,6 +107,39 @@ class Episodes:
             error=result.error,
             epoch=self.epoch,
         )
+
+
+class RemoteEpisodes(EpisodeSource):
+    """Workers elsewhere take the sessions from the gateway and finish them."""
+
+    def __init__(
+        self, gateway: GatewayClient, heartbeat_s: float, deadline_s: float, epoch: int | None = None
+    ) -> None:
+        super().__init__(gateway, deadline_s, epoch)
+        self.offer_heartbeat_s = heartbeat_s
+
+    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
+        return await self.gateway.result(access.session_id)
+
+
+def episode_source(
+    agent: AgentSettings, gateway: GatewayClient, worker: AgentRunner, epoch: int | None = None
+) -> EpisodeSource:
+    """Return the source that `agent.source` names; `worker` runs the agents of a local one."""
+    if agent.source == "remote":
+        return RemoteEpisodes(gateway, agent.heartbeat_s, agent.deadline_s, epoch)
+    return LocalEpisodes(gateway, worker, agent.deadline_s, epoch)
+
+
+async def watch_workers(gateway: GatewayClient, set_connected: Callable[[bool], None]) -> None:
+    """Report for ever whether any worker is connected."""
+    last = -math.inf
+    while True:
+        with contextlib.suppress(GatewayError):
+            if any(worker["connected"] for worker in (await gateway.attempts())["workers"]):
+                last = time.monotonic()
+            set_connected(time.monotonic() - last < ABSENT_S)
+        await asyncio.sleep(WORKERS_POLL_S)
 
 
 def attempt_seed(run_seed: int, attempt: str) -> int:

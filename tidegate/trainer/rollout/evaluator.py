@@ -21,7 +21,7 @@ from tidegate.config import Settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
 from tidegate.trainer.records.trajectories import bounded_answer
-from tidegate.trainer.rollout.episodes import Episodes, attempt_seed
+from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
@@ -47,7 +47,7 @@ class Evaluator:
     """Runs evaluations with bounded concurrency and one deadline. Failed episodes are counted, not raised."""
 
     settings: Settings
-    episodes: Episodes
+    episodes: EpisodeSource
     sets: dict[str, list[Task]]
     observer: Observer
     save: Callable[[int, list[Episode]], None]

@@ -18,6 +18,7 @@ INFRA_BACKOFF_MAX_S = 60.0
 POLL_S = 1.0
 """Longest interval between two checks of waiting tasks."""
 NO_ENGINE = "no engine serves"
+NO_WORKER = "waiting for workers: none is connected"
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Pause:
     clock: Callable[[], float] = time.monotonic
     count: int = 0
     """Number of outages so far."""
+    _missing: set[str] = field(default_factory=set)
     _past_s: float = 0.0
     _since: float | None = None
     _probes: int = 0
@@ -51,9 +53,13 @@ class Pause:
         """Total duration of all outages, including the current one."""
         return self._past_s + (0.0 if self._since is None else self.clock() - self._since)
 
-    def set_serving(self, serving: bool) -> None:
-        """Report whether any engine serves."""
-        self.admission.outage.set_down(None if serving else NO_ENGINE)
+    def set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
+        """Report whether any engine serves; or with `missing` = NO_WORKER, whether any worker does."""
+        if serving:
+            self._missing.discard(missing)
+        else:
+            self._missing.add(missing)
+        self.admission.outage.set_down(min(self._missing, default=None))
         self.update()
 
     def update(self, probe_failed: bool = False) -> None:

@@ -23,7 +23,7 @@ from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.records.dead_letters import Attempted
 from tidegate.trainer.records.trajectories import bounded_answer
-from tidegate.trainer.rollout.episodes import Episodes, attempt_seed
+from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
@@ -43,7 +43,7 @@ class Rollout:
 
     settings: Settings
     admission: Admission
-    episodes: Episodes
+    episodes: EpisodeSource
     tasks: Tasks
     save: Callable[[Trajectory, State], None]
     """Saves an episode that failed, or became stale before its group was leased."""

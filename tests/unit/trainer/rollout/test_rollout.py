@@ -20,7 +20,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.rollout import pause as pauses
 from tidegate.trainer.rollout import rollout as module
-from tidegate.trainer.rollout.episodes import Episodes
+from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.trainer.rollout.pause import Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.types import Outcome, Task, Trajectory
@@ -156,7 +156,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         )
         book: list[Any] = []
         core = Admission(rules, book.append)
-        episodes = Episodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
+        episodes = LocalEpisodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
         keep = lambda one, state: script.kept.append((one.metadata["attempt"], state.value))  # noqa: E731
         letter = lambda *told: script.letters.append((*told, len(book)))  # noqa: E731
         pause = Pause(core, script.notes.append, 3600.0)

@@ -1,0 +1,208 @@
+"""Worker elsewhere: takes attempts from a gateway, runs an agent on them and finishes them.
+
+The agents have a thread and an event loop of their own, so that one that blocks it delays no heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+
+from tidegate.agents.base import Agent
+from tidegate.agents.worker import CappedLog, Worker
+from tidegate.errors import GatewayError
+
+WAIT_S = 30.0
+"""Seconds for which a poll waits for attempts."""
+RESPONSE_S = 30.0
+"""Further seconds in which the gateway must respond."""
+MAX_CAPACITY = 1024
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+FINISH_S = 120.0
+"""Seconds for which a finish is repeated if the gateway does not respond."""
+STOP_S = 5.0
+"""Seconds to give back the running attempts at the end."""
+
+
+class RemoteWorker:
+    """Runs up to `concurrency` attempts of one gateway at a time.
+
+    Args:
+        url: Address of the gateway.
+        key: The gateway's worker key.
+        agent: The agent.
+        concurrency: Limit of attempts that run at the same time.
+        tell: Shows a line of text.
+    """
+
+    def __init__(
+        self, url: str, key: str, agent: Agent, concurrency: int, tell: Callable[[str], None]
+    ) -> None:
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._url = url.rstrip("/")
+        self._key = key
+        self._concurrency = concurrency
+        self._tell = tell
+        self._worker = Worker(agent, self._emit)
+        self._agents = asyncio.new_event_loop()
+        """Event loop of the agents; all calls of `_worker` are made on it."""
+        self._keys: dict[str, str] = {}
+        """Key of each attempt that has not been finished."""
+        self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._freed = asyncio.Event()
+        self._lost = False
+        self._told = ""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set; then give the running attempts back. Raises GatewayError if refused."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._agents.run_forever, daemon=True, name="agents").start()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._http:
+            polling = asyncio.create_task(self._poll())
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            polling.cancel()
+            ended = (await asyncio.gather(polling, return_exceptions=True))[0]
+            if self._keys:
+                self._tell(f"giving back {len(self._keys)} attempts")
+            await self._stop_agents()
+            if self._finishing:
+                await asyncio.wait(self._finishing, timeout=STOP_S)
+            for task in (*self._heartbeats.values(), *self._finishing):
+                task.cancel()
+            if isinstance(ended, Exception):
+                raise ended
+
+    async def _stop_agents(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._on_agents(self._worker.stop())
+        await asyncio.sleep(0)  # the last events
+
+    async def _on_agents(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the agents' loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._agents))
+
+    async def _poll(self) -> None:
+        while True:
+            await self._on_agents(asyncio.sleep(0))  # a blocked loop gets no further attempts
+            while (free := self._concurrency - len(self._keys)) <= 0:
+                self._freed.clear()
+                await self._freed.wait()
+            body = {"worker": self.name, "capacity": min(free, MAX_CAPACITY), "wait_s": WAIT_S}
+            answer = await self._call("/attempts/next", self._key, body)
+            for attempt in answer["attempts"]:
+                self._start(attempt)
+
+    def _start(self, attempt: dict[str, Any]) -> None:
+        name = attempt["attempt"]
+        self._keys[name] = attempt["api_key"]
+        self._heartbeats[name] = asyncio.create_task(self._send_heartbeats(name, attempt["heartbeat_s"]))
+        self._agents.call_soon_threadsafe(self._worker.start, name, attempt["task"], attempt)
+
+    async def _send_heartbeats(self, attempt: str, interval_s: float) -> None:
+        """Send heartbeats until the gateway has ended the attempt; then cancel the episode."""
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                await self._call(f"/attempts/{attempt}/heartbeat", self._key, {"worker": self.name})
+        except GatewayError as error:
+            self._tell_once(f"the gateway ended an attempt: {error}")
+            self._keys.pop(attempt, None)
+            self._agents.call_soon_threadsafe(self._worker.cancel, attempt)
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._on_event, event)
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Finish an attempt whose episode has ended."""
+        attempt = event.pop("job")
+        del event["event"]
+        self._heartbeats.pop(attempt).cancel()
+        self._freed.set()
+        if attempt in self._keys:
+            task = asyncio.create_task(self._finish(attempt, event))
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, attempt: str, result: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(FINISH_S):
+                await self._call(f"/s/{attempt}/finish", self._keys[attempt], result)
+        except GatewayError as error:
+            self._tell_once(f"an attempt could not be finished: {error}")
+        except TimeoutError:
+            self._tell(f"an attempt could not be finished: no response for {FINISH_S:g} s")
+        finally:
+            self._keys.pop(attempt, None)
+            self._freed.set()
+
+    def _tell_once(self, text: str) -> None:
+        """Show a line that does not repeat the last such one."""
+        if text != self._told:
+            self._told = text
+            self._tell(text)
+
+    async def _call(self, path: str, key: str, body: dict[str, Any]) -> Any:
+        """Send a request, again after each failed connection or status of 500 and more.
+
+        Raises GatewayError if it is refused.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(WAIT_S + RESPONSE_S):
+                    answer = await self._send(path, key, body)
+                if self._lost:
+                    self._tell(f"connected to {self._url} again")
+                    self._lost = False
+                return answer
+            except (aiohttp.ClientError, OSError) as error:  # OSError: also a TimeoutError
+                if not self._lost:
+                    self._tell(f"no connection to {self._url} ({error or 'no response'}); trying again")
+                    self._lost = True
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _send(self, path: str, key: str, body: dict[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        data = json.dumps(body).encode()
+        async with self._http.post(self._url + path, data=data, headers=headers) as response:
+            content = await response.read()
+            if response.status >= 500:
+                raise aiohttp.ClientError(f"status {response.status}")
+            answer = json.loads(content)
+            if response.status >= 400:
+                raise GatewayError(answer["error"]["message"], status=response.status)
+            return answer
+
+
+async def serve(url: str, key: str, agent: Agent, concurrency: int) -> None:
+    """Run a worker until SIGINT or SIGTERM. What agents print goes to stderr, within a limit."""
+    stderr = sys.stderr
+    sys.stdout = sys.stderr = CappedLog(stderr)
+
+    def tell(text: str) -> None:
+        print(f"tidegate worker: {text}", file=stderr, flush=True)
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    worker = RemoteWorker(url, key, agent, concurrency, tell)
+    tell(f"{worker.name} takes up to {concurrency} attempts at a time from {url}")
+    await worker.run(stop)

@@ -1,0 +1,1 @@
+"""Attempts that workers elsewhere take from the gateway."""

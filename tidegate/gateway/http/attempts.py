@@ -1,0 +1,112 @@
+"""Serves the calls of workers elsewhere. Raw ASGI, as thousands of them may poll."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import orjson
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http import schemas
+from tidegate.gateway.http.endpoints import authenticate
+from tidegate.gateway.http.response import error_response, respond, unless_disconnected
+from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.service.api_key import ApiKey
+from tidegate.types import MODEL_NAME
+
+ACCEPT_S = 10.0
+"""Seconds for which the response to `finish` waits for the reward."""
+Handler = Callable[[Gateway, Scope, Receive, Send], Awaitable[None]]
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    """Returns the routes that a worker key opens."""
+    return [
+        Route("/attempts/next", WorkerEndpoint(gateway, _next), methods=["POST"]),
+        Route("/attempts/{attempt}/heartbeat", WorkerEndpoint(gateway, _heartbeat), methods=["POST"]),
+    ]
+
+
+def finish_route(gateway: Gateway) -> Route:
+    """Returns the route by which an attempt is finished, with its own key."""
+    return Route("/s/{session_id}/finish", WorkerEndpoint(gateway, _finish), methods=["POST"])
+
+
+class WorkerEndpoint:
+    """A handler whose errors become responses."""
+
+    def __init__(self, gateway: Gateway, handler: Handler) -> None:
+        self._gateway = gateway
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._handler(self._gateway, scope, receive, send)
+        except ClientGone:
+            return
+        except asyncio.CancelledError:  # the server stops, and does not wait for polls
+            await error_response("the gateway stops", 503)(scope, receive, send)
+        except (GatewayError, ApiError) as refusal:
+            await error_response(str(refusal), refusal.status or 400)(scope, receive, send)
+
+
+async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with attempts; they are queued again if the client disconnects before."""
+    _check_worker_key(gateway, scope)
+    poll = schemas.read(schemas.NextAttempts, await read_body(receive))
+    taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s)
+    taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
+    if taken is not None:
+        root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
+        rows = [_row(session, key, root) for session, key in taken]
+        await respond(send, 200, json.dumps({"attempts": rows}).encode())
+
+
+async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    _check_worker_key(gateway, scope)
+    body = schemas.read(schemas.WorkerName, await read_body(receive))
+    gateway.attempts.heartbeat(scope["path_params"]["attempt"], body.worker)
+    await respond(send, 200, b"{}")
+
+
+async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    session = authenticate(gateway, scope, dict(scope["headers"]))
+    report = schemas.read(schemas.WorkerFinish, await read_body(receive))
+    if session.offer_heartbeat_s is None:
+        raise GatewayError("this session is finished by the process that opened it", status=403)
+    if session.ending is not None and session.ending.imposed:
+        raise GatewayError(f"the attempt has ended: {session.ending.error}", status=410)
+    trajectory = await gateway.finish(session.id, report.report(), wait_s=ACCEPT_S)
+    await respond(send, 202 if trajectory is None else 200, orjson.dumps({"state": session.state}))
+
+
+def _check_worker_key(gateway: Gateway, scope: Scope) -> None:
+    key = gateway.options.worker_key
+    if key is None:
+        raise GatewayError("this gateway takes no workers: it has no worker key", status=403)
+    authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+    ApiKey(key, lambda: GatewayError("this route needs the gateway's worker key", status=401)).check(
+        authorization
+    )
+
+
+def _row(session: GatewaySession, key: str, root: str) -> dict[str, object]:
+    assert session.task is not None, "an offered session has a task"
+    return {
+        "attempt": session.id,
+        "task": {"id": session.task.id, "messages": session.task.messages},
+        "base_url": f"{root}/s/{session.id}/v1",
+        "api_key": key,
+        "model": MODEL_NAME,
+        "seed": session.seed,
+        "deadline_s": session.deadline_s,
+        "heartbeat_s": session.offer_heartbeat_s,
+    }
