@@ -35,7 +35,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.processes.launcher import start_processes
-from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.records.metrics import read_metrics

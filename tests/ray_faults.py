@@ -16,8 +16,7 @@ from tests.ray_cluster import SEATS
 from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.trainer.cluster.actor_calls import LostError, wait_for_reply
-from tidegate.trainer.cluster.actor_slots import ActorSlots
-from tidegate.trainer.cluster.connect import connected, reserved
+from tidegate.trainer.cluster.connect import ActorSlots, connected, reserved
 from tidegate.trainer.cluster.placement import HOME, Placement
 
 

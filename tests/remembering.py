@@ -41,6 +41,10 @@ class Remembering:
         self.prefills: list[list[int]] = []
         self.cleaned: list[int] = []
 
+    @property
+    def cache(self) -> Remembering:
+        return self
+
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
         if any(self.refuses in sequence for sequence in sequences):
             raise RuntimeError("cannot compute this")
@@ -79,7 +83,7 @@ class Remembering:
         self.rows[row] = []
         self.cleaned.append(row)
 
-    def drop_cache(self) -> None:
+    def drop(self) -> None:
         self.rows.clear()
 
     def copy_weights(self, weights: Any) -> None:

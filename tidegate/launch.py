@@ -19,8 +19,8 @@ from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_writable
-from tidegate.trainer.processes.local import LocalProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
+from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report

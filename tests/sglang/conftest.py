@@ -13,7 +13,7 @@ from tests.engine_contract import embedded, make_versions, served
 from tests.integration.engine.engine_http import Client
 from tidegate.config import EngineSettings
 from tidegate.service.service import Service
-from tidegate.trainer.processes.sglang import SGLangServer
+from tidegate.trainer.processes.servers import SGLangServer
 
 PYTHON = os.environ.get("TIDEGATE_SGLANG_PYTHON", "")
 ARGUMENTS = [

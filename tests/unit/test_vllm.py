@@ -17,11 +17,10 @@ from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import parse_generate
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
-from tidegate.trainer.processes.vllm import vllm_arguments
-from tidegate.vllm import weights
+from tidegate.trainer.processes.servers import vllm_arguments
+from tidegate.vllm import model
 from tidegate.vllm.model import ModelFiles
-from tidegate.vllm.options import VLLMOptions
-from tidegate.vllm.process import VLLMProcess
+from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
 from tidegate.vllm.worker_extension.tidegate_worker import TiedWeightReload
 from tidegate.weights import checksum
@@ -39,9 +38,9 @@ def save(directory: Path, **shapes: tuple[int, ...]) -> Path:
 
 
 def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
-    served = weights.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
+    served = model.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
     assert served == {"a": (2, 3), "b": (4,)}
-    weights.check(save(tmp_path / "new", a=(2, 3), b=(4,)), served, tied=False)
+    model.check_weights(save(tmp_path / "new", a=(2, 3), b=(4,)), served, tied=False)
 
 
 @pytest.mark.parametrize(
@@ -54,39 +53,39 @@ def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
 )
 def test_other_weights_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(WeightsError, match=said):
-        weights.check(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, tied=False)
+        model.check_weights(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, tied=False)
 
 
 def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
-    whole = save(tmp_path / "new", a=(2,), **{weights.TIED: (2,)})
-    weights.check(whole, {"a": (2,)}, tied=True)
-    with pytest.raises(WeightsError, match=weights.TIED):
-        weights.check(whole, {"a": (2,)}, tied=False)
+    whole = save(tmp_path / "new", a=(2,), **{model.TIED: (2,)})
+    model.check_weights(whole, {"a": (2,)}, tied=True)
+    with pytest.raises(WeightsError, match=model.TIED):
+        model.check_weights(whole, {"a": (2,)}, tied=False)
 
 
 def test_files_that_are_cut_short_or_missing_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "new", a=(20, 30)) / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(WeightsError, match="not a whole safetensors file"):
-        weights.manifest(path.parent)
+        model.manifest(path.parent)
     path.unlink()
     with pytest.raises(WeightsError, match="has no"):
-        weights.manifest(path.parent)
+        model.manifest(path.parent)
     (path.parent / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
     with pytest.raises(WeightsError, match=r"b\.safetensors"):
-        weights.manifest(path.parent)
+        model.manifest(path.parent)
 
 
 def test_files_that_are_not_those_that_were_written_are_refused(tmp_path: Path) -> None:
-    served = weights.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
+    served = model.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
     new = save(tmp_path / "new", a=(2, 3), b=(4,))
     checksum.write(new)
-    weights.check(new, served, tied=False)
+    model.check_weights(new, served, tied=False)
     path = new / "a.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(WeightsError, match="are not those that were written"):
-        weights.check(new, served, tied=False)
+        model.check_weights(new, served, tied=False)
 
 
 def test_what_the_models_files_say(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.engine_contract import embedded, make_versions, served
 from tests.integration.engine.engine_http import Client
 from tidegate.config import EngineSettings
 from tidegate.service.service import Service
-from tidegate.trainer.processes.vllm import VLLMServer
+from tidegate.trainer.processes.servers import vllm_server
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON", "")
 ARGUMENTS = [
@@ -53,7 +53,7 @@ async def engine(
     service: Service
     if request.param == "vllm":
         settings = EngineSettings(kind="vllm", python=Path(python), arguments=ARGUMENTS)
-        service = VLLMServer(settings, lambda: (versions[0], 0), place, "engine", 0)
+        service = vllm_server(settings, lambda: (versions[0], 0), place, "engine", 0)
     else:
         service = embedded(versions[0], place)
     async with served(service) as client:

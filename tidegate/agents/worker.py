@@ -51,8 +51,6 @@ EXIT_S = 3.0
 
 @dataclass(slots=True)
 class EpisodeJob:
-    """An episode that is running."""
-
     id: str
     task: asyncio.Task[Result]
     deadline: float
@@ -201,7 +199,6 @@ async def _serve(use: str, options: dict[str, Any], stdout: int) -> int:
 
 
 def _read_commands(loop: asyncio.AbstractEventLoop, worker: Worker, eof: asyncio.Event) -> None:
-    """Reads stdin in a thread, so that its end is noticed even if an agent blocks the event loop."""
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(worker.handle, line)
     loop.call_soon_threadsafe(eof.set)

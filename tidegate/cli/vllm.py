@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.settings.sections import load
     from tidegate.settings.servers import VLLMCommand
     from tidegate.vllm.app import serve
-    from tidegate.vllm.options import VLLMOptions
+    from tidegate.vllm.process import VLLMOptions
 
     settings = load(VLLMCommand, None, rest)
     log_to_stderr()

@@ -23,7 +23,7 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.processes.launcher import admin_key
-from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.servers import LocalProcesses
 
 
 @dataclass(slots=True)

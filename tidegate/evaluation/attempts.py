@@ -17,7 +17,7 @@ from tidegate.gateway.groups.rewards import Scorer
 from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
 from tidegate.trainer.processes.launcher import start_processes
-from tidegate.trainer.processes.local import LocalProcesses
+from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.types import Outcome, Sampling, Task, Trajectory

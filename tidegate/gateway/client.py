@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from tidegate.errors import GatewayError
+from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fields_of, from_wire
 
@@ -337,7 +337,7 @@ class GatewayClient(HttpClient):
         If the gateway never responded before, the call fails after a few tries: its address is likely wrong.
         """
         seconds = timeout_s if timeout_s is not None else self._call_s
-        wait, tries, last = _FIRST_WAIT_S, 0, "no response"
+        failures, tries, last = 0, 0, "no response"
         try:
             async with self._timeout(seconds):
                 while True:
@@ -353,8 +353,8 @@ class GatewayClient(HttpClient):
                         if error.status != 503 or path == "/health":
                             raise
                         last = f"503: {error}"
-                    await asyncio.sleep(wait * random.uniform(0.5, 1.0))
-                    wait = min(wait * 2, _LONGEST_WAIT_S)
+                    await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
+                    failures += 1
         except TimeoutError:
             if self._abort_reason is not None:
                 raise GatewayError(self._abort_reason) from None

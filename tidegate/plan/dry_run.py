@@ -11,8 +11,7 @@ from tidegate.errors import ConfigError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
-from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments
-from tidegate.trainer.processes.vllm import vllm_arguments
+from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
 
 MASK = "…"
 

@@ -41,7 +41,6 @@ async def send_secrets(ours: socket.socket, secrets: Mapping[str, Any], timeout_
 
 
 def receive_secrets(fd: int) -> dict[str, Any]:
-    """Read the secrets that the parent sent; call `shield_process` first."""
     with socket.socket(fileno=fd) as theirs, theirs.makefile("rb") as file:
         secrets: dict[str, Any] = json.loads(file.read())
     return secrets

@@ -65,7 +65,6 @@ def bind(listen: Listen) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the URL at which other machines reach the socket."""
     host, port = sock.getsockname()[:2]
     host = reachable_address(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -81,7 +80,10 @@ def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> Non
     if listen.owned:
         continue_at_parent_exit()
         threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
+    ):
         runner.run(server.serve(sockets=[sock]))
 
 
@@ -127,12 +129,3 @@ def _end_with_parent(server: uvicorn.Server) -> None:
     timer = threading.Timer(5.0, os._exit, args=(0,))
     timer.daemon = True
     timer.start()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # Windows has none
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

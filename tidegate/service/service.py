@@ -18,7 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from tidegate.errors import StartError
+from tidegate.service.process import OwnedProcess
 from tidegate.service.process_secrets import send_secrets
 from tidegate.service.serve import Listen, bind
 
@@ -26,9 +29,14 @@ LOOPBACK = "127.0.0.1"
 READY_S = 120.0
 STOP_S = 8.0
 POLL_S = 0.05
+EXTERNAL_READY_S = 1800.0
+"""Timeout of a third-party server's start, which may load large weights and capture CUDA graphs."""
+EXTERNAL_POLL_S = 0.5
+HEALTH_TIMEOUT_S = 5.0
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-class Service:
+class Service(OwnedProcess):
     """One owned server process: `tidegate <verb> …`.
 
     Subclasses for other kinds of servers override `command` and `probe_url`.
@@ -44,7 +52,6 @@ class Service:
         host: the owner itself listens here, so that calls during a restart wait instead of being refused.
     """
 
-    ready_s = READY_S
     poll_s = POLL_S
 
     def __init__(
@@ -58,8 +65,11 @@ class Service:
         name: str | None = None,
         shares_log: bool = False,
         host: str | None = None,
+        ready_s: float = READY_S,
     ) -> None:
         self.name = name or verb
+        log = None if shares_log else directory / "logs" / f"{self.name}.log"
+        super().__init__(f"the {self.name}", log)
         self.verb = verb
         self.restarts = 0
         self.url = ""
@@ -67,45 +77,29 @@ class Service:
         self._arguments = arguments
         self._secrets = dict(secrets or {})
         self._announce = directory / "logs" / f"{self.name}.address"
-        self.log = directory / "logs" / f"{self.name}.log"
-        self._shares_log = shares_log
         self._host = host
+        self.ready_s = ready_s
         self._socket: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
         """Start the process and wait until it is ready; returns its URL.
 
         Raises StartError if it exits, with the last line of its log, or if it takes longer than `ready_s`.
         """
-        if not self._shares_log:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
         if self._host is not None and self._socket is None:
             self._socket = bind(Listen(self._host, self._port))
-        command, held = self.command(), []
+        command, inherited = self.command(), []
         with contextlib.ExitStack() as stack:
             if self._socket is not None:
-                held.append(self._socket.fileno())
-                command += ["--fd", str(held[-1])]
+                inherited.append(self._socket.fileno())
+                command += ["--fd", str(inherited[-1])]
             ours = None
             if self._secrets:
                 ours, theirs = socket.socketpair()
-                held.append(stack.enter_context(theirs).fileno())
-                command += ["--secrets-fd", str(held[-1])]
-            log = (
-                None
-                if self._shares_log
-                else stack.enter_context(await asyncio.to_thread(self.log.open, "ab"))
-            )
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=held,
-                env=self.environment(),
-                start_new_session=True,  # Ctrl-C in the terminal must reach the run only
-            )
+                inherited.append(stack.enter_context(theirs).fileno())
+                command += ["--secrets-fd", str(inherited[-1])]
+            pipe = asyncio.subprocess.PIPE
+            await self._spawn(command, stdin=pipe, pass_fds=inherited, env=self.environment())
         if ours is not None:
             await send_secrets(ours, self._secrets, self.ready_s)
         self.url = await self._ready()
@@ -113,7 +107,6 @@ class Service:
         return self.url
 
     def command(self) -> list[str]:
-        """Return the command of this start."""
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
         port = [] if self._socket is not None else ["--port", str(self._port)]
@@ -144,50 +137,76 @@ class Service:
             await asyncio.sleep(self.poll_s)
         return url
 
-    async def wait_for_exit(self) -> str:
-        """Wait for the process to exit; returns a message on how it did."""
-        assert self._process is not None
-        code = await self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the {self.name} {how}"
-
     async def restart(self) -> None:
-        """Restart at the same address."""
         self.restarts += 1
         await self.start()
 
     async def stop(self) -> None:
-        """Terminate the process; kill it if it does not exit within STOP_S."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        signal_child(process, signal.SIGTERM)
+        self.signal(signal.SIGTERM)
+        await self._join(STOP_S)
+
+
+class ExternalService(Service):
+    """A third-party server, in a Python environment of its own. It is ready when `/health` returns 200."""
+
+    poll_s = EXTERNAL_POLL_S
+
+    def __init__(
+        self, directory: Path, name: str, *, shares_log: bool = False, address: str = LOOPBACK
+    ) -> None:
+        super().__init__(name, list, directory, shares_log=shares_log, ready_s=EXTERNAL_READY_S)
+        self.address = address
+        self._group: int | None = None
+
+    async def start(self) -> str:
         try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            signal_child(process, signal.SIGKILL)
-            await process.wait()
+            return await super().start()
+        finally:
+            self._group = self.pid
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+    async def wait_for_exit(self) -> str:
+        how = await super().wait_for_exit()
+        self._end_group()
+        return how
 
-    def last_log_line(self) -> str:
-        """Return the last non-empty line of the log, and the log's path."""
-        if self._shares_log:
-            return "see the log"
-        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-        return f"{lines[-1].strip()} (log: {self.log})" if lines else f"no output (log: {self.log})"
+    async def stop(self) -> None:
+        await super().stop()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """Kill the server's remaining workers, which a killed server cannot stop."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    def program(self, port: int) -> list[str]:
+        """Return the command of this start; the server must listen on `address` and `port`."""
+        raise NotImplementedError
+
+    def command(self) -> list[str]:
+        self._port = self._port or free_port(self.address)
+        tie = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+        return tie + self.program(self._port)
+
+    def environment(self) -> dict[str, str]:
+        return {key: value for key, value in os.environ.items() if key not in PYTHON_VARIABLES}
+
+    async def probe_url(self) -> str | None:
+        url = f"http://{self.address}:{self._port}"
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as http, http.get(url + "/health") as reply:
+                return url if reply.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
 
 
-def signal_child(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Signal a child that may have exited.
-
-    asyncio's `send_signal` would poll first and take the exit code away from asyncio's watcher.
-    """
-    if child.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number)
+def free_port(address: str = LOOPBACK) -> int:
+    with socket.socket() as sock:
+        sock.bind((address, 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -22,8 +22,8 @@ from tidegate.trainer.ledger.audit import audit_run, summary
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import start_processes
-from tidegate.trainer.processes.local import LocalProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
+from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles

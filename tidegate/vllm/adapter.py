@@ -11,20 +11,18 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.engine.requests.params import TokenLimits
-from tidegate.engine.requests.request import Generation, parse_generate
+from tidegate.engine.requests.request import HEALTH_REQUEST, Generation, WeightUpdate, parse_generate
+from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
-from tidegate.vllm import weights
 from tidegate.vllm.client import VLLMClient
-from tidegate.vllm.model import ModelFiles
-from tidegate.vllm.options import VLLMOptions
-from tidegate.vllm.process import VLLMProcess
+from tidegate.vllm.model import ModelFiles, check_weights, manifest
+from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
 
 LOADING = "loading"
@@ -36,6 +34,7 @@ class EngineAdapter:
 
     upstream: VLLMClient
     limits: TokenLimits
+    pause_modes: tuple[str, ...] = ("abort", "retract")
 
     def __init__(self, options: VLLMOptions) -> None:
         self.options = options
@@ -44,7 +43,7 @@ class EngineAdapter:
         self.paused = False
         self.version = LOADING
         """The weight version that vLLM attested last."""
-        self._served = weights.manifest(options.model)
+        self._served = manifest(options.model)
         self._running: dict[str, str] = {}
         """Running requests: the client's id by the id at vLLM."""
         self._names = itertools.count()
@@ -107,18 +106,13 @@ class EngineAdapter:
             del self._running[name]
 
     async def abort(self, prefix: str) -> int:
-        """Abort the requests whose ids begin with `prefix`; returns their number."""
         names = [name for name, rid in self._running.items() if rid.startswith(prefix)]
         await self.upstream.abort(names)
         return len(names)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
+    # -- control calls (`ControlledEngine`)
 
-    # -- weights
-
-    async def pause(self) -> None:
+    async def pause(self, mode: str) -> None:
         """Abort running requests, returning their tokens so far; new ones wait until `resume`."""
         await self.upstream.pause("abort")
         self.paused = True
@@ -127,21 +121,26 @@ class EngineAdapter:
         await self.upstream.resume()
         self.paused = False
 
-    async def load(self, directory: Path, version: str | None, *, abort: bool) -> str:
-        """Load weights; returns their version. Unless paused, running requests end first (`abort`: at once).
+    async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
+        """Load weights. Unless paused, running requests end first (with `abort_all`: at once).
 
         Raises WeightsError if the weights do not fit the model, and nothing is changed; EngineError if vLLM
         fails: the weights may be partly loaded, and the version stays LOADING.
         """
-        await asyncio.to_thread(weights.check, directory, self._served, tied=self.model.tied)
+        if update.keep_cache:
+            raise RequestError(
+                "flush_cache = false: vLLM's cache does not record the weight versions of its entries; "
+                "use true"
+            )
+        await asyncio.to_thread(check_weights, update.directory, self._served, tied=self.model.tied)
         async with self._loading:
-            label = version or self.version
+            label = update.version or self.version
             paused = self.paused
             if not paused:
-                await self.upstream.pause("abort" if abort else "wait")
+                await self.upstream.pause("abort" if update.abort_all else "wait")
             try:
                 await self._label(LOADING)
-                await self.upstream.reload(directory)
+                await self.upstream.reload(update.directory)
                 if not await self.upstream.reset_cache():
                     raise EngineError(
                         "vLLM did not reset its prefix cache after loading weights", retryable=True
@@ -150,7 +149,7 @@ class EngineAdapter:
             finally:
                 if not paused:
                     await self.upstream.resume()
-        return label
+        return {"weight_version": label}
 
     async def relabel(self, version: str) -> None:
         async with self._loading:
@@ -164,12 +163,23 @@ class EngineAdapter:
                 f"vLLM attests weight version {self.version!r}, not {version!r} as set", retryable=True
             )
 
-    async def attested(self) -> str:
-        """The version that vLLM attests now; during a load, when it does not answer, the last one."""
-        if not self._loading.locked():
+    async def info(self) -> dict[str, Any]:
+        if not self._loading.locked():  # during a load, vLLM does not answer
             self.version = await self.upstream.version()
-        return self.version
+        path = str(self.options.model)
+        return {
+            "model_path": path,
+            "tokenizer_path": path if self.limits.has_tokenizer else None,
+            "weight_version": self.version,
+            "max_context": self.limits.max_context,
+            "num_running": len(self._running),
+        }
 
     async def flush(self) -> bool:
-        """Reset the prefix cache; whether it is empty now."""
         return await self.upstream.reset_cache()
+
+    async def check_health(self) -> None:
+        await self.upstream.healthy()
+
+    async def sample_one_token(self) -> None:
+        await self.sample(self.read(HEALTH_REQUEST))

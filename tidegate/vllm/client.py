@@ -30,7 +30,6 @@ class VLLMClient:
     # -- sampling
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete reply."""
         return orjson.loads(await self._call("POST", "/inference/v1/generate", body, None))  # type: ignore[no-any-return]
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
@@ -80,7 +79,6 @@ class VLLMClient:
         await self.control("/update_weight_version", {"new_version": version})
 
     async def version(self) -> str:
-        """The weight version that vLLM attests with each reply."""
         return str(orjson.loads(await self._call("GET", "/weight_info", None, CONTROL_S))["weight_version"])
 
     async def healthy(self) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate.errors import StartError
-from tidegate.service.external import ExternalService
-from tidegate.service.service import signal_child
-from tidegate.vllm.options import VLLMOptions
+from tidegate.errors import ConfigError, StartError
+from tidegate.service.service import ExternalService
 
 WORKER_EXTENSION = Path(__file__).with_name("worker_extension")
 NO_CHUNKED_PREFILL = "--no-enable-chunked-prefill"
@@ -21,6 +20,38 @@ IS_FOR_CPU = (
     " for one in importlib.metadata.distributions()))"
 )
 PROBE_S = 60.0
+
+
+OURS = (
+    "--model",
+    "--host",
+    "--port",
+    "--logprobs-mode",
+    "--enable-prompt-tokens-details",
+    "--enable-scale-out",
+    "--worker-extension-cls",
+)
+"""vLLM arguments that Tidegate sets itself."""
+ELSEWHERE = ("--api-server-count", "-asc", "--data-parallel-size", "-dp", "--api-key", "--root-path")
+"""Unsupported vLLM arguments: aborts and weight updates would not reach all requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMOptions:
+    python: Path
+    model: Path
+    weight_version: int = 0
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for argument in self.arguments:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in OURS:
+                raise ConfigError(f"engine.arguments: {name} is set by Tidegate; remove it")
+            if name in ELSEWHERE:
+                raise ConfigError(
+                    f"engine.arguments: {name} is not supported; start several servers (engine.count)"
+                )
 
 
 class VLLMProcess(ExternalService):
@@ -44,18 +75,18 @@ class VLLMProcess(ExternalService):
         """Whether the environment's vLLM is built for CPUs. Raises StartError if its Python does not run."""
         python = str(self._options.python)
         try:
-            probe = await asyncio.create_subprocess_exec(
-                python, "-c", IS_FOR_CPU, env=super().environment(), stderr=asyncio.subprocess.DEVNULL
+            probe = await asyncio.to_thread(
+                subprocess.run,
+                [python, "-c", IS_FOR_CPU],
+                env=super().environment(),
+                stderr=subprocess.DEVNULL,
+                timeout=PROBE_S,
             )
         except OSError as error:
             raise StartError(f"engine.python = {python}: {error.strerror}") from None
-        try:
-            return await asyncio.wait_for(probe.wait(), PROBE_S) == 0
-        except TimeoutError:
+        except subprocess.TimeoutExpired:
             raise StartError(f"engine.python = {python}: no answer within {PROBE_S:g} s") from None
-        finally:
-            signal_child(probe, signal.SIGKILL)
-            await probe.wait()
+        return probe.returncode == 0
 
     def program(self, port: int) -> list[str]:
         return [

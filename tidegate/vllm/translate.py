@@ -7,7 +7,7 @@ from typing import Any
 
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
-from tidegate.engine.server.replies import reply
+from tidegate.engine.server.generate import reply
 from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 
@@ -19,7 +19,6 @@ GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
 def request_body(generation: Generation, name: str) -> dict[str, Any]:
-    """The body of vLLM's `/inference/v1/generate`; `name` is the request's id there."""
     return {
         "request_id": name,
         "token_ids": generation.prompt_ids,

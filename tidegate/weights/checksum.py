@@ -25,7 +25,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 def of_tensor(name: str, data: Bytes) -> int:
-    """Return a tensor's checksum; checksums of several tensors add up, mod MODULUS."""
     aligned = data.size - data.size % WORD
     words = int(np.add.reduce(data[:aligned].view("<i8"), dtype=np.int64))
     words += int.from_bytes(data[aligned:].tobytes(), "little")
@@ -46,7 +45,6 @@ def of_file(path: Path) -> int:
 
 
 def write(directory: Path) -> None:
-    """Write the checksum of a directory's safetensors. Raises OSError."""
     (directory / FILE).write_text(json.dumps({"checksum": of_files(directory)}) + "\n")
 
 

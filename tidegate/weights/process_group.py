@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,19 +48,10 @@ class WeightsGroup:
         address: str,
         device: torch.device = HOST,
     ) -> None:
-        """Join the group; with gloo, wait until all members have joined.
+        """Join the group as `rank` of `size`; with gloo, wait until all members have joined.
 
-        Args:
-            store: store of the group.
-            rank: 0 for the trainer.
-            size: number of members.
-            name: unique name of the group.
-            timeout_s: timeout of joining.
-            address: this machine's address as the other members see it, on which gloo listens.
-            device: a GPU for NCCL, else gloo is used.
-
-        Raises:
-            RuntimeError: if members do not join in time, or NCCL is not available.
+        Gloo listens on `address`, which is this machine's as the other members see it. A GPU as `device`
+        selects NCCL. Raises RuntimeError if members do not join in time, or NCCL is not available.
         """
         keys = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
         keys = dist.PrefixStore(f"{device.type}/", keys)
@@ -69,11 +61,8 @@ class WeightsGroup:
         self._device = device
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
-        self._group: Any
-        if device.type == "cuda":
-            self._group = _nccl(keys, rank, size, timeout)
-        else:
-            self._group = _gloo(keys, rank, size, timeout, address)
+        join = _nccl if device.type == "cuda" else partial(_gloo, address)
+        self._group: Any = join(keys, rank, size, timeout)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy rank 0's tensors to all members. Raises RuntimeError, also if the transfer is too slow."""
@@ -123,7 +112,7 @@ def address_towards(host: str, port: int) -> str:
     return address
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+def _gloo(address: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a gloo group that listens on `address`; gloo's default, the host name's, often is 127.0.0.1."""
     if GLOO_INTERFACE in os.environ:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -148,7 +137,6 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 @contextmanager
 def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -161,7 +149,6 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
 
 
 def transfer_s(size: int) -> float:
-    """Return the time allowed for a transfer of `size` bytes."""
     return size / SLOWEST_BYTES_S
 
 

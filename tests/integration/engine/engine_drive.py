@@ -20,7 +20,7 @@ class Driver:
         self, model: Model, max_slots: int | None = None, version: str = "0", prefix_bytes: int = 2**26
     ) -> None:
         self.model = model
-        model.drop_cache()
+        model.cache.drop()
         self.notices: list[Generation] = []
         self.scheduler = Scheduler(
             model,

@@ -44,7 +44,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineOptions, Mode
 @pytest.fixture
 async def client(parts: tuple[EngineOptions, Model, TokenDecoder, Any]) -> AsyncIterator[Client]:
     options, model, text, _ = parts
-    model.drop_cache()
+    model.cache.drop()
     async with serving(Engine(options, model, text)) as client:
         yield client
 

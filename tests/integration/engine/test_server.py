@@ -45,7 +45,7 @@ async def client(
 ) -> AsyncIterator[Client]:
     options, model, text = parts
     model.copy_weights(model.read_weights(directories[0]))
-    model.drop_cache()
+    model.cache.drop()
     async with serving(Engine(options, model, text)) as client:
         yield client
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.engine.requests.block_hashes import BLOCK, BlockHashes
+from tidegate.engine.requests.request import BLOCK, BlockHashes
 from tidegate.engine.scheduling.prefix_cache import PrefixStore
 
 

@@ -143,7 +143,7 @@ def test_retracted_requests_come_back_before_those_that_waited(
     for _ in range(3):
         scheduler.run_once()
     scheduler.pause("retract")
-    assert [one.rid for one in scheduler._in_flight.waiting] == [
+    assert [one.rid for one in scheduler._waiting] == [
         "early-0",
         "early-1",
         "early-2",

@@ -48,8 +48,6 @@ class RowSnapshot:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer."""
-
     is_sliding = False
 
     def __init__(self, place: CachePlace, max_rows: int) -> None:
@@ -69,8 +67,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.place
-        if self.keys.shape[0] < place.end or self.keys.shape[2] < place.length:
-            self._grow(place.end, place.length)
+        self.reserve(place.end, place.length)
         if place.positions is None:
             self.keys[place.first : place.end, :, : place.length] = key_states
             self.values[place.first : place.end, :, : place.length] = value_states
@@ -84,38 +81,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = slice(place.first, place.end)
         return self.keys[rows, :, : place.length], self.values[rows, :, : place.length]
 
-    def _grow(self, rows: int, length: int) -> None:
+    def reserve(self, rows: int, length: int) -> None:
         old_rows, old_length = self.keys.shape[0], self.keys.shape[2]
+        if rows <= old_rows and length <= old_length:
+            return
         if rows > old_rows:
             rows = min(max(rows, 2 * old_rows), self.max_rows)
         rows = max(rows, old_rows)
         length = max(round_up(length, GROWTH_STEP), old_length)
         self.keys = _grown(self.keys, rows, length)
         self.values = _grown(self.values, rows, length)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self.keys[target, :, :length] = self.keys[source, :, :length]
-        self.values[target, :, :length] = self.values[source, :, :length]
-
-    def snapshot(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        return self.keys[row, :, :length].clone(), self.values[row, :, :length].clone()
-
-    def restore(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
-        if not self.is_initialized:
-            self.lazy_initialization(keys[None], values[None])
-        if self.keys.shape[0] <= row or self.keys.shape[2] < length:
-            self._grow(row + 1, length)
-        self.keys[row, :, :length] = keys[:, :length]
-        self.values[row, :, :length] = values[:, :length]
-
-    def zero_row(self, row: int) -> None:
-        self.keys[row] = 0
-        self.values[row] = 0
-
-    def drop(self) -> None:
-        if self.is_initialized:
-            del self.keys, self.values
-            self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self.place.positions is None else self.place.length), 0
@@ -160,28 +135,44 @@ class SlotCache(Cache):  # type: ignore[misc]
         else:
             place.rows, place.positions = rows[:, None], positions
 
+    @torch.inference_mode()
     def snapshot(self, row: int, length: int) -> RowSnapshot:
-        return RowSnapshot([layer.snapshot(row, length) for layer in self.layers])
+        return RowSnapshot(
+            [
+                (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+                for layer in self.layers
+            ]
+        )
 
+    @torch.inference_mode()
     def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
         """Copies the first `length` keys and values of a snapshot into a row."""
         for layer, (keys, values) in zip(self.layers, snapshot.layers, strict=True):
-            layer.restore(row, keys, values, length)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys[None], values[None])
+            layer.reserve(row + 1, length)
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]
 
+    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` keys and values of the source row to the target row."""
         for layer in self.layers:
-            layer.move(source, target, length)
+            for values in (layer.keys, layer.values):
+                values[target, :, :length] = values[source, :, :length]
 
+    @torch.inference_mode()
     def zero_row(self, row: int) -> None:
         """Zeroes a row that may hold values that are not finite, which would affect its next sequence."""
         for layer in self.layers:
-            layer.zero_row(row)
+            layer.keys[row] = 0
+            layer.values[row] = 0
 
     def drop(self) -> None:
-        """Frees the memory of all rows."""
         for layer in self.layers:
-            layer.drop()
+            if layer.is_initialized:
+                del layer.keys, layer.values
+                layer.is_initialized = False
 
 
 def round_up(length: int, step: int) -> int:

@@ -20,21 +20,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
 from tidegate.devices import find_device
-from tidegate.engine.model.device import upload
-from tidegate.engine.model.kv_cache import VIEW_STEP, RowSnapshot, SlotCache, round_up
-from tidegate.engine.model.sampling import sample
+from tidegate.engine.model.kv_cache import VIEW_STEP, SlotCache, round_up
+from tidegate.engine.model.sampling import sample, upload
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.scheduling.slots import Slots
-from tidegate.engine.weights.loading import (
-    RECEIVED,
-    CheckedWeights,
-    check_weights,
-    converts_weights,
-    copy_weights,
-    read_weights,
-)
+from tidegate.engine.weights import loading
 from tidegate.errors import StartError
 from tidegate.weights import checksum
 
@@ -53,7 +45,7 @@ class Model:
         self.dtype: torch.dtype = hf_model.dtype
         self.vocab_size: int = hf_model.get_input_embeddings().num_embeddings
         self.eos_ids = _eos_ids(hf_model)
-        self.converts_weights = converts_weights(hf_model)
+        self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
         # Models with this parameter can skip the logits of other positions.
@@ -93,7 +85,6 @@ class Model:
 
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Samples one token for every row; returns (ids, logprobs), both [rows]."""
         return sample(self.logits(slots), slots)
 
     @torch.inference_mode()
@@ -123,36 +114,14 @@ class Model:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    @torch.inference_mode()
-    def snapshot(self, row: int, length: int) -> RowSnapshot:
-        return self.cache.snapshot(row, length)
+    def read_weights(self, directory: Path) -> loading.CheckedWeights:
+        return loading.read_weights(self.hf_model, directory)
 
-    @torch.inference_mode()
-    def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
-        self.cache.restore(row, snapshot, length)
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> loading.CheckedWeights:
+        return loading.check_weights(self.hf_model, ((loading.RECEIVED, *item) for item in tensors.items()))
 
-    @torch.inference_mode()
-    def move(self, source: int, target: int, length: int) -> None:
-        self.cache.move(source, target, length)
-
-    @torch.inference_mode()
-    def zero_row(self, row: int) -> None:
-        self.cache.zero_row(row)
-
-    @torch.inference_mode()
-    def drop_cache(self) -> None:
-        self.cache.drop()
-
-    def read_weights(self, directory: Path) -> CheckedWeights:
-        """Reads and checks weights without changing the live ones. Raises WeightsError."""
-        return read_weights(self.hf_model, directory)
-
-    def check_weights(self, tensors: Mapping[str, Tensor]) -> CheckedWeights:
-        """Checks weights that are in memory. Raises WeightsError."""
-        return check_weights(self.hf_model, ((RECEIVED, *item) for item in tensors.items()))
-
-    def copy_weights(self, weights: CheckedWeights) -> None:
-        copy_weights(weights)
+    def copy_weights(self, weights: loading.CheckedWeights) -> None:
+        loading.copy_weights(weights)
 
 
 def load_model(options: EngineOptions) -> Model:
@@ -178,7 +147,6 @@ def load_model(options: EngineOptions) -> Model:
 
 
 def _pretrained(options: EngineOptions) -> Any:
-    """Loads the model and all its weights into CPU memory. Raises StartError."""
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         _attention_layers(config, options.max_context)
@@ -252,7 +220,7 @@ def check_cached_logits(model: Model, path: Path) -> None:
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise StartError(f"{path}: the model does not run over the slot cache: {error}") from error
     finally:
-        model.drop_cache()
+        model.cache.drop()
     if not difference <= tolerance:  # also true for NaN
         raise StartError(
             f"{path}: the logits over the slot cache differ by {difference:.3g} from the plain model's; "
@@ -262,7 +230,6 @@ def check_cached_logits(model: Model, path: Path) -> None:
 
 @torch.inference_mode()
 def _max_logit_difference(model: Model) -> float:
-    """Returns the largest difference of any logit over two decode steps of a few rows."""
     slots = Slots(model.max_slots)
     for length in PROBE_LENGTHS[: model.max_slots]:
         ids = [(length + 7919 * i) % model.vocab_size for i in range(length)]

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidegate.engine.model.device import upload
-from tidegate.engine.model.logits import process_logits
+from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.scheduling.slots import Slots
 
 GREEDY_BELOW = 1e-6
@@ -42,15 +41,17 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     is log-softmax(logits ÷ temperature) after penalties and grammar and before top-k, top-p and min-p, as in
     SGLang. With temperature 0 the logits are not divided.
     """
-    greedy, scales = temperatures(slots)
-    scale = upload(scales, logits_bv.device)
+    n = slots.count
+    greedy = slots.temperatures[:n] < GREEDY_BELOW
+    scale = upload(np.where(greedy, np.float32(1), slots.temperatures[:n]), logits_bv.device)
     logits_bv = logits_bv.float()
-    if slots.has_processors[: slots.count].any():
+    if slots.has_processors[:n].any():
         process_logits(logits_bv, slots)
     logprobs_bv = torch.log_softmax(logits_bv / scale[:, None], dim=-1)
-    uniform = upload(draws(slots), logits_bv.device)
+    uniform = upload(uniforms(slots.seeds[:n], slots.output_counts[:n]), logits_bv.device)
     ids = _inverse_cdf(logprobs_bv, uniform)
-    narrowed = np.flatnonzero(_narrowed(slots))
+    top = (slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0)
+    narrowed = np.flatnonzero(~greedy & top)
     if len(narrowed):
         rows, top_ps, top_ks, min_ps = (
             upload(array, logits_bv.device)
@@ -65,25 +66,39 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     return both[0].astype(np.int64), both[1].copy()
 
 
-def temperatures(slots: Slots) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """Returns (whether the row is greedy, the divisor of its logits), both [rows]."""
-    requested = slots.temperatures[: slots.count]
-    greedy = requested < GREEDY_BELOW
-    return greedy, np.where(greedy, np.float32(1), requested)
+def process_logits(logits_bv: Tensor, slots: Slots) -> None:
+    """Applies penalties, then grammars, as in SGLang: changes logits in place.
+
+    Sets `Slots.choices` to the number of ids that each row's grammar allows and `Slots.masses` to their total
+    probability. Ids that the grammar excludes get −∞.
+    """
+    for row in np.flatnonzero(slots.has_processors[: slots.count]):
+        owner = slots.owners[row]
+        if owner.params.penalised:
+            penalise(logits_bv[row], owner.output_ids, owner.params)
+        if owner.grammar is not None:
+            allowed = owner.grammar.allowed(logits_bv.shape[1])
+            slots.choices[row] = choices = int(allowed.sum())
+            if choices:  # otherwise the grammar has failed; its `accept` reports the fault
+                excluded = upload(~allowed, logits_bv.device)
+                probs = torch.softmax(logits_bv[row] / (owner.params.temperature or 1.0), -1)
+                slots.masses[row] = float(probs[~excluded].sum())
+                logits_bv[row, excluded] = -torch.inf
 
 
-def draws(slots: Slots) -> npt.NDArray[np.float64]:
-    """Returns each row's uniform number for its next token, [rows]."""
-    return uniforms(slots.seeds[: slots.count], slots.output_counts[: slots.count])
+def penalise(logits_v: Tensor, output_ids: list[int], params: SamplingParams) -> None:
+    """Applies the penalties to one row in place.
 
-
-def _narrowed(slots: Slots) -> npt.NDArray[np.bool_]:
-    n = slots.count
-    greedy, _ = temperatures(slots)
-    narrowed: npt.NDArray[np.bool_] = ~greedy & (
-        (slots.top_ps[:n] < 1) | (slots.top_ks[:n] > 0) | (slots.min_ps[:n] > 0)
-    )
-    return narrowed
+    For an id that occurs c > 0 times in the reply (the prompt does not count), the logit becomes
+    logit − frequency_penalty · c − presence_penalty, multiplied by the repetition penalty if negative and
+    divided by it otherwise.
+    """
+    ids, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
+    index = upload(ids, logits_v.device)
+    times = upload(counts, logits_v.device).to(logits_v.dtype)
+    values = logits_v[index] - params.frequency_penalty * times - params.presence_penalty
+    scale = params.repetition_penalty
+    logits_v[index] = torch.where(values < 0, values * scale, values / scale)
 
 
 def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
@@ -109,3 +124,14 @@ def _draw_from_top(
     outside |= probs < min_ps.double()[:, None] * probs[:, :1]
     allowed = probs.masked_fill(outside, 0.0).log()
     return ids.gather(-1, _inverse_cdf(allowed, draws)[:, None])[:, 0]
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns the array as a tensor on the device; on a CPU the tensor shares the array's memory.
+
+    Copies to a GPU use page-locked memory: a copy from other memory waits for all work queued on the GPU.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

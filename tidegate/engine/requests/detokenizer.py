@@ -19,7 +19,6 @@ class TokenDecoder:
 
     @classmethod
     def load(cls, directory: Path) -> TokenDecoder:
-        """Loads the tokenizer, if there is one. Raises StartError if it cannot be read."""
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return cls(None)
         from transformers import AutoTokenizer
@@ -35,7 +34,6 @@ class TokenDecoder:
         return frozenset() if eos is None else frozenset([eos])
 
     def matched_stop(self, generation: Generation) -> str | None:
-        """Returns the stop string that the newest token completed, or None."""
         # A token has at least one byte, so a string of b bytes lies within the last b tokens.
         tail = max(len(stop.encode()) for stop in generation.params.stop) + 1
         text = self._decode(generation, generation.output_ids[-tail:])
@@ -59,9 +57,6 @@ class TokenDecoder:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
-    def incremental(self, generation: Generation) -> IncrementalDecoder:
-        return IncrementalDecoder(self, generation)
-
 
 class IncrementalDecoder:
     """Decodes the text of a growing reply; each call decodes only the newest tokens.
@@ -78,7 +73,6 @@ class IncrementalDecoder:
         self._read = 0
 
     def decode_first(self, count: int) -> str:
-        """Returns the text of the first `count` output tokens."""
         ids = self._generation.output_ids
         before = self._text._decode(self._generation, ids[self._prefix : self._read])
         after = self._text._decode(self._generation, ids[self._prefix : count])

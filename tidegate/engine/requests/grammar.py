@@ -21,8 +21,6 @@ JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 
 class Grammar:
-    """Grammar state of one reply."""
-
     def __init__(self, matcher: Any, eos_ids: Collection[int]) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids

@@ -72,18 +72,17 @@ class SamplingParams:
 
 
 def read_params(body: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
-    """Parses sampling parameters. Raises RequestError, which names the parameter."""
     fields = dict(body)
     ignore_eos = boolean(fields, "ignore_eos", False, PARAMS)
     stop_ids = _stop_ids(fields.pop("stop_token_ids", None))
     params = SamplingParams(
         temperature=_within(fields, "temperature", 1.0, 0, None),
-        top_p=_top_p(fields),
+        top_p=_positive(fields, "top_p", 1),
         top_k=integer(fields, "top_k", -1),
         min_p=_within(fields, "min_p", 0.0, 0, 1),
         frequency_penalty=_within(fields, "frequency_penalty", 0.0, -2, 2),
         presence_penalty=_within(fields, "presence_penalty", 0.0, -2, 2),
-        repetition_penalty=_repetition_penalty(fields),
+        repetition_penalty=_positive(fields, "repetition_penalty", 2),
         max_new_tokens=_count(fields, "max_new_tokens", 128, None),
         stop=_stop(fields.pop("stop", None), limits),
         stop_ids=frozenset() if ignore_eos else limits.eos_ids | stop_ids,
@@ -104,17 +103,10 @@ def _within(fields: dict[str, Any], name: str, default: float, low: float, high:
     return value
 
 
-def _top_p(fields: dict[str, Any]) -> float:
-    value = number(fields, "top_p", 1.0)
-    if not 0 < value <= 1:
-        raise invalid_parameter("top_p", value, "it must be more than 0 and at most 1")
-    return value
-
-
-def _repetition_penalty(fields: dict[str, Any]) -> float:
-    value = number(fields, "repetition_penalty", 1.0)
-    if not 0 < value <= 2:
-        raise invalid_parameter("repetition_penalty", value, "it must be more than 0 and at most 2")
+def _positive(fields: dict[str, Any], name: str, high: int) -> float:
+    value = number(fields, name, 1.0)
+    if not 0 < value <= high:
+        raise invalid_parameter(name, value, f"it must be more than 0 and at most {high}")
     return value
 
 

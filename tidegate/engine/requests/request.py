@@ -5,38 +5,48 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from tidegate.engine.requests.block_hashes import BlockHashes
 from tidegate.engine.requests.grammar import Grammar
 from tidegate.engine.requests.params import SamplingParams, TokenLimits, read_params
 from tidegate.engine.validation import RequestError, boolean, mapping, refuse_unsupported
 
+BLOCK = 16
+"""Tokens per block of a sequence, which prefixes are matched by."""
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "text": (None,),
-    "image_data": (None,),
-    "audio_data": (None,),
-    "video_data": (None,),
-    "input_embeds": (None,),
-    "lora_path": (None,),
+    **dict.fromkeys(("text", "image_data", "audio_data", "video_data", "input_embeds"), (None,)),
+    **dict.fromkeys(("lora_path", "token_ids_logprob", "session_params", "custom_logit_processor"), (None,)),
+    **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states"), (None, False)),
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
-    "token_ids_logprob": (None,),
-    "return_text_in_logprobs": (None, False),
-    "return_hidden_states": (None, False),
-    "session_params": (None,),
-    "custom_logit_processor": (None,),
     # Fields that SGLang's router adds.
+    **dict.fromkeys(("background", "return_bytes", "return_entropy"), (None, False)),
     "model": (None,),
     "log_metrics": (None, True, False),
     "no_logs": (None, False, True),
-    "background": (None, False),
-    "return_bytes": (None, False),
-    "return_entropy": (None, False),
 }
 """Unsupported fields of SGLang's request, with their neutral values."""
+HEALTH_REQUEST = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+"""A request for one token, which shows that the engine is healthy."""
+
+
+class BlockHashes:
+    """Block hashes of a sequence that only grows; computed once."""
+
+    __slots__ = ("hashes",)
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []
+
+    def for_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Returns a hash for each whole block of `tokens`, over all tokens up to the end of the block."""
+        hashes = self.hashes
+        for start in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+            hashes.append(hash((hashes[-1] if hashes else 0, *tokens[start : start + BLOCK])))
+        return hashes[: len(tokens) // BLOCK]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +103,6 @@ class Generation:
 
 
 def parse_generate(body: Any, limits: TokenLimits) -> Generation:
-    """Parses the body of `/generate`. Raises RequestError, which names the field."""
     fields = dict(mapping(body, "the body"))
     prompt_ids = _prompt(fields.pop("input_ids", None), limits)
     params = read_params(mapping(fields.pop("sampling_params", None) or {}, "sampling_params"), limits)
@@ -144,3 +153,11 @@ def samples_of(request: Generation) -> list[Generation]:
         )
         for i in range(params.n)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    directory: Path
+    version: str | None
+    keep_cache: bool
+    abort_all: bool

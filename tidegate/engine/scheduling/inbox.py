@@ -61,5 +61,4 @@ class Inbox:
             wait = False
 
     def close(self, failure: BaseException) -> None:
-        """Refuses new items; queued ones can still be taken."""
         self.failure = failure

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.engine.requests.block_hashes import BLOCK
+from tidegate.engine.requests.request import BLOCK
 
 
 class Snapshot(Protocol):
-    """Copy of the keys and values of one sequence."""
-
     @property
     def nbytes(self) -> int: ...
 
@@ -55,7 +53,6 @@ class PrefixStore:
         return 0, None
 
     def holds(self, hashes: Sequence[int]) -> bool:
-        """Returns whether all whole blocks of a sequence are cached."""
         return not hashes or hashes[-1] in self._index
 
     def add(self, tokens: Sequence[int], hashes: Sequence[int], snapshot: Snapshot) -> None:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tidegate.engine.requests.block_hashes import BLOCK
-from tidegate.engine.requests.request import Generation
+from tidegate.engine.requests.request import BLOCK, Generation
 from tidegate.engine.scheduling.prefix_cache import PrefixStore
 from tidegate.engine.scheduling.slots import Slots
 
@@ -20,17 +19,34 @@ CHUNK_TOKENS = 512
 to PASS_TOKENS, if more requests wait for the pass than are being decoded."""
 
 
-class Decoder(Protocol):
-    """Interface of the model, which `tidegate.engine.model.model.Model` implements."""
-
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
-    def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
+class KVCache(Protocol):
     def move(self, source: int, target: int, length: int) -> None: ...
     def snapshot(self, row: int, length: int) -> Any: ...
     def restore(self, row: int, snapshot: Any, length: int) -> None: ...
     def zero_row(self, row: int) -> None: ...
-    def drop_cache(self) -> None: ...
+    def drop(self) -> None: ...
+
+
+class Decoder(Protocol):
+    """Interface of the model, which `tidegate.engine.model.model.Model` implements."""
+
+    @property
+    def cache(self) -> KVCache: ...
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
+    def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
     def copy_weights(self, weights: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    tokens_sampled: int = 0
+    requests: int = 0
+    steps: int = 0
+    retractions: int = 0
+    tokens_prefilled: int = 0
+    tokens_reused: int = 0
 
 
 @dataclass(slots=True)
@@ -50,8 +66,7 @@ class RunningBatch:
         self.model = model
         self.slots = Slots(max_slots)
         self.prefixes = PrefixStore(prefix_bytes)
-        self.tokens_prefilled = 0
-        self.tokens_reused = 0
+        self.counters = Counters()
         self._partial: _PartialPrefill | None = None
 
     @property
@@ -61,10 +76,6 @@ class RunningBatch:
     @property
     def count(self) -> int:
         return self.slots.count
-
-    @property
-    def free(self) -> int:
-        return self.slots.free
 
     def budget(self, joining: int) -> int:
         """Returns the maximum padded tokens of a prefill pass for `joining` requests."""
@@ -108,7 +119,7 @@ class RunningBatch:
             self.model.prefill(first, [ids or [0] for ids in chunks], [partial.done for partial in partials])
         for partial, chunk in zip(partials, chunks, strict=True):
             partial.done += len(chunk)
-        self.tokens_prefilled += sum(map(len, chunks))
+        self.counters.tokens_prefilled += sum(map(len, chunks))
         if partials[0].done < len(partials[0].generation.past):
             self._partial = partials[0]
             return []
@@ -117,7 +128,7 @@ class RunningBatch:
             row = self.slots.add(partial.generation)
             if not partial.generation.output_ids:
                 partial.generation.cached_tokens = partial.reused
-            self.tokens_reused += partial.reused
+            self.counters.tokens_reused += partial.reused
             self.cache_prefix(row)
         return list(batch)
 
@@ -127,45 +138,41 @@ class RunningBatch:
         past = generation.past
         length, snapshot = self.prefixes.find(past, generation.block_hashes.for_tokens(past))
         if snapshot is not None:
-            self.model.restore(row, snapshot, length)
+            self.model.cache.restore(row, snapshot, length)
         return _PartialPrefill(generation, length, length)
 
     def cancel_prefill(self, generation: Generation) -> None:
-        """Drops the partial prefill of this request, if it has one."""
         if self._partial is not None and self._partial.generation is generation:
             self._partial = None
 
     def sample(self) -> tuple[np.ndarray, np.ndarray]:
-        """Samples one token for every row; returns (ids, logprobs), both [rows]."""
         ids, logprobs = self.model.decode(self.slots)
         self.slots.advance(ids)
         return ids, logprobs
 
     def cache_prefix(self, row: int) -> None:
-        """Adds a row's keys and values to the prefix cache."""
         generation = self.slots.owners[row]
         if self.prefixes.max_bytes == 0 or generation.kv_version is not None:
             return
         past = generation.past
         hashes = generation.block_hashes.for_tokens(past)
         if not self.prefixes.holds(hashes):
-            self.prefixes.add(past, hashes, self.model.snapshot(row, len(hashes) * BLOCK))
+            self.prefixes.add(past, hashes, self.model.cache.snapshot(row, len(hashes) * BLOCK))
 
     def discard_values(self, row: int) -> None:
         """Removes a row's values, which are not finite, so that no other sequence reads them."""
-        self.model.zero_row(row)
+        self.model.cache.zero_row(row)
         self.prefixes.clear()
 
     def remove(self, row: int) -> None:
         """Frees a row; the last row moves into it."""
         moved = self.slots.remove(row)
         if moved != row:
-            self.model.move(moved, row, int(self.slots.lengths[row]))
+            self.model.cache.move(moved, row, int(self.slots.lengths[row]))
         if self._partial is not None:
-            self.model.move(moved + 1, moved, self._partial.done)
+            self.model.cache.move(moved + 1, moved, self._partial.done)
 
     def clear(self) -> list[Generation]:
-        """Frees all rows; returns their requests."""
         self._partial = None
         return self.slots.clear()
 
@@ -175,9 +182,8 @@ class RunningBatch:
         self.prefixes.clear()
 
     def drop_cache(self) -> None:
-        """Drops prefixes, the partial prefill and the key-value cache."""
         self.invalidate_prefixes()
-        self.model.drop_cache()
+        self.model.cache.drop()
 
     def _uncached(self, generation: Generation) -> tuple[int, int | None]:
         """Returns the number of tokens to prefill and the hash of their first block that can be shared."""

@@ -11,14 +11,14 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.scheduling.inbox import Inbox, SchedulerCall
-from tidegate.engine.scheduling.queue import InFlight
 from tidegate.engine.scheduling.running_batch import Decoder, RunningBatch
 from tidegate.errors import EngineError
 
@@ -31,18 +31,8 @@ MIN_IDLE_SHARE = 0.25
 """Share of a full step that rows are idle before a prefill pass starts. Until then the pass waits for more
 requests, because a pass costs more than idle rows; at least one step runs between two passes."""
 
-PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: tuple[str, ...] = ("abort", "retract", "in_place")
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    tokens_sampled: int = 0
-    requests: int = 0
-    steps: int = 0
-    retractions: int = 0
 
 
 class Scheduler:
@@ -66,13 +56,16 @@ class Scheduler:
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.version = version
-        self.paused: PauseMode | None = None
-        self.counters = Counters()
+        self.paused: str | None = None
         self._deliver = deliver
         self._matched_stop = matched_stop
         self._on_failure = on_failure
         self._rows = RunningBatch(model, max_slots, prefix_bytes)
-        self._in_flight = InFlight()
+        self.counters = self._rows.counters
+        self._live: dict[str, Generation] = {}
+        """Requests that have not ended, by id and in the order of arrival."""
+        self._waiting: deque[Generation] = deque()
+        """Those without a row, in the order in which they get one."""
         self._inbox = Inbox()
         self._notices: list[Generation] = []
         self._failures = 0
@@ -93,7 +86,6 @@ class Scheduler:
             self._thread.join(timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Queues a request. Raises EngineError if the scheduler has failed."""
         self._inbox.submit(generation)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
@@ -102,13 +94,10 @@ class Scheduler:
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended the thread."""
         return self._inbox.failure
 
     def totals(self) -> dict[str, int]:
-        rows = self._rows
-        reuse = {"tokens_prefilled": rows.tokens_prefilled, "tokens_reused": rows.tokens_reused}
-        return asdict(self.counters) | reuse
+        return asdict(self.counters)
 
     @property
     def num_running(self) -> int:
@@ -116,38 +105,37 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._in_flight.waiting)
+        return len(self._waiting)
 
     # -- between steps
 
-    def abort(self, prefix: str, *, everything: bool = False) -> int:
+    def abort(self, prefix: str = "") -> int:
         """Ends the requests whose id starts with `prefix`; returns their number."""
-        return self._abort(list(self._in_flight) if everything else self._in_flight.matching(prefix))
+        return self._abort([live for rid, live in self._live.items() if rid.startswith(prefix)])
 
     def abort_one(self, generation: Generation) -> None:
-        """Ends this request, if it has not ended."""
-        if generation in self._in_flight:
+        if self._live.get(generation.rid) is generation:
             self._abort([generation])
 
     def _abort(self, generations: list[Generation]) -> int:
         for generation in generations:
             self._end(generation, {"type": "abort", "message": "aborted"})
             self._rows.cancel_prefill(generation)
-        self._in_flight.dequeue(generations)
+        self._dequeue(generations)
         aborted = set(map(id, generations))
         for row in range(self._rows.count - 1, -1, -1):
             if id(self._rows.owners[row]) in aborted:
                 self._rows.remove(row)
         return len(generations)
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: str) -> None:
         """Stops sampling until `resume`.
 
         `abort` ends every request with its tokens so far. `retract` drops the cache and requeues requests,
         whose keys and values are computed again. `in_place` freezes them with their cache.
         """
         if mode == "abort":
-            self.abort("", everything=True)
+            self.abort()
         elif mode == "retract":
             self.retract()
         self.paused = mode
@@ -161,7 +149,8 @@ class Scheduler:
         if not owners:
             return
         self.counters.retractions += len(owners)
-        self._in_flight.requeue(owners)
+        returned = set(map(id, owners))
+        self._waiting.extendleft(live for live in reversed(self._live.values()) if id(live) in returned)
 
     def flush(self) -> bool:
         """Frees the cache; does nothing and returns False while requests have rows."""
@@ -177,8 +166,8 @@ class Scheduler:
         `keep_cache` is set: then `kv_version` records the version of their oldest keys and values.
         """
         if abort_all:
-            self.abort("", everything=True)
-        in_flight = len(self._in_flight)
+            self.abort()
+        in_flight = len(self._live)
         self._rows.invalidate_prefixes()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
@@ -193,7 +182,7 @@ class Scheduler:
     def relabel(self, version: str) -> None:
         """Sets the version label of the live weights; tokens sampled so far keep their label."""
         self._rows.invalidate_prefixes()  # prefixes are only reused under their own version
-        for generation in self._in_flight:
+        for generation in self._live.values():
             generation.close_span(self.version)
         self.version = version
 
@@ -228,19 +217,25 @@ class Scheduler:
                 self._accept(item)
 
     def _accept(self, generation: Generation) -> None:
-        if self._in_flight.has_id(generation.rid):
+        if generation.rid in self._live:
             self._notices.append(generation)
             generation.refused = True
             generation.error = f"rid {generation.rid!r} is in use"
             return
         self.counters.requests += 1
-        self._in_flight.add(generation)
+        self._live[generation.rid] = generation
+        self._waiting.append(generation)
+
+    def _dequeue(self, generations: Iterable[Generation]) -> None:
+        """Removes requests that have a row or have ended from those that wait."""
+        removed = set(map(id, generations))
+        self._waiting = deque(waiting for waiting in self._waiting if id(waiting) not in removed)
 
     def _advance(self) -> None:
         rows = self._rows
         if (
             self.num_waiting
-            and rows.free
+            and rows.slots.free
             and (rows.count == 0 or self._idle_rows >= MIN_IDLE_SHARE * rows.count)
         ):
             self._admit()
@@ -251,9 +246,9 @@ class Scheduler:
         """Prefills some of the requests that have waited longest, or a part of one."""
         self._idle_rows = 0
         # There is a free row for each of these; `choose` selects among them by cost.
-        batch = self._rows.choose(itertools.islice(self._in_flight.waiting, self._rows.free))
+        batch = self._rows.choose(itertools.islice(self._waiting, self._rows.slots.free))
         try:
-            self._in_flight.dequeue(self._rows.fill(batch))
+            self._dequeue(self._rows.fill(batch))
         except Exception as error:  # noqa: BLE001 - raised again for the single request below
             log.warning(
                 "a prefill of %d requests failed (%r): trying the requests one by one", len(batch), error
@@ -264,20 +259,19 @@ class Scheduler:
         """Prefills requests singly and fails those that raise; raises after FAILURES_IN_A_ROW of them."""
         for generation in batch:
             try:
-                self._in_flight.dequeue(self._rows.fill([generation]))
+                self._dequeue(self._rows.fill([generation]))
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
                 log.exception("request %s failed in the model", generation.rid)
                 self._end(generation, None, f"the model failed on this request: {error!r}")
                 self._rows.cancel_prefill(generation)
-                self._in_flight.dequeue([generation])
+                self._dequeue([generation])
                 if self._failures == FAILURES_IN_A_ROW:
                     raise
 
     def _step(self) -> None:
-        """Samples one token for every row."""
-        self._idle_rows += min(self.num_waiting, self._rows.free)
+        self._idle_rows += min(self.num_waiting, self._rows.slots.free)
         ids, logprobs = (sampled.tolist() for sampled in self._rows.sample())
         for row in reversed(range(self._rows.count)):  # reversed, because the last row moves into a freed one
             generation = self._rows.owners[row]
@@ -290,7 +284,6 @@ class Scheduler:
         self.counters.steps += 1
 
     def _take_token(self, row: int, generation: Generation, token: int, logprob: float) -> None:
-        """Appends a token to a request, and ends the request if the token is its last."""
         if not math.isfinite(logprob):
             self._rows.discard_values(row)
             self._end(generation, None, "the model's logits are not finite for this request")
@@ -323,7 +316,7 @@ class Scheduler:
         generation.close_span(self.version)
         generation.error = error
         generation.finish_reason = reason
-        self._in_flight.end(generation)
+        self._live.pop(generation.rid, None)
         self._notices.append(generation)
 
     def _deliver_notices(self) -> None:
@@ -336,10 +329,10 @@ class Scheduler:
     def _fail_all(self, error: BaseException) -> None:
         self._inbox.close(error)
         why = f"the engine ended: {error}"
-        for generation in self._in_flight:
+        for generation in list(self._live.values()):
             self._end(generation, None, why)
         self._rows.clear()
-        self._in_flight.waiting.clear()
+        self._waiting.clear()
         for item in self._inbox.take(wait=False):
             if isinstance(item, SchedulerCall):
                 item.result.set_exception(EngineError(why, retryable=True))

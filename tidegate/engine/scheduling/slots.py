@@ -46,7 +46,6 @@ class Slots:
         return self.max_slots - len(self.owners)
 
     def add(self, generation: Generation) -> int:
-        """Gives a request the next row, which must hold all its tokens but the last; returns the row."""
         row = len(self.owners)
         params = generation.params
         self.owners.append(generation)
@@ -62,7 +61,6 @@ class Slots:
         return row
 
     def advance(self, ids: np.ndarray) -> None:
-        """Records one sampled token for every row; ids: [n]."""
         n = len(self.owners)
         self.tokens[:n] = ids
         self.lengths[:n] += 1
@@ -79,6 +77,5 @@ class Slots:
         return last
 
     def clear(self) -> list[Generation]:
-        """Frees all rows; returns their requests."""
         owners, self.owners = self.owners, []
         return owners

@@ -1,70 +1,145 @@
-"""Parses the bodies of SGLang's control calls. All functions raise RequestError."""
+"""Control calls of SGLang's protocol, served alike by the embedded engine and by vLLM's adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidegate.engine.requests.request import WeightUpdate
+from tidegate.engine.server.http import Routes, done, error_reply, json_reply, read_body, refused
 from tidegate.engine.validation import RequestError
-
-Mode = TypeVar("Mode", bound=str)
+from tidegate.weights.files import WeightsError
 
 HEALTH_DEADLINE_S = 20.0
 """Timeout of `/health_generate` in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """Parsed body of `/update_weights_from_disk`."""
+class ControlledEngine(Protocol):
+    """What the routes need of an engine. Methods raise EngineError, or RequestError for a refused call."""
 
-    directory: Path
-    version: str | None
-    keep_cache: bool
-    abort_all: bool
+    pause_modes: tuple[str, ...]
+
+    @property
+    def paused(self) -> object: ...
+
+    async def abort(self, prefix: str) -> int:
+        """Ends the requests whose ids begin with `prefix`; returns their number."""
+
+    async def pause(self, mode: str) -> None: ...
+    async def resume(self) -> None: ...
+    async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
+        """Loads weights; returns further fields of the reply. Raises WeightsError if they do not fit."""
+
+    async def relabel(self, version: str) -> None: ...
+    async def flush(self) -> bool:
+        """Drops the cache; returns False while requests run."""
+
+    async def info(self) -> dict[str, Any]: ...
+    async def check_health(self) -> None: ...
+    async def sample_one_token(self) -> None: ...
 
 
-def read_abort(body: Mapping[str, Any]) -> str:
-    """Returns the prefix of the request ids to abort; empty for all requests."""
+async def _abort(engine: ControlledEngine, request: Request) -> Response:
+    body = await read_body(request)
     rid = body.get("rid")
     if body.get("abort_all") is True:
-        return ""
-    if not isinstance(rid, str) or not rid:
+        rid = ""
+    elif not isinstance(rid, str) or not rid:
         raise RequestError(f"rid = {rid!r}: give a prefix of request ids, or abort_all: true")
-    return rid
+    aborted = await engine.abort(rid)
+    return done(f"{aborted} requests aborted", aborted=aborted)
 
 
-def read_mode(body: Mapping[str, Any], modes: Sequence[Mode]) -> Mode:
-    """Returns the pause mode, one of `modes`."""
-    requested = body.get("mode", "abort")
-    for mode in modes:
-        if mode == requested:
-            return mode
-    raise RequestError(f"mode = {requested!r}: it must be one of {', '.join(modes)}")
+async def _pause(engine: ControlledEngine, request: Request) -> Response:
+    mode = (await read_body(request)).get("mode", "abort")
+    if mode not in engine.pause_modes:
+        raise RequestError(f"mode = {mode!r}: it must be one of {', '.join(engine.pause_modes)}")
+    await engine.pause(mode)
+    return done(f"paused ({mode})")
 
 
-def read_update(body: Mapping[str, Any]) -> WeightUpdate:
+async def _continue(engine: ControlledEngine, _: Request) -> Response:
+    await engine.resume()
+    return done("continued")
+
+
+async def _update_weights(engine: ControlledEngine, request: Request) -> Response:
+    body = await read_body(request)
     path = body.get("model_path")
     if not isinstance(path, str) or not path:
         raise RequestError(f"model_path = {path!r}: give a directory of safetensors")
-    version = read_version(body.get("weight_version"), "weight_version")
-    keep_cache, abort_all = body.get("flush_cache", True) is False, body.get("abort_all_requests") is True
-    return WeightUpdate(Path(path), version, keep_cache, abort_all)
+    update = WeightUpdate(
+        Path(path),
+        read_version(body, "weight_version"),
+        keep_cache=body.get("flush_cache", True) is False,
+        abort_all=body.get("abort_all_requests") is True,
+    )
+    try:
+        return done(f"loaded {path}", **await engine.load_weights(update))
+    except WeightsError as error:
+        return refused(f"{error}; the old weights stay")
 
 
-def read_relabel(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """Parses `/update_weight_version`: the label, and whether all requests are aborted first."""
-    version = read_version(body.get("new_version"), "new_version")
+async def _update_version(engine: ControlledEngine, request: Request) -> Response:
+    body = await read_body(request)
+    version = read_version(body, "new_version")
     if version is None:
         raise RequestError("new_version: give the version label of the loaded weights")
-    return version, bool(body.get("abort_all_requests", True))
+    if body.get("abort_all_requests", True):
+        await engine.abort("")
+    await engine.relabel(version)
+    return done(f"the weights are version {version}", new_version=version)
 
 
-def read_version(value: Any, name: str) -> str | None:
-    """Returns a version label, or None if none is given."""
+def read_version(body: Mapping[str, Any], name: str) -> str | None:
+    """Returns a version label, or None if none is given. Raises RequestError."""
+    value = body.get(name)
     if value is None or (isinstance(value, str) and value):
         return value
     if type(value) is int:
         return str(value)
     raise RequestError(f"{name} = {value!r}: it must be a non-empty string")
+
+
+async def _flush(engine: ControlledEngine, _: Request) -> Response:
+    if await engine.flush():
+        return done("the cache is empty")
+    return refused("requests are running; pause with mode 'retract' or abort them, then flush")
+
+
+async def _model_info(engine: ControlledEngine, _: Request) -> Response:
+    return json_reply({"is_generation": True, "paused": engine.paused, **await engine.info()})
+
+
+async def _health(engine: ControlledEngine, _: Request) -> Response:
+    await engine.check_health()
+    return json_reply({"status": "ok"})
+
+
+async def _health_generate(engine: ControlledEngine, _: Request) -> Response:
+    try:
+        async with asyncio.timeout(HEALTH_DEADLINE_S):
+            await engine.sample_one_token()
+    except TimeoutError:
+        state = "paused" if engine.paused else "busy"
+        return error_reply(f"no token within {HEALTH_DEADLINE_S:g} s: the engine is {state}", 503)
+    return json_reply({"status": "ok"})
+
+
+CONTROL_ROUTES: Routes[ControlledEngine] = (
+    ("POST", "/abort_request", _abort),
+    ("POST", "/pause_generation", _pause),
+    ("POST", "/continue_generation", _continue),
+    ("POST", "/flush_cache", _flush),
+    ("POST", "/update_weights_from_disk", _update_weights),
+    ("POST", "/update_weight_version", _update_version),
+    ("GET", "/model_info", _model_info),
+    ("GET", "/get_model_info", _model_info),
+    ("GET", "/health", _health),
+    ("GET", "/health_generate", _health_generate),
+)

@@ -1,20 +1,20 @@
-"""`POST /generate`: replies to one prompt, complete or as a stream of events."""
+"""`POST /generate`: replies to one prompt, complete or as a stream of events, in SGLang's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from tidegate.engine.requests.detokenizer import IncrementalDecoder
 from tidegate.engine.requests.request import Generation, parse_generate, samples_of
-from tidegate.engine.server.http import error_reply, event, json_reply, read_body
-from tidegate.engine.server.replies import reply
-from tidegate.errors import EngineError
+from tidegate.engine.server.http import disconnected, error_reply, event, json_reply, read_body
 
 if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 async def generate(engine: Engine, request: Request) -> Response:
     """Returns one reply, or a list of replies if `n` is more than 1 (as in SGLang)."""
-    try:
-        body = await read_body(request)
-    except ClientDisconnect:
-        return Response(status_code=499)
-    generation = parse_generate(body, engine.limits)
+    generation = parse_generate(await read_body(request), engine.limits)
     if generation.params.grammar is not None:
         generation.grammar = await asyncio.to_thread(engine.grammars.compile, generation.params.grammar)
     samples = samples_of(generation)
@@ -36,15 +32,15 @@ async def generate(engine: Engine, request: Request) -> Response:
         engine.scheduler.submit(sample)
     if generation.stream:
         return StreamingResponse(_stream(engine, request, samples, wake), media_type="text/event-stream")
-    async with _abort_on_exit(engine, request, samples, wake) as disconnected:
-        while not disconnected.is_set() and not _finished(samples):
+    async with _abort_on_exit(engine, request, samples, wake) as gone:
+        while not gone.done() and not _finished(samples):
             await wake.wait()
             wake.clear()
     failed = _failed(samples)
     if failed is not None:
         assert failed.error is not None
         return error_reply(failed.error, 400 if failed.refused else 500)
-    if disconnected.is_set() and not _finished(samples):
+    if gone.done() and not _finished(samples):
         return Response(status_code=499)
     replies = [_final(engine, sample) for sample in samples]
     return json_reply(replies if generation.params.n > 1 else replies[0])
@@ -61,28 +57,18 @@ def _failed(samples: Sequence[Generation]) -> Generation | None:
 @contextlib.asynccontextmanager
 async def _abort_on_exit(
     engine: Engine, request: Request, samples: Sequence[Generation], wake: asyncio.Event
-) -> AsyncIterator[asyncio.Event]:
-    """Yields an event that is set, together with `wake`, when the client disconnects.
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Yields a task that is done, and sets `wake`, when the client disconnects.
 
     Aborts unfinished samples on exit.
     """
-    disconnected = asyncio.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        disconnected.set()
-        wake.set()
-
-    watcher = asyncio.create_task(watch())
+    gone = asyncio.create_task(disconnected(request))
+    gone.add_done_callback(lambda _: wake.set())
     try:
-        yield disconnected
+        yield gone
     finally:
-        watcher.cancel()
-        with contextlib.suppress(EngineError):  # the scheduler failed and has ended all requests
-            for sample in samples:
-                if not sample.ended:
-                    engine.scheduler.call(partial(engine.scheduler.abort_one, sample))
+        gone.cancel()
+        engine.abort_unfinished(samples)
 
 
 async def _stream(
@@ -93,11 +79,11 @@ async def _stream(
         _ReplyStream(engine, sample, index if len(samples) > 1 else None)
         for index, sample in enumerate(samples)
     ]
-    async with _abort_on_exit(engine, request, samples, wake) as disconnected:
+    async with _abort_on_exit(engine, request, samples, wake) as gone:
         while not all(stream.done for stream in streams):
             await wake.wait()
             wake.clear()
-            if disconnected.is_set():
+            if gone.done():
                 return
             failed = _failed(samples)
             if failed is not None:
@@ -117,12 +103,11 @@ class _ReplyStream:
         self.done = False
         self._engine = engine
         self._generation = generation
-        self._detokenizer = engine.detokenizer.incremental(generation)
+        self._detokenizer = IncrementalDecoder(engine.detokenizer, generation)
         self._index = {} if index is None else {"index": index}
         self._sent = 0
 
     def next_event(self) -> bytes | None:
-        """Returns the event that is due, or None."""
         generation = self._generation
         if self.done:
             return None
@@ -141,3 +126,35 @@ class _ReplyStream:
 def _final(engine: Engine, generation: Generation) -> dict[str, Any]:
     text = engine.detokenizer.reply(generation)
     return reply(generation, len(generation.output_ids), text, engine.scheduler.version)
+
+
+def reply(generation: Generation, count: int, text: str, version: str) -> dict[str, Any]:
+    """Returns the reply with the first `count` output tokens; `version` is the live weights' label.
+
+    `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
+    `kv_version` is present only if keys and values of older weights were kept. With a grammar,
+    `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
+    forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
+    grammar excluded the others: 1 if the grammar changed nothing.
+    """
+    meta: dict[str, Any] = {
+        "id": generation.rid,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt_ids),
+        "completion_tokens": count,
+        "cached_tokens": generation.cached_tokens,
+        "weight_version": version,
+    }
+    if generation.return_logprob:
+        pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
+        meta["output_token_logprobs"] = list(pairs)
+    if generation.grammar is not None:
+        meta["output_token_choices"] = generation.grammar.choices[:count]
+        meta["output_token_masses"] = generation.grammar.masses[:count]
+    if generation.ended:
+        meta["weight_version"] = generation.spans[-1][0] if generation.spans else version
+        meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in generation.spans]
+        meta["e2e_latency"] = time.monotonic() - generation.started
+    if generation.kv_version is not None:
+        meta["kv_version"] = generation.kv_version
+    return {"text": text, "output_ids": generation.output_ids[:count], "meta_info": meta}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -18,12 +18,14 @@ from tidegate.errors import EngineError
 
 Served = TypeVar("Served")
 Handler: TypeAlias = Callable[[Served, Request], Awaitable[Response]]
+Routes: TypeAlias = Sequence[tuple[str, str, Handler[Served]]]
+"""Method, path and handler of each route."""
 
 
 def protocol_app(
     served: Served,
     name: str,
-    routes: Sequence[tuple[str, str, Handler[Served]]],
+    routes: Routes[Served],
     lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
 ) -> Starlette:
     """Returns an ASGI app that passes `served` to its handlers; `name` is the server's name in 404 errors."""
@@ -47,6 +49,8 @@ def _route(served: Served, method: str, path: str, handler: Handler[Served]) -> 
             return error_reply(str(error), 400)
         except EngineError as error:
             return error_reply(str(error), 503)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     return Route(path, endpoint, methods=[method])
 
@@ -77,6 +81,12 @@ async def read_body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def event(value: Any) -> bytes:

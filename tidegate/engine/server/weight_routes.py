@@ -20,7 +20,7 @@ from starlette.responses import Response
 from tidegate.engine.server.control import read_version
 from tidegate.engine.server.http import done, read_body, refused
 from tidegate.engine.validation import RequestError
-from tidegate.errors import TidegateError
+from tidegate.weights.files import WeightsError
 
 if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
@@ -61,7 +61,7 @@ async def _receive(engine: Engine, request: Request) -> Response:
         raise RequestError(
             f"{len(names)} names, {len(kinds)} dtypes and {len(shapes)} shapes: give one of each per tensor"
         )
-    version = read_version(body.get("weight_version"), "weight_version")
+    version = read_version(body, "weight_version")
     async with engine.loading:
         tensors = list(zip(names, kinds, shapes, strict=True))
         update = await asyncio.to_thread(engine.receiver.receive, _text(body, "group_name", GROUP), tensors)
@@ -71,20 +71,14 @@ async def _receive(engine: Engine, request: Request) -> Response:
 
 
 async def _end(engine: Engine, _: Request) -> Response:
-    scheduler = engine.scheduler
     async with engine.loading:
         update = engine.receiver.end()
         try:
             weights = await asyncio.to_thread(engine.model.check_weights, update.tensors)
-        except TidegateError as error:
+        except WeightsError as error:
             return refused(f"{error}; the old weights stay")
-        in_flight = await engine.call(
-            lambda: scheduler.load(weights, update.version, keep_cache=update.keep_cache, abort_all=False)
-        )
-    return done(
-        f"{len(update.tensors)} tensors are live",
-        num_paused_requests=in_flight, weight_version=scheduler.version, checksum=update.checksum,
-    )  # fmt: skip
+        loaded = await engine.load_checked(weights, update.version, update.keep_cache)
+    return done(f"{len(update.tensors)} tensors are live", checksum=update.checksum, **loaded)
 
 
 def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:

@@ -44,18 +44,13 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
     if converts_weights(hf_model):
         weights = _read_converted(hf_model, directory)
     else:
-        weights = _read(hf_model, directory, files)
+        with ExitStack() as stack:
+            tensors = ((path, *item) for path in files for item in _tensors(path, stack))
+            weights = check_weights(hf_model, tensors, directory)
     fault = checksum.find_damage(directory)
     if fault is not None:
         raise WeightsError(fault)
     return weights
-
-
-def _read(hf_model: Any, directory: Path, files: list[Path]) -> CheckedWeights:
-    with ExitStack() as stack:
-        return check_weights(
-            hf_model, ((path, *item) for path in files for item in _tensors(path, stack)), directory
-        )
 
 
 def check_weights(
@@ -113,7 +108,6 @@ def _read_converted(hf_model: Any, directory: Path) -> CheckedWeights:
 
 @torch.no_grad()
 def copy_weights(weights: CheckedWeights) -> None:
-    """Copies the new values over the live tensors."""
     for live, new in weights.pairs:
         live.copy_(new)
 

@@ -97,7 +97,6 @@ class WeightsReceiver:
         return update
 
     def end(self) -> IncomingWeights:
-        """Closes and returns the update. Raises RequestError if none is open."""
         update, self._update = self._open(), None
         return update
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
 from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
 from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint, PoolOptions
+from tidegate.service.backoff import backoff_s
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -49,8 +49,7 @@ class HealthProbe:
             self._quarantine()
 
     async def _run(self) -> None:
-        wait = _FIRST_WAIT_S
-        timeouts = 0
+        failures = timeouts = 0
         while True:
             version_before = self._engine.weight_version
             try:
@@ -59,7 +58,7 @@ class HealthProbe:
             except ProbeTimeout:
                 ok, timeouts = False, timeouts + 1
             if ok:
-                wait = _FIRST_WAIT_S
+                failures = 0
                 self._recover(version_before)
                 pause = self._options.probe_every_s
             elif 0 < timeouts < _TIMEOUTS_TO_QUARANTINE:
@@ -69,8 +68,8 @@ class HealthProbe:
                 for timeout in self._engine.calls.values():
                     timeout.reschedule(0.0)
                 self._engine.calls.clear()
-                wait = min(wait * 2, self._options.probe_every_s)
-                pause = wait * random.uniform(0.5, 1.0)
+                failures += 1
+                pause = backoff_s(failures, _FIRST_WAIT_S, self._options.probe_every_s)
             self.probed.set()
             self._wake.clear()
             with contextlib.suppress(TimeoutError):

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
 from collections.abc import Callable
 
 import aiohttp
@@ -29,6 +28,7 @@ from tidegate.gateway.engines.protocol import (
     request_body,
 )
 from tidegate.gateway.ids import unique_name
+from tidegate.service.backoff import backoff_s
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -145,7 +145,7 @@ class EnginePool:
         reply is invalid, or a partly delivered reply cannot be resumed.
         """
         result = GenerateResult()
-        wait, last, fresh = _FIRST_WAIT_S, "no engine in rotation", True
+        failures, last, fresh = 0, "no engine in rotation", True
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 request.on_close = lambda: self._close(request, timeout)
@@ -175,8 +175,8 @@ class EnginePool:
                         result, length_before = GenerateResult(), 0
                     self.continued += bool(result.ids)
                     grew = len(result.ids) > length_before
-                    wait = _FIRST_WAIT_S if grew else min(wait * 2, _LONGEST_WAIT_S)
-                    await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+                    failures = 0 if grew else failures + 1
+                    await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
         except TimeoutError:
             if request.closed and len(result.logprobs) == len(result.ids):
                 return result

@@ -36,7 +36,6 @@ async def wait_for_reply(call: Any, name: str, within_s: float | None = REPLY_TI
 
 
 def translate(error: RayError, name: str) -> TidegateError:
-    """Translate an error of Ray into one of Tidegate."""
     if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
         if isinstance(cause, TidegateError):

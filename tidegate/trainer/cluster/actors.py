@@ -6,6 +6,10 @@ An actor restarted by Ray owns no process; the run detects the loss and starts t
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +21,33 @@ from tidegate.service.process_secrets import shield_process
 from tidegate.service.service import Service
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, set_gloo_interface
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
-from tidegate.trainer.cluster.temp_dir import TempDir
 from tidegate.trainer.processes.agent_worker import Access, AgentResult, AgentWorker
 from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess
 from tidegate.types import TaskView
+
+_SWEEPER = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$0") >/dev/null 2>&1 &'
+"""Shell script that waits in the background for its standard input to close, then removes the directory."""
+
+
+class TempDir:
+    """A directory in TMPDIR that is removed when this process exits or is killed."""
+
+    def __init__(self, name: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        theirs, self._ours = os.pipe()
+        try:
+            # In its own session: Ray kills the process group of an exited actor.
+            command = ["sh", "-c", _SWEEPER, str(self.path)]
+            subprocess.run(command, stdin=theirs, check=True, start_new_session=True)
+        finally:
+            os.close(theirs)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
 
 
 class ProcessActor:
@@ -37,7 +63,6 @@ class ProcessActor:
         self.directory = context.probe.directory if self._temp_dir is None else self._temp_dir.path
 
     async def about(self) -> tuple[ClusterNode, bool]:
-        """Return this node, and whether the run's directory is visible here."""
         return self.node, self.shares_run_dir
 
     async def logs(self, offsets: Mapping[Path, int]) -> dict[Path, bytes]:
@@ -59,8 +84,6 @@ class ProcessActor:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """Arguments of a server's start."""
-
     port: int = 0
     """0 takes a free port; another one is kept across restarts."""
     weights: Path | FileBundle | None = None
@@ -68,14 +91,10 @@ class StartCommand:
 
 
 class Build(Protocol):
-    """Creates a server."""
-
     def __call__(self, directory: Path, host: str, port: int, live: CurrentWeights) -> Service: ...
 
 
 class ServerActor(ProcessActor):
-    """Owns an engine or a gateway."""
-
     def __init__(self, context: ActorContext, build: Build) -> None:
         super().__init__(context)
         self._build = build
@@ -84,7 +103,6 @@ class ServerActor(ProcessActor):
         self._service: Service | None = None
 
     async def start(self, command: StartCommand) -> str:
-        """Start or restart the server; returns its URL. Raises StartError."""
         if command.weights is not None:
             self._current = (await self.fetch_weights(command.weights), command.version)
         if self._service is None:
@@ -111,15 +129,12 @@ class ServerActor(ProcessActor):
 
 
 class AgentActor(ProcessActor):
-    """Owns a process that runs agents."""
-
     def __init__(self, context: ActorContext, name: str, use: str, options: Mapping[str, Any]) -> None:
         super().__init__(context)
         self._worker = AgentWorker(use, options, self.directory / "logs" / f"{name}.log")
         self._runs: dict[str, asyncio.Task[AgentResult]] = {}
 
     async def open(self) -> None:
-        """As `AgentWorker.open`."""
         await self._worker.open()
 
     async def run(self, job_id: str, view: TaskView, access: Access) -> AgentResult:
@@ -132,7 +147,6 @@ class AgentActor(ProcessActor):
             del self._runs[job_id]
 
     async def cancel(self, job_id: str) -> None:
-        """Cancel a run."""
         if job_id in self._runs:
             self._runs[job_id].cancel()
 
@@ -149,7 +163,6 @@ class RankActor(ProcessActor):
         self._sending = asyncio.Lock()
 
     async def start(self) -> None:
-        """Raises StartError."""
         await self._rank.start()
 
     async def send(self, message: object) -> None:
@@ -158,7 +171,6 @@ class RankActor(ProcessActor):
             await asyncio.to_thread(self._rank.send, message)
 
     async def wait_for_exit(self) -> str:
-        """Wait for the rank to exit; returns a message on how it did."""
         return await self._rank.wait_for_exit()
 
     async def stop(self) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,11 +15,14 @@ import ray
 from ray._private import services
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidegate.errors import ConfigError, StartError
-from tidegate.trainer.cluster.actor_slots import NAMESPACE, ActorSlots
 from tidegate.trainer.cluster.placement import Placement, format_resources
 
+NAMESPACE = "tidegate"
+CALLS = 10_000
+"""Limit on concurrent calls of one actor; idle capacity costs nothing."""
 CONNECT_S = 10.0
 HEAD = "node:__internal_head__"
 CLIENT_TIMEOUT = "ray client connection timeout"
@@ -132,7 +136,6 @@ def still_connected() -> None:
 
 
 def _format_available(resources: Mapping[str, float]) -> str:
-    """Format the resources that processes may request."""
     hidden = ("node:", "memory", "object_store_memory")
     return format_resources(
         {name: amount for name, amount in resources.items() if not name.startswith(hidden)}
@@ -156,3 +159,36 @@ def _describe(error: BaseException) -> str:
         )
     last = str(error).strip().rpartition("\n")[2].removesuffix(".")
     return first if last == first else f"{first}. {last}"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSlots:
+    """The resources that a run has reserved on a cluster."""
+
+    run: str
+    placement: Placement
+    group: Any
+    """Ray's placement group."""
+
+    def create_actor(self, name: str, cls: type, *arguments: object, restarts: int = 0) -> Any:
+        """Create the actor `name` in its slot; Ray restarts it up to `restarts` times. Raises StartError."""
+        slot = self.placement[name]
+        resources = dict(slot.resources)
+        options: dict[str, Any] = {
+            "name": f"tidegate-{self.run}-{name}",
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "max_restarts": restarts,
+            "max_concurrency": CALLS,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=slot.bundle
+            ),
+        }
+        try:
+            return ray.remote(cls).options(**options).remote(*arguments)
+        except ValueError as error:  # ActorAlreadyExistsError is one
+            raise StartError(
+                f"{options['name']} could not be created: {error}. If a run of this name is on the cluster, "
+                "choose another run.name"
+            ) from None

@@ -19,9 +19,8 @@ from tidegate.observer import Observer
 from tidegate.trainer.cluster.actor_calls import LostError, translate
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
 from tidegate.trainer.cluster.environment import ClusterNode, forwarded_variables
-from tidegate.trainer.cluster.observer_relay import Event, replay
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.run_actor import RunActor, RunJob, RunSpec
+from tidegate.trainer.cluster.run_actor import Event, RunActor, RunJob, RunSpec, replay
 from tidegate.trainer.processes.provider import ProcessProvider
 
 POLL_S = 0.25
@@ -34,18 +33,10 @@ RESUME_HINT = "Resume from the last checkpoint with --resume"
 def drive(
     cluster: str, settings: Settings, make: Callable[[Observer, ProcessProvider], RunJob], observer: Observer
 ) -> int:
-    """Run a job on a cluster; returns its exit code.
+    """Run the job that `make` creates on the cluster; returns its exit code. Raises TidegateError.
 
     The first Ctrl-C (or SIGTERM) stops the job after the current step, the second ends everything at once.
-
-    Args:
-        cluster: address of the cluster; see `connected`.
-        settings: settings of the run.
-        make: creates the job; called on the cluster.
-        observer: receives the run's events.
-
-    Raises:
-        TidegateError: if the run fails or the cluster is lost.
+    `observer` receives the run's events.
     """
     placement = Placement.of(settings)
     environment = forwarded_variables(os.environ, settings.cluster.environment)
@@ -65,7 +56,6 @@ def drive(
 
 
 def _check_node(actor: Any) -> None:
-    """Raises StartError if the run's node has other versions than this one."""
     there: ClusterNode = ray.get(actor.about.remote(), timeout=CREATE_TIMEOUT_S)
     mismatch = there.mismatch(ClusterNode("of this command"))
     if mismatch is not None:
@@ -106,7 +96,6 @@ def _events(actor: Any, signals: list[int]) -> list[Event]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list."""
     received: list[int] = []
     handlers = {
         number: signal.signal(number, lambda number, _: received.append(number))

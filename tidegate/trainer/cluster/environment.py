@@ -80,7 +80,6 @@ class SharedDirProbe:
         return probe
 
     def is_visible(self) -> bool:
-        """Whether the directory here is the one in which the probe was created."""
         try:
             return (self.directory / PROBE_FILE).read_text() == self.text
         except OSError:
@@ -98,7 +97,6 @@ class ActorContext:
     environment: Mapping[str, str] = field(repr=False)
 
     def apply(self) -> None:
-        """Apply the environment, and the working directory if it exists here."""
         os.environ.update(self.environment)
         if self.folder.is_dir():
             os.chdir(self.folder)

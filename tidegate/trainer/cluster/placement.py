@@ -37,35 +37,24 @@ class Placement:
         """
         _check(settings)
         requests = settings.cluster
-        together = [
-            [
-                ActorSlot(HOME, 0, _trainer(settings)),
-                ActorSlot("gateway", 0, _with_overrides({"CPU": settings.gateway.shards}, requests.gateway)),
-            ],
-            *(
-                [ActorSlot(f"trainer-{rank}", 0, _trainer(settings))]
-                for rank in range(1, settings.trainer.ranks)
-            ),
-            *([ActorSlot(name, 0, _engine(settings))] for name in engine_names(settings)),
-            *(
-                [ActorSlot(name, 0, _with_overrides({"CPU": 1}, requests.agents))]
-                for name in agent_names(settings)
-            ),
+        bundles: list[dict[str, dict[str, float]]] = [
+            {HOME: _trainer(settings), "gateway": {"CPU": settings.gateway.shards, **requests.gateway}},
+            *({f"trainer-{rank}": _trainer(settings)} for rank in range(1, settings.trainer.ranks)),
+            *({name: _engine(settings)} for name in engine_names(settings)),
+            *({name: {"CPU": 1, **requests.agents}} for name in agent_names(settings)),
         ]
-        return cls(
-            tuple(
-                ActorSlot(slot.name, bundle, slot.resources)
-                for bundle, slots in enumerate(together)
-                for slot in slots
-            )
-        )
+        slots = [
+            ActorSlot(name, bundle, resources)
+            for bundle, together in enumerate(bundles)
+            for name, resources in together.items()
+        ]
+        return cls(tuple(slots))
 
     def __getitem__(self, name: str) -> ActorSlot:
         return next(slot for slot in self.slots if slot.name == name)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources of each bundle: the sum of its slots."""
         bundles: list[dict[str, float]] = [{} for _ in range(1 + max(slot.bundle for slot in self.slots))]
         for slot in self.slots:
             bundle = bundles[slot.bundle]
@@ -75,12 +64,10 @@ class Placement:
 
     @property
     def total(self) -> dict[str, float]:
-        """Resources of all bundles."""
         resources = dict.fromkeys(name for bundle in self.bundles for name in bundle)
         return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in resources}
 
     def lines(self) -> list[str]:
-        """Format a line for each bundle, and one for the sum."""
         rows = [
             (" + ".join(slot.name for slot in self.slots if slot.bundle == index), format_resources(bundle))
             for index, bundle in enumerate(self.bundles)
@@ -102,25 +89,19 @@ def _check(settings: Settings) -> None:
 
 
 def format_resources(resources: Mapping[str, float]) -> str:
-    """Format resources as in `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 def _trainer(settings: Settings) -> dict[str, float]:
     trainer = settings.trainer
-    return _with_overrides(_default_resources(trainer.threads, trainer.device), settings.cluster.trainer)
+    return {**_default_resources(trainer.threads, trainer.device), **settings.cluster.trainer}
 
 
 def _engine(settings: Settings) -> dict[str, float]:
     engine = settings.engine
-    default = _default_resources(engine.threads, engine.device if engine.kind == "embedded" else "cuda")
-    return _with_overrides(default, settings.cluster.engine)
+    device = engine.device if engine.kind == "embedded" else "cuda"
+    return {**_default_resources(engine.threads, device), **settings.cluster.engine}
 
 
 def _default_resources(threads: int, device: str) -> dict[str, float]:
-    gpu = {"GPU": 1.0} if device.startswith("cuda") else {}
-    return {"CPU": float(threads), **gpu}
-
-
-def _with_overrides(default: Mapping[str, float], overrides: Mapping[str, float]) -> dict[str, float]:
-    return {**default, **overrides}
+    return {"CPU": float(threads), **({"GPU": 1.0} if device.startswith("cuda") else {})}

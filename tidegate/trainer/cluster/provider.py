@@ -6,24 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.actor_slots import ActorSlots
 from tidegate.trainer.cluster.actors import AgentActor, RankActor, ServerActor
+from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileSender
 from tidegate.trainer.cluster.remote import RemoteAgents, RemoteProcess, RemoteRank, RemoteServer
+from tidegate.trainer.processes import servers
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
-from tidegate.trainer.processes.servers import (
-    MAX_RESTARTS,
-    agent_names,
-    engine_names,
-    engine_server,
-    gateway_server,
-    restart_s,
-    snapshot_weights,
-)
 
 GATHER_S = 3.0
 
@@ -51,19 +44,17 @@ class RayProcesses:
         self._all: list[RemoteProcess] = []
 
     def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
-        for index, name in enumerate(engine_names(settings)):
-            build = partial(engine_server, settings, name, index)
+        for index, name in enumerate(servers.engine_names(settings)):
+            build = partial(servers.engine_server, settings, name, index)
             engine = RemoteServer(
                 name,
-                self._slots.create_actor(
-                    name, ServerActor, self._actor_context(), build, restarts=MAX_RESTARTS
-                ),
+                self._actor(name, ServerActor, build, restarts=servers.MAX_RESTARTS),
                 self._home,
                 run_dir / "logs",
                 live=live,
-                snapshot_weights=partial(snapshot_weights, live, run_dir / "weights", name),
+                snapshot_weights=partial(servers.snapshot_weights, live, run_dir / "weights", name),
                 send=self._send,
-                ready_s=restart_s(settings.engine),
+                ready_s=servers.restart_s(settings.engine),
             )
             self._engines.append(engine)
         self._all += self._engines
@@ -72,10 +63,8 @@ class RayProcesses:
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> RemoteServer:
-        build = partial(gateway_server, settings, keys, journal)
-        actor = self._slots.create_actor(
-            "gateway", ServerActor, self._actor_context(), build, restarts=MAX_RESTARTS
-        )
+        build = partial(servers.gateway_server, settings, keys, journal)
+        actor = self._actor("gateway", ServerActor, build, restarts=servers.MAX_RESTARTS)
         port = settings.gateway.port
         gateway = RemoteServer("gateway", actor, self._home, run_dir / "logs", port=port)
         self._all.append(gateway)
@@ -84,9 +73,8 @@ class RayProcesses:
     def agents(self, settings: Settings, run_dir: Path) -> Sequence[RemoteAgents]:
         agent = settings.agent
         processes = []
-        for name in agent_names(settings):
-            arguments = (name, agent.use, agent.options)
-            actor = self._slots.create_actor(name, AgentActor, self._actor_context(), *arguments, restarts=-1)
+        for name in servers.agent_names(settings):
+            actor = self._actor(name, AgentActor, name, agent.use, agent.options, restarts=-1)
             processes.append(RemoteAgents(name, actor, self._home, run_dir / "logs"))
         self._all += processes
         return processes
@@ -95,10 +83,14 @@ class RayProcesses:
         processes = []
         for rank in range(1, settings.trainer.ranks):
             name = f"trainer-{rank}"
-            actor = self._slots.create_actor(name, RankActor, self._actor_context(), rank)
+            actor = self._actor(name, RankActor, rank)
             processes.append(RemoteRank(name, actor, self._home, run_dir / "logs", rank))
         self._all += processes
         return processes
+
+    def _actor(self, name: str, cls: type, *arguments: object, restarts: int = 0) -> Any:
+        self._context = self._context or self._make_context()
+        return self._slots.create_actor(name, cls, self._context, *arguments, restarts=restarts)
 
     async def deliver(self, url: str, weights: Path) -> Path:
         engine = next((engine for engine in self._engines if engine.url == url), None)
@@ -119,7 +111,3 @@ class RayProcesses:
     async def _send(self, weights: Path) -> FileBundle:
         async with self._send_lock:  # several engines need the same weights
             return await asyncio.to_thread(self._sender.bundle, weights)
-
-    def _actor_context(self) -> ActorContext:
-        self._context = self._context or self._make_context()
-        return self._context

@@ -48,9 +48,13 @@ class RemoteProcess:
         self._copied: dict[Path, int] = {}
         """Copied bytes of each log on its node. A restarted actor writes other logs."""
 
+    async def _call(self, method: str, *arguments: object, within_s: float | None = REPLY_TIMEOUT_S) -> Any:
+        """Call a method of the actor; raises the errors of `wait_for_reply`."""
+        return await wait_for_reply(getattr(self._actor, method).remote(*arguments), self.name, within_s)
+
     async def connect(self, within_s: float) -> None:
         """Wait until the actor runs and check its node's versions. Raises StartError."""
-        node, self.shares_run_dir = await wait_for_reply(self._actor.about.remote(), self.name, within_s)
+        node, self.shares_run_dir = await self._call("about", within_s=within_s)
         mismatch = node.mismatch(self._home)
         if mismatch is not None:
             raise StartError(f"{self.name} cannot run: {mismatch}")
@@ -60,9 +64,7 @@ class RemoteProcess:
         if self.shares_run_dir:
             return
         async with self._log_lock:  # else two calls would copy the same content
-            contents: Mapping[Path, bytes] = await wait_for_reply(
-                self._actor.logs.remote(self._copied), self.name
-            )
+            contents: Mapping[Path, bytes] = await self._call("logs", self._copied)
             await asyncio.to_thread(self._write, contents)
 
     def _write(self, contents: Mapping[Path, bytes]) -> None:
@@ -71,12 +73,11 @@ class RemoteProcess:
                 log.write(text)
             self._copied[file] = self._copied.get(file, 0) + len(text)
 
-    async def end(self) -> None:
-        """Stop the process, copy its last logs, and kill the actor."""
+    async def stop(self) -> None:
         with contextlib.suppress(StartError, OSError):  # a lost actor has ended
-            await wait_for_reply(self._actor.stop.remote(), self.name)
+            await self._call("stop")
             await self.gather_logs()
-            await wait_for_reply(self._actor.clean_up.remote(), self.name)
+            await self._call("clean_up")
         ray.kill(self._actor)
 
     async def restart_after_loss(self, start: Callable[[], Awaitable[object]]) -> None:
@@ -123,22 +124,18 @@ class RemoteServer(RemoteProcess):
         self._lost = False
 
     async def start(self) -> str:
-        """Start the server and wait until it is ready; returns its URL. Raises StartError."""
         await self.connect(self._ready_s)
         command = await self._start_command()
-        self.url = await wait_for_reply(
-            self._actor.start.remote(command), self.name, self._ready_s + REPLY_TIMEOUT_S
-        )
+        self.url = await self._call("start", command, within_s=self._ready_s + REPLY_TIMEOUT_S)
         if self._port is not None:
             self._port = int(self.url.rpartition(":")[2])
         return self.url
 
     async def deliver(self, weights: Path) -> Path:
-        """Deliver weights to the engine's node; returns their path there. Raises StartError, OSError."""
         if self.shares_run_dir or self._send is None:
             return weights
         bundle = await self._send(weights)
-        path: Path = await wait_for_reply(self._actor.fetch_weights.remote(bundle), self.name, self._ready_s)
+        path: Path = await self._call("fetch_weights", bundle, within_s=self._ready_s)
         return path
 
     async def _start_command(self) -> StartCommand:
@@ -153,7 +150,7 @@ class RemoteServer(RemoteProcess):
     async def wait_for_exit(self) -> str:
         """Wait for the server or its actor to exit; returns a message on how it did."""
         try:
-            how, self._last_line = await wait_for_reply(self._actor.wait_for_exit.remote(), self.name, None)
+            how, self._last_line = await self._call("wait_for_exit", within_s=None)
         except LostError as error:
             how, self._last_line, self._lost = f"the {error}", "see Ray's logs", True
         return str(how)
@@ -165,9 +162,6 @@ class RemoteServer(RemoteProcess):
             self._lost = False
         else:
             await self.start()
-
-    async def stop(self) -> None:
-        await self.end()
 
     def last_log_line(self) -> str:
         return self._last_line
@@ -184,9 +178,8 @@ class RemoteAgents(RemoteProcess):
         self._starting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Wait until the process has loaded the agent. Raises ConfigError, StartError."""
         await self.connect(READY_S)
-        await wait_for_reply(self._actor.open.remote(), self.name, READY_S)
+        await self._call("open", within_s=READY_S)
         self._ready = True
 
     async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
@@ -194,9 +187,9 @@ class RemoteAgents(RemoteProcess):
         async with self._starting:
             if not self._ready:
                 await self.restart_after_loss(self.open)
-        run = self._actor.run.remote(job_id, view, access)
+        within_s = access["deadline_s"] + BEYOND_S
         try:
-            result: AgentResult = await wait_for_reply(run, self.name, access["deadline_s"] + BEYOND_S)
+            result: AgentResult = await self._call("run", job_id, view, access, within_s=within_s)
         except LostError as error:
             self._record_loss(error)
             return AgentResult(Outcome.CANCELLED, error=str(error))
@@ -216,7 +209,7 @@ class RemoteAgents(RemoteProcess):
             raise StartError(f"{error}; {self._losses} times in a row") from error
 
     async def close(self) -> None:
-        await self.end()
+        await self.stop()
 
 
 class RemoteRank(RemoteProcess):
@@ -234,7 +227,7 @@ class RemoteRank(RemoteProcess):
                 f"trainer rank {self.rank} does not see {self._logs.parent}: trainer ranks need it on a disk "
                 "that their nodes share (run.dir), or must be on one node"
             )
-        await wait_for_reply(self._actor.start.remote(), self.name, READY_S + REPLY_TIMEOUT_S)
+        await self._call("start", within_s=READY_S + REPLY_TIMEOUT_S)
 
     def send(self, message: object) -> None:
         """Send a message without waiting; `wait_for_exit` reports an exited rank."""
@@ -242,9 +235,6 @@ class RemoteRank(RemoteProcess):
 
     async def wait_for_exit(self) -> str:
         try:
-            return str(await wait_for_reply(self._actor.wait_for_exit.remote(), self.name, None))
+            return str(await self._call("wait_for_exit", within_s=None))
         except LostError as error:
             return f"trainer rank {self.rank}: {error}"
-
-    async def stop(self) -> None:
-        await self.end()

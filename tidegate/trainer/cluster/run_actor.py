@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,15 @@ import ray
 from tidegate.errors import StartError
 from tidegate.observer import Observer
 from tidegate.service.process_secrets import shield_process
-from tidegate.trainer.cluster.actor_slots import ActorSlots
+from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
-from tidegate.trainer.cluster.observer_relay import Event, ObserverRelay
 from tidegate.trainer.cluster.provider import RayProcesses
 from tidegate.trainer.processes.provider import ProcessProvider
+
+MAX_EVENTS = 10_000
+
+Event = tuple[str, tuple[object, ...]]
+"""A method of `Observer`, and its arguments."""
 
 
 class RunJob(Protocol):
@@ -28,8 +33,7 @@ class RunJob(Protocol):
     async def run(self) -> int:
         """Run the job; returns its exit code. Raises TidegateError."""
 
-    def stop(self) -> None:
-        """Finish the current step and end."""
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,6 @@ class RunActor:
         return self._node
 
     async def run(self) -> int:
-        """Run the job; returns its exit code. Raises TidegateError."""
         spec = self._spec
         if spec.folder.is_dir():
             os.chdir(spec.folder)
@@ -84,11 +87,9 @@ class RunActor:
                 await gathering
 
     async def take_events(self) -> list[Event]:
-        """Return the events since the last call."""
         return self._relay.take_events()
 
     async def stop(self) -> None:
-        """Finish the current step, write a checkpoint and end."""
         self._stopped = True
         if self._job is not None:
             self._job.stop()
@@ -97,3 +98,42 @@ class RunActor:
         spec = self._spec
         probe = SharedDirProbe.create(spec.run_dir.absolute())
         return ActorContext(spec.run, probe, spec.folder, spec.environment)
+
+
+class ObserverRelay:
+    """Buffers events until the command that started the run fetches them; drops the oldest of too many."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+
+    def take_events(self) -> list[Event]:
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _add(self, method: str, *arguments: object) -> None:
+        self._events.append((method, arguments))
+
+    def started(self, info: Mapping[str, object]) -> None:
+        self._add("started", dict(info))
+
+    def note(self, text: str) -> None:
+        self._add("note", text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._add("progress", what, done, total)
+
+    def state(self, snapshot: Mapping[str, float]) -> None:
+        self._add("state", dict(snapshot))
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self._add("step", dict(metrics))
+
+    def finished(self, result: Mapping[str, object]) -> None:
+        self._add("finished", dict(result))
+
+    def close(self) -> None:
+        self._add("close")
+
+
+def replay(event: Event, observer: Observer) -> None:
+    method, arguments = event
+    getattr(observer, method)(*arguments)

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import TidegateError, TrainingError, unwrapped
+from tidegate.errors import TidegateError, TrainingError
+from tidegate.service.process import run_together
 from tidegate.service.service import LOOPBACK
 from tidegate.trainer.distributed.rank_main import JOIN_S, RankInit
 from tidegate.trainer.policy.policy import Policy
@@ -30,11 +31,7 @@ Watch = Callable[[Coroutine[Any, Any, None], str], object]
 class RankProcesses:
     """Owns the processes of ranks 1 and up, if any.
 
-    Args:
-        settings: the `[trainer]` settings.
-        processes: one for each rank other than 0.
-        host: address of this node as the other ranks reach it.
-        timeout_s: timeout of collective operations, in seconds.
+    `host` is the address of this node as the other ranks reach it, `timeout_s` that of collective operations.
     """
 
     def __init__(
@@ -52,21 +49,13 @@ class RankProcesses:
         self._failed = threading.Event()
 
     async def open(self, model: Path, seed: int, watch: Watch) -> Policy:
-        """Load the policy on all ranks.
+        """Load the policy on all ranks; raises StartError.
 
         `watch` receives, for each process, a coroutine that raises TrainingError when it exits.
-
-        Raises:
-            StartError: if a rank does not start or cannot load the model.
         """
         if not self.processes:
             return await asyncio.to_thread(Policy.load, model, self.settings, seed)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for process in self.processes:
-                    group.create_task(process.start())
-        except ExceptionGroup as failures:
-            raise unwrapped(failures) from None
+        await run_together(process.start() for process in self.processes)
         for process in self.processes:
             watch(self._watch(process), f"trainer rank {process.rank}")
         return await asyncio.to_thread(self._open, model, seed)

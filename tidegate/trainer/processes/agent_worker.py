@@ -1,4 +1,4 @@
-"""Owns the process in which agents run, and sends it runs.
+"""Owns the processes in which agents run, and sends them runs.
 
 Agents run in a separate process, so that their CPU use, output, crashes and hangs do not affect the trainer.
 When the process exits, its runs end as `cancelled` and the next run starts a new process.
@@ -11,14 +11,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
-from tidegate.service.service import signal_child
+from tidegate.service.process import OwnedProcess, run_together
 from tidegate.types import Outcome, TaskView
 
 SECRET_VARIABLES = (ADMIN_KEY, WORKER_KEY)
@@ -52,6 +52,17 @@ class Access(TypedDict):
     deadline_s: float
 
 
+class AgentRunner(Protocol):
+    """Runs agents: an `AgentWorker`, its remote counterpart, or an `AgentPool`."""
+
+    async def open(self) -> None:
+        """Wait until the agent is loaded. Raises ConfigError, StartError."""
+
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult: ...
+
+    async def close(self) -> None: ...
+
+
 class AgentWorker:
     """Owns the agents' process. Created by `start`, stopped by `close`."""
 
@@ -68,35 +79,22 @@ class AgentWorker:
 
     @classmethod
     async def start(cls, use: str, options: Mapping[str, Any], log_path: Path) -> AgentWorker:
-        """Start the process and wait until it has loaded the agent.
-
-        Raises:
-            ConfigError: if there is no such agent.
-            StartError: if the process cannot run.
-        """
+        """Start the process and wait until it has loaded the agent. Raises ConfigError, StartError."""
         worker = cls(use, options, log_path)
         await worker.open()
         return worker
 
     async def open(self) -> None:
-        """Start the process of this worker, as `start` does; may be called twice."""
         await self._running_process()
 
     @property
     def pid(self) -> int | None:
-        """Id of the current process; None if it has exited."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
-        """Run the agent once. Cancelling this call cancels the run.
+        """Run the agent once, at most GRACE_S beyond its deadline. Cancelling this call cancels the run.
 
-        Args:
-            job_id: unique id of the run.
-            view: the task as the agent sees it.
-            access: the session, and `deadline_s`, after which the run ends within GRACE_S.
-
-        Raises:
-            StartError: if the process has exited too often.
+        Raises StartError if the process has exited too often.
         """
         deadline_s = access["deadline_s"]
         process = await self._running_process()
@@ -129,7 +127,6 @@ class AgentWorker:
             await self._process.close()
 
     async def _running_process(self) -> _Process:
-        """Return the running process, restarted if it has exited. Raises StartError."""
         async with self._starting:
             if self._closed:
                 raise StartError("the agents' process was closed")
@@ -141,50 +138,64 @@ class AgentWorker:
                 if self._failures > MAX_RESTARTS:
                     raise StartError(
                         f"the agents' process exited {self._failures} times in a row; the end of "
-                        f"{self._log_path}:\n{tail(self._log_path)}"
+                        f"{self._log_path}:\n{self._process.log_end()}"
                     )
                 self.restarts += 1
-            self._process = await _Process.start(self.use, self._options, self._log_path)
-            return self._process
+            process = _Process(self.use, self._log_path)
+            await process.start(self._options)
+            self._process = process
+            return process
 
 
-class _Process:
-    """A child process and its pending runs."""
+class AgentPool:
+    """Assigns each run to the member with the fewest runs."""
 
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
+    def __init__(self, members: Sequence[AgentRunner]) -> None:
+        self.members = list(members)
+        self._runs = [0] * len(self.members)
+
+    async def open(self) -> None:
+        await run_together(member.open() for member in self.members)
+
+    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
+        index = self._runs.index(min(self._runs))
+        self._runs[index] += 1
+        try:
+            return await self.members[index].run(job_id, view, **access)
+        finally:
+            self._runs[index] -= 1
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in self.members))
+
+
+class _Process(OwnedProcess):
+    def __init__(self, use: str, log: Path) -> None:
+        super().__init__("the agents' process", log)
+        self.alive = True
+        self._use = use
+        self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
+
+    async def start(self, options: Mapping[str, Any]) -> None:
+        pipe = asyncio.subprocess.PIPE
+        child = await self._spawn(
+            [sys.executable, "-m", "tidegate.agents.worker", "--use", self._use],
+            stdin=pipe,
+            stdout=pipe,
+            limit=MAX_LINE,
+            env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
+        )
         assert child.stdin is not None
         assert child.stdout is not None
-        self.pid = child.pid
-        self.alive = True
-        self._child = child
-        self._commands = child.stdin
-        self._events = child.stdout
-        self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
-        self._reader: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(cls, use: str, options: Mapping[str, Any], log_path: Path) -> _Process:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tidegate.agents.worker",
-                "--use", use,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                limit=MAX_LINE,
-                env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
-                # Ctrl-C in a terminal must reach the trainer only, which then stops its agents in order.
-                start_new_session=True,
-            )  # fmt: skip
-        process = cls(child)
-        process._send(dict(options))  # command lines are public
+        self._commands, self._events = child.stdin, child.stdout
+        self._send(dict(options))  # command lines are public
         try:
-            await process._wait_until_ready(use, log_path)
+            await self._wait_until_ready()
         except BaseException:
-            process.kill()
+            self.kill()
             await child.wait()
             raise
-        process._reader = asyncio.create_task(process._read(), name="agents' events")
-        return process
+        self._reader = asyncio.create_task(self._read(), name="agents' events")
 
     def send_run(self, job_id: str, command: Mapping[str, Any]) -> asyncio.Future[AgentResult]:
         ended: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
@@ -201,31 +212,31 @@ class _Process:
 
     def kill(self) -> None:
         self.alive = False
-        signal_child(self._child, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     async def close(self) -> None:
         self._commands.close()
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._child.wait()
-        except TimeoutError:
-            self.kill()
-            await self._child.wait()
-        if self._reader is not None:
-            await self._reader
+        await self._join(CLOSE_S)
+        await self._reader
+
+    def log_end(self, size: int = 2000) -> str:
+        assert self.log is not None
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - size))
+            return file.read().decode("utf-8", "replace").strip()
 
     def _send(self, command: Mapping[str, Any]) -> None:
         # Writes to an exited child are lost; `_read` ends its runs.
         self._commands.write(json.dumps(command).encode() + b"\n")
 
-    async def _wait_until_ready(self, use: str, log_path: Path) -> None:
+    async def _wait_until_ready(self) -> None:
         try:
             async with asyncio.timeout(START_S):
                 line = await self._events.readline()
         except TimeoutError:
-            raise StartError(f"loading the agent {use!r} took longer than {START_S:g} s") from None
+            raise StartError(f"loading the agent {self._use!r} took longer than {START_S:g} s") from None
         if not line:
-            raise StartError(f"the agents' process exited at start:\n{tail(log_path)}")
+            raise StartError(f"the agents' process exited at start:\n{self.log_end()}")
         event = json.loads(line)
         if event["event"] != "ready":
             raise ConfigError(event["error"])
@@ -248,11 +259,3 @@ class _Process:
 def _parse_result(event: Mapping[str, Any]) -> AgentResult:
     outcome = None if event["outcome"] is None else Outcome(event["outcome"])
     return AgentResult(outcome, event["output"], event["reward"], event["metrics"], event["error"])
-
-
-def tail(log: Path, characters: int = 2000) -> str:
-    """Return the end of a log file, for an error message."""
-    with log.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - characters))
-        return file.read().decode("utf-8", "replace").strip()

@@ -9,14 +9,16 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tidegate.config import Settings
-from tidegate.errors import StartError, unwrapped
+from tidegate.errors import StartError
 from tidegate.gateway.client import WORKER_KEY, GatewayClient
-from tidegate.trainer.processes.agent_pool import AgentPool, AgentRunner
+from tidegate.service.process import run_together
+from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
 from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
@@ -45,53 +47,44 @@ async def start_processes(
     stack: contextlib.AsyncExitStack,
     provider: ProcessProvider,
 ) -> Processes:
-    """Start all processes at the same time.
+    """Start all processes at the same time; raises StartError if one does not start.
 
-    Args:
-        settings: settings of the run.
-        run_dir: directory of the run.
-        current: returns the weights that engines start with.
-        supervisor: runs the tasks that restart failed servers.
-        note: prints a message.
-        stack: stops the processes when it is closed.
-        provider: creates the processes.
-
-    Raises:
-        StartError: if a process does not start.
+    `current` returns the weights that engines start with. `supervisor` runs the tasks that restart failed
+    servers, and closing `stack` stops all processes.
     """
+
     began = time.monotonic()
-    try:
-        async with asyncio.TaskGroup() as group:
-            own = group.create_task(_start_engines(settings, run_dir, current, stack, provider))
-            gate = group.create_task(_start_gateway(settings, run_dir, supervisor, note, stack, provider))
-            agents = group.create_task(_start_agents(settings, run_dir, stack, provider))
-    except ExceptionGroup as failures:
-        raise unwrapped(failures) from None
-    services, gateway, worker = own.result(), gate.result(), agents.result()
+    journal = run_dir / "gateway"
+    keys = {"admin_key": admin_key(settings)}
+    if settings.agent.source == "remote":
+        keys["worker_key"] = worker_key(run_dir)
+    servers = provider.engines(settings, run_dir, current)
+    gateway_server = provider.gateway(settings, run_dir, keys, journal)
+    agents = AgentPool(provider.agents(settings, run_dir))
+    for stop in (*(server.stop for server in servers), gateway_server.stop, agents.close):
+        stack.push_async_callback(stop)
+
+    async def start_gateway() -> GatewayClient:
+        if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
+            await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
+        url = await gateway_server.start()
+        client = GatewayClient(url, keys["admin_key"])
+        supervisor.watch(_supervise_gateway(gateway_server, client, note), "gateway")
+        stack.push_async_callback(client.close)
+        if settings.agent.source == "remote":
+            key_file = shlex.quote(str(run_dir / KEY_FILE))
+            address = settings.gateway.public_url or url
+            note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
+        return client
+
+    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway(), agents.open()]
+    gateway: GatewayClient = (await run_together(jobs + [server.start() for server in servers]))[0]
     engines = EngineMembership(gateway, note)
-    await engines.open(settings.engine.urls or [service.url for service in services])
-    for service in services:
-        supervisor.watch(_supervise_engine(service, current, note, engines), service.name)
+    await engines.open(settings.engine.urls or [server.url for server in servers])
+    for server in servers:
+        supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
-    return Processes(gateway, worker, engines)
-
-
-async def _start_engines(
-    settings: Settings,
-    run_dir: Path,
-    current: CurrentWeights,
-    stack: contextlib.AsyncExitStack,
-    provider: ProcessProvider,
-) -> Sequence[ServerProcess]:
-    engines = provider.engines(settings, run_dir, current)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                stack.push_async_callback(engine.stop)
-                group.create_task(engine.start())
-    except ExceptionGroup as failures:
-        raise unwrapped(failures) from None
-    return engines
+    return Processes(gateway, agents, engines)
 
 
 async def _supervise_engine(
@@ -124,33 +117,6 @@ async def _restart(server: ServerProcess, why: str, note: Callable[[str], None])
     return None
 
 
-async def _start_gateway(
-    settings: Settings,
-    run_dir: Path,
-    supervisor: TaskSupervisor,
-    note: Callable[[str], None],
-    stack: contextlib.AsyncExitStack,
-    provider: ProcessProvider,
-) -> GatewayClient:
-    journal = run_dir / "gateway"
-    if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
-        await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
-    keys = {"admin_key": admin_key(settings)}
-    if settings.agent.source == "remote":
-        keys["worker_key"] = worker_key(run_dir)
-    server = provider.gateway(settings, run_dir, keys, journal)
-    stack.push_async_callback(server.stop)
-    url = await server.start()
-    client = GatewayClient(url, keys["admin_key"])
-    if settings.agent.source == "remote":
-        key_file = shlex.quote(str(run_dir / KEY_FILE))
-        address = settings.gateway.public_url or url
-        note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
-    supervisor.watch(_supervise_gateway(server, client, note), "gateway")
-    stack.push_async_callback(client.close)
-    return client
-
-
 async def _supervise_gateway(
     gateway: ServerProcess, client: GatewayClient, note: Callable[[str], None]
 ) -> None:
@@ -164,15 +130,6 @@ async def _supervise_gateway(
     except StartError as error:
         client.abort(str(error))  # pending calls need not wait: the run ends now
         raise
-
-
-async def _start_agents(
-    settings: Settings, run_dir: Path, stack: contextlib.AsyncExitStack, provider: ProcessProvider
-) -> AgentRunner:
-    pool = AgentPool(provider.agents(settings, run_dir))
-    stack.push_async_callback(pool.close)
-    await pool.open()
-    return pool
 
 
 def admin_key(settings: Settings) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tidegate.config import Settings
-from tidegate.trainer.processes.agent_pool import AgentRunner
+from tidegate.trainer.processes.agent_worker import AgentRunner
 from tidegate.trainer.processes.rank_process import RankProcess
 
 CurrentWeights = Callable[[], tuple[Path, int]]
@@ -46,11 +46,9 @@ class ProcessProvider(Protocol):
     ) -> ServerProcess:
         """Return the gateway with its keys; a `journal` keeps its sessions across restarts."""
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]:
-        """Return the processes that run agents."""
+    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]: ...
 
-    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]:
-        """Return the processes of the trainer's ranks but 0."""
+    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]: ...
 
     async def deliver(self, url: str, weights: Path) -> Path:
         """Deliver weights to the engine at `url`; returns their path there. Raises StartError, OSError."""

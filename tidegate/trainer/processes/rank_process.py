@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tidegate.errors import StartError
-from tidegate.service.service import signal_child
+from tidegate.service.process import OwnedProcess
 
 READY = b"ready\n"
 """First line on the process's standard output."""
@@ -35,16 +35,15 @@ class RankProcess(Protocol):
     async def stop(self) -> None: ...
 
 
-class LocalRankProcess:
+class LocalRankProcess(OwnedProcess):
     """A rank's process on this machine. Its log is `logs/trainer-<rank>.log`."""
 
     def __init__(self, rank: int, logs: Path, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        super().__init__(f"trainer rank {rank}", logs / f"trainer-{rank}.log")
         self.rank = rank
-        self.log = logs / f"trainer-{rank}.log"
         self._timeout_s = timeout_s
         self._commands: int | None = None
         self._sending = threading.Lock()
-        self._process: asyncio.subprocess.Process | None = None
 
     def command(self) -> Sequence[str]:
         """Return the command, which prints READY and then reads messages from standard input."""
@@ -59,16 +58,14 @@ class LocalRankProcess:
         os.set_blocking(self._commands, False)
         wrapper = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
         try:
-            with await asyncio.to_thread(self.log.open, "ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *wrapper, *self.command(),
-                    stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
-                )  # fmt: skip
+            process = await self._spawn(
+                [*wrapper, *self.command()], stdin=theirs, stdout=asyncio.subprocess.PIPE
+            )
         finally:
             os.close(theirs)
-        assert self._process.stdout is not None
+        assert process.stdout is not None
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), READY_S)
+            line = await asyncio.wait_for(process.stdout.readline(), READY_S)
         except TimeoutError:
             raise StartError(f"trainer rank {self.rank} was not ready after {READY_S:g} s") from None
         if line != READY:
@@ -82,7 +79,6 @@ class LocalRankProcess:
                 rest = rest[self._write(rest) :]
 
     def _write(self, data: memoryview) -> int:
-        """Write as many bytes as the pipe has room for; returns their number."""
         if self._commands is None:
             raise BrokenPipeError(f"trainer rank {self.rank} was stopped")
         poll = select.poll()
@@ -94,30 +90,17 @@ class LocalRankProcess:
         return os.write(self._commands, data)
 
     async def wait_for_exit(self) -> str:
-        """Wait for the process to exit; returns a message on how it did."""
-        assert self._process is not None
-        code = await self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        last = f"; last log line: {lines[-1].strip()}" if lines and code > 0 else ""
-        return f"trainer rank {self.rank} {how}{last} (log: {self.log})"
+        return f"{await super().wait_for_exit()}; last log line: {self.last_log_line()}"
 
     async def stop(self) -> None:
         """Close the process's input, and kill it if it does not exit within STOP_S."""
         await self._close_pipe()
-        if self._process is None:
-            return
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
-        except TimeoutError:
-            signal_child(self._process, signal.SIGKILL)
-            await self._process.wait()
+        await self._join(STOP_S)
 
     async def _close_pipe(self) -> None:
         """Close the pipe. If a write into it blocks, kill the process first, which ends the write."""
         if not self._sending.acquire(blocking=False):
-            if self._process is not None:
-                signal_child(self._process, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             await asyncio.to_thread(self._sending.acquire)
         try:
             if self._commands is not None:
@@ -128,5 +111,4 @@ class LocalRankProcess:
 
 
 def rank_processes(ranks: int, logs: Path) -> list[LocalRankProcess]:
-    """Create the processes of all ranks but 0."""
     return [LocalRankProcess(rank, logs) for rank in range(1, ranks)]

@@ -1,26 +1,29 @@
-"""Names, command lines and settings of a run's servers; nothing is started here."""
+"""Command lines of a run's servers, and the processes of a run on this machine."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tidegate.config import EngineSettings, Settings
-from tidegate.service.external import READY_S
-from tidegate.service.service import Service
+from tidegate.service.serve import write_atomically
+from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
-from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand
+from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand, VLLMCommand
+from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
-from tidegate.trainer.processes.sglang import SGLangServer
-from tidegate.trainer.processes.vllm import VLLMServer
+from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 
 MAX_RESTARTS = 5
 """Limit on the restarts of one server."""
 
 
 def engine_names(settings: Settings) -> list[str]:
-    """Return `engine`, or `engine-1`, `engine-2` … of several; none if `engine.urls` is set."""
     return [] if settings.engine.urls else _numbered("engine", settings.engine.count)
 
 
@@ -35,6 +38,63 @@ def _numbered(name: str, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
 
 
+class SGLangServer(ExternalService):
+    """Runs `python -m sglang.launch_server` with the current weights.
+
+    Its `/health` returns 200 only after its own warm-up request.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        current: CurrentWeights,
+        directory: Path,
+        name: str,
+        index: int,
+        address: str = LOOPBACK,
+    ) -> None:
+        super().__init__(directory, name, address=address)
+        self._settings = settings
+        self._current = current
+        self._index = index
+
+    async def start(self) -> str:
+        url = await super().start()
+        await asyncio.to_thread(write_atomically, self._announce, json.dumps({"url": url, "pid": self.pid}))
+        return url
+
+    def program(self, port: int) -> list[str]:
+        weights, version = self._current()
+        return [
+            str(self._settings.python), "-m", "sglang.launch_server", "--model-path", str(weights),
+            "--host", self.address, "--port", str(port), "--weight-version", str(version),
+            *self._settings.numbered(self._index),
+        ]  # fmt: skip
+
+
+def vllm_server(
+    settings: EngineSettings,
+    current: CurrentWeights,
+    directory: Path,
+    name: str,
+    index: int,
+    address: str = LOOPBACK,
+) -> Service:
+    """Create a server that runs `tidegate vllm` with the current weights."""
+
+    def arguments() -> list[str]:
+        return [*vllm_arguments(settings, current, index), "--host", address]
+
+    return Service("vllm", arguments, directory, name=name, ready_s=restart_s(settings))
+
+
+def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int) -> list[str]:
+    weights, version = current()
+    engine = {"python": settings.python, "arguments": settings.numbered(index)}
+    command = VLLMCommand.model_validate({"model": {"path": weights}, "engine": engine})
+    return [*arguments_of(command), "--weight-version", str(version)]
+
+
 def engine_server(
     settings: Settings, name: str, index: int, directory: Path, host: str, port: int, current: CurrentWeights
 ) -> Service:
@@ -43,7 +103,7 @@ def engine_server(
     if engine.kind == "sglang":
         return SGLangServer(engine, current, directory, name, index, host)
     if engine.kind == "vllm":
-        return VLLMServer(engine, current, directory, name, index, host)
+        return vllm_server(engine, current, directory, name, index, host)
 
     def arguments() -> list[str]:
         return [*engine_arguments(settings, current), "--host", host]
@@ -69,7 +129,6 @@ def gateway_server(
 
 
 def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
-    """Return the arguments of an embedded engine that starts with the current weights."""
     weights, version = current()
     engine = settings.engine.model_dump(include=set(EMBEDDED_ONLY))
     command = EngineCommand.model_validate({"model": {"path": weights}, "engine": engine})
@@ -89,7 +148,7 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
 
 def restart_s(settings: EngineSettings) -> float:
     """Return how long the restart of an engine may take, in seconds."""
-    return READY_S if settings.kind != "embedded" else Service.ready_s
+    return EXTERNAL_READY_S if settings.kind != "embedded" else READY_S
 
 
 def snapshot_weights(current: CurrentWeights, published: Path, name: str) -> tuple[Path, int]:
@@ -105,3 +164,33 @@ def snapshot_weights(current: CurrentWeights, published: Path, name: str) -> tup
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(weights, place, copy_function=os.link)
     return place, version
+
+
+class LocalProcesses:
+    """`ProcessProvider` of this machine. Processes listen on loopback, unless `gateway.host` differs."""
+
+    host = LOOPBACK
+
+    def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
+        def engine(index: int, name: str) -> Service:
+            snapshot = partial(snapshot_weights, current, run_dir / "weights", name)
+            return engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
+
+        return [engine(index, name) for index, name in enumerate(engine_names(settings))]
+
+    def gateway(self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None) -> Service:
+        gateway = settings.gateway
+        return gateway_server(settings, keys, journal, run_dir, gateway.host, gateway.port)
+
+    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentWorker]:
+        agent = settings.agent
+        return [
+            AgentWorker(agent.use, agent.options, run_dir / "logs" / f"{name}.log")
+            for name in agent_names(settings)
+        ]
+
+    def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[LocalRankProcess]:
+        return rank_processes(settings.trainer.ranks, run_dir / "logs")
+
+    async def deliver(self, url: str, weights: Path) -> Path:
+        return weights

@@ -51,7 +51,6 @@ class TaskSupervisor:
             await asyncio.gather(main, return_exceptions=True)
 
     async def close(self) -> None:
-        """Cancel the background tasks and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -72,7 +71,6 @@ async def watchdog(
 
 
 async def every(seconds: float, do: Callable[[], object]) -> None:
-    """Call `do` repeatedly, for ever."""
     while True:
         do()
         await asyncio.sleep(seconds)

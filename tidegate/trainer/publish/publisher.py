@@ -21,6 +21,7 @@ import aiohttp
 
 from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError, StartError
+from tidegate.service.backoff import backoff_s
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 
@@ -181,7 +182,7 @@ class Publisher:
         Returns:
             URLs of the updated engines, and the errors of the others.
         """
-        deadline, pause_s = time.monotonic() + self.patience_s, BACKOFF_S
+        deadline = time.monotonic() + self.patience_s
         updated = set(sent)
         failed: dict[str, EngineError] = {}
         for attempt in itertools.count(1):
@@ -195,8 +196,7 @@ class Publisher:
             if not remaining or (over and attempt > 1):
                 break
             if attempt > 1:  # an exited engine restarts meanwhile, with the current version
-                await asyncio.sleep(pause_s)
-                pause_s = min(BACKOFF_MAX_S, 2 * pause_s)
+                await asyncio.sleep(backoff_s(attempt - 2, BACKOFF_S, BACKOFF_MAX_S))
             engines = [EngineControl(url, http) for url in remaining]
             results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
             for url, error in zip(remaining, results, strict=True):

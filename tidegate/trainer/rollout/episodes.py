@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tidegate.config import AgentSettings
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess, SessionSummary
-from tidegate.trainer.processes.agent_pool import AgentRunner
+from tidegate.trainer.processes.agent_worker import AgentRunner
 from tidegate.types import MODEL_NAME, Sampling, Split, Task
 
 WORKERS_POLL_S = 1.0

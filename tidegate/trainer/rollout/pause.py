@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tidegate.errors import OutageError
+from tidegate.service import backoff
 from tidegate.trainer.admission.core import Admission
 
 BACKOFF_S = 0.25
@@ -105,9 +106,5 @@ class Pause:
 
 
 def backoff_s(failures: int, rng: random.Random, longest_s: float = BACKOFF_MAX_S) -> float:
-    """Return the seconds to wait after `failures`: doubled each time, up to a bound, with jitter.
-
-    The jitter keeps slots that failed together from retrying together.
-    """
-    longest = min(longest_s, BACKOFF_S * 2 ** max(1, failures))
-    return rng.uniform(longest / 2, longest)
+    """Return the seconds to wait after `failures` of a slot."""
+    return backoff.backoff_s(max(1, failures), BACKOFF_S, longest_s, rng)

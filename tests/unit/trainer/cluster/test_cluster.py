@@ -25,10 +25,9 @@ from tidegate.trainer.cluster.environment import (
     forwarded_variables,
     set_gloo_interface,
 )
-from tidegate.trainer.cluster.observer_relay import MAX_EVENTS, ObserverRelay, replay
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.processes.agent_pool import AgentPool
-from tidegate.trainer.processes.agent_worker import AgentResult
+from tidegate.trainer.cluster.run_actor import MAX_EVENTS, ObserverRelay, replay
+from tidegate.trainer.processes.agent_worker import AgentPool, AgentResult
 from tidegate.types import TaskView
 
 

@@ -96,7 +96,7 @@ async def test_logs_that_are_asked_for_twice_at_a_time_are_written_once(
     server = RemoteServer("engine-2", actor(logs=node.logs, stop=nothing, clean_up=nothing), HOME, tmp_path)
     node.text = b"one\n"
     node.go.clear()
-    both = [asyncio.create_task(server.gather_logs()), asyncio.create_task(server.end())]
+    both = [asyncio.create_task(server.gather_logs()), asyncio.create_task(server.stop())]
     for _ in range(10):
         await asyncio.sleep(0)
     node.go.set()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_rows
-from tidegate.trainer.distributed.partition import partition_rows
+from tidegate.trainer.distributed.fsdp import partition_rows
 
 
 @given(number=st.integers(1, 40), ranks=st.integers(1, 5), max_tokens=st.sampled_from([64, 200, 8192]))

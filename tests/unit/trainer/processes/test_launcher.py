@@ -13,8 +13,12 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.trainer.processes import launcher
-from tidegate.trainer.processes.local import LocalProcesses
-from tidegate.trainer.processes.servers import MAX_RESTARTS, engine_arguments, snapshot_weights
+from tidegate.trainer.processes.servers import (
+    MAX_RESTARTS,
+    LocalProcesses,
+    engine_arguments,
+    snapshot_weights,
+)
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])

@@ -17,8 +17,7 @@ from tidegate.config import EngineSettings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.cluster.actors import ServerActor, StartCommand
 from tidegate.trainer.cluster.environment import GLOO_INTERFACE, ActorContext, SharedDirProbe
-from tidegate.trainer.processes.servers import engine_server
-from tidegate.trainer.processes.sglang import SGLangServer
+from tidegate.trainer.processes.servers import SGLangServer, engine_server
 
 SERVER = """#!{python}
 import http.server, json, os, pathlib, sys
