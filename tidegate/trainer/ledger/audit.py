@@ -143,7 +143,7 @@ class _LedgerCheck:
             self._check_quarantine(line)
 
     def _check_quarantine(self, line: LedgerEntry) -> None:
-        """A task may be quarantined only for failures of its own."""
+        """A task may be quarantined only for failures charged to it."""
         if self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
             self.report(
                 f"task {line['task']} was quarantined for an infra_error, which is not a failure of the task"
