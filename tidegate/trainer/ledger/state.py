@@ -65,7 +65,7 @@ class LedgerState:
 
     @property
     def quarantined(self) -> set[str]:
-        """Tasks quarantined for failures charged to them; older ledgers also quarantined tasks in an outage."""
+        """Tasks quarantined for failures charged to them; older ledgers also have some of an outage."""
         infra = Outcome.INFRA_ERROR
         return {task for task, line in self.quarantines.items() if line.get("outcome") != infra}
 
