@@ -150,18 +150,23 @@ class Gateway:
         await self.groups.begin_epoch(request.trainer_epoch)
         key = new_key(self.options.id_prefix, request.key)
         session = self.sessions.with_key(key)
-        offered = session is None and request.offer_heartbeat_s is not None
         if session is None:
             session = self._new_session(request, key)
+            self._write_opened(session)
             self.sessions.add(session)
-        try:
-            await self.journal.opened(session)
-        except GatewayError:
-            self.sessions.forget(session)
-            raise
-        if offered:
-            self.attempts.add(session)
+        if session.opening is not None:
+            await asyncio.shield(session.opening)  # one write, which repeated requests share
         return session, key
+
+    def _write_opened(self, session: GatewaySession) -> None:
+        def written(opening: asyncio.Future[None]) -> None:
+            if opening.exception() is not None:
+                self.sessions.forget(session)
+            elif session.offer_heartbeat_s is not None:
+                self.attempts.add(session)
+
+        session.opening = self.journal.opened(session)
+        session.opening.add_done_callback(written)
 
     def _new_session(self, request: SessionRequest, key: str) -> GatewaySession:
         options, now = self.options, asyncio.get_running_loop().time()

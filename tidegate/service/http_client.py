@@ -64,7 +64,7 @@ def error_in(content: bytes) -> Mapping[str, Any]:
     """Returns the error of a JSON body, `{"error": {"message": …}}` or `{"message": …}`; empty if none."""
     try:
         body = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     error = body.get("error", body) if isinstance(body, dict) else None
     return error if isinstance(error, dict) else {}

@@ -23,7 +23,7 @@ from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Sampling, Task, Trajectory, Turn, to_wire
 
@@ -212,6 +212,30 @@ async def test_orphans_expire_after_a_restart_and_sealed_groups_do_not(
         later.gateway.session(loose.session_id).forget_at = 0.0
         await eventually(lambda: {one.id for one in left.all()} == {sealed.session_id})
         assert [group.id for group in await later.client.lease(1, 9)] == ["g"]
+
+
+async def test_repeated_openings_share_one_write(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, no repetition returns a session that is then deleted; a later one opens it."""
+    gateway, request = stage.gateway, SessionRequest(task=TASK, key="k" * 32)
+    write: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.journal, "opened", lambda session: write)
+        gone, *waiting = [asyncio.create_task(gateway.open_session(request)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        assert len(gateway.sessions.all()) == 1 and not write.cancelled()
+        write.set_exception(GatewayError("the disk is full", status=503))
+        assert [error.status for error in await asyncio.gather(*waiting, return_exceptions=True)] == [
+            503,
+            503,
+        ]
+    assert gateway.sessions.all() == []
+    opened, key = await gateway.open_session(request)
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.journal._writer, "write", None)  # a repetition needs no write
+        assert await gateway.open_session(request) == (opened, key)
+    assert gateway.sessions.all() == [opened]
 
 
 async def test_the_file_stays_bounded(tmp_path: Path) -> None:

@@ -64,16 +64,16 @@ class Journal:
     async def close(self) -> None:
         """Write pending changes and close the database."""
 
-    async def opened(self, session: GatewaySession) -> None: ...
+    def opened(self, session: GatewaySession) -> asyncio.Future[None]:
+        """Write a session before its key is sent; the future resolves once it is written."""
+        return _written()
 
     async def offered(self, sessions: Sequence[GatewaySession]) -> None:
         """Write that a worker took these sessions, or that they are queued again."""
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         """Write turns before their replies are sent; the future resolves once they are written."""
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        written.set_result(None)
-        return written
+        return _written()
 
     def sent(self, session: GatewaySession, index: int) -> None:
         """Record that the reply of a turn was sent; written in the background."""
@@ -108,6 +108,12 @@ class Journal:
 
     async def engines(self, engines: Sequence[EngineRecord], trainer_managed: bool) -> None:
         """Replace the stored engines, and whether a trainer manages them."""
+
+
+def _written() -> asyncio.Future[None]:
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    written.set_result(None)
+    return written
 
 
 REMEMBERED = 65_536

@@ -77,14 +77,12 @@ class DiskJournal(Journal):
 
     # -- sessions and turns ----------------------------------------------------------------------
 
-    async def opened(self, session: GatewaySession) -> None:
+    def opened(self, session: GatewaySession) -> asyncio.Future[None]:
         row = (
             session.number, session.id, session.key_hash, schema.session_row(session),
             _wall(session.opened), _wall(session.deadline), None, None, None, None,
         )  # fmt: skip
-        await self._writer.write(
-            "opened", (f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * 10)})", [row])
-        )
+        return self._writer.write("opened", (f"INSERT INTO sessions VALUES ({', '.join('?' * 10)})", [row]))
 
     async def offered(self, sessions: Sequence[GatewaySession]) -> None:
         rows = [

@@ -114,6 +114,8 @@ class GatewaySession(SessionRequest):
     """Journal writes in progress, by turn index."""
     prepare_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     """Held while a thread prepares a large request of this session; its other requests wait."""
+    opening: asyncio.Future[None] | None = None
+    """Write of the session to the journal; None if it was restored from there."""
     ending: SessionResult | None = None
     finishing: asyncio.Task[Trajectory] | None = None
     trajectory: Trajectory | None = None
