@@ -139,7 +139,7 @@ async def test_a_trainer_that_is_replaced_while_it_opens_a_session_gets_one_that
         await original(session)
         await stage.client.begin_epoch(2)
 
-    monkeypatch.setattr(journal, "opened", opened)
+    monkeypatch.setattr(journal, "opened", lambda session: asyncio.ensure_future(opened(session)))
     access = await stage.client.open_session(task=TASK, epoch=1)
     assert await outcomes(stage, [access]) == [Outcome.CANCELLED]
 

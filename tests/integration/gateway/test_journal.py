@@ -224,12 +224,11 @@ async def test_repeated_openings_share_one_write(stage: Stage, monkeypatch: pyte
         await asyncio.sleep(0.01)
         gone.cancel()
         await asyncio.sleep(0.01)
-        assert len(gateway.sessions.all()) == 1 and not write.cancelled()
+        assert len(gateway.sessions.all()) == 1
+        assert not write.cancelled()
         write.set_exception(GatewayError("the disk is full", status=503))
-        assert [error.status for error in await asyncio.gather(*waiting, return_exceptions=True)] == [
-            503,
-            503,
-        ]
+        for refusal in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(refusal, GatewayError)
     assert gateway.sessions.all() == []
     opened, key = await gateway.open_session(request)
     with monkeypatch.context() as patched:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidegate.errors import LedgerError
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import read_ledger
 from tidegate.types import Outcome
@@ -150,8 +151,14 @@ def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
 def read_ledger_state(ledger: Path) -> LedgerState:
     """Read a ledger's state. Raises LedgerError if it does not exist or is damaged."""
     past = LedgerState()
-    for line in read_ledger(ledger):
-        past.apply(line)
+    for number, line in enumerate(read_ledger(ledger), start=1):
+        try:
+            past.apply(line)
+        except KeyError as error:
+            why = f"{error} was not issued before it, or is missing in it"
+            raise LedgerError(f"{ledger}, line {number} is damaged: {why}") from error
+        except (TypeError, ValueError) as error:
+            raise LedgerError(f"{ledger}, line {number} is damaged: {error}") from error
     return past
 
 

@@ -103,6 +103,23 @@ def test_an_absent_ledger_is_refused_and_a_new_run_has_an_empty_past(tmp_path: P
     assert (past.epoch, past.highest_version, past.live(), past.rolled_back()) == (0, -1, [], [])
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"kind": "group", "event": "ended", "id": "a", "state": "stale"},
+        {"kind": "group", "event": "put_back", "id": "a"},
+        {"kind": "attempt", "event": "issued", "id": "a.0"},
+        [],
+    ],
+)
+def test_an_entry_that_cannot_be_followed_is_refused(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "ledger.jsonl"
+    written(path, [started(1)])
+    path.write_bytes(path.read_bytes() + json.dumps(damage).encode() + b"\n")
+    with pytest.raises(LedgerError, match=r"ledger.jsonl, line 2 is damaged: "):
+        read_ledger_state(path)
+
+
 def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
     first = [started(1), *stepped("a", 1)]
     past = written(tmp_path / "l", [*first, *stepped("b", 2)])
