@@ -135,7 +135,10 @@ def _step(run_dir: Path) -> int:
 
 
 def idle_polls(directory: Path) -> dict[str, Any]:
-    """Share of a core that a gateway process uses for 10,000 polls a minute without attempts."""
+    """Share of a core that a gateway process uses for 10,000 polls a minute without attempts.
+
+    For comparison, it is measured for as many requests of a path that does not exist, too.
+    """
     announce = directory / "gateway.json"
     model = str(load_settings(DEMO).model.path)
     command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", model, "--gateway.port", "0"]
@@ -143,33 +146,34 @@ def idle_polls(directory: Path) -> dict[str, Any]:
     try:
         _until(gateway, announce.exists)
         url = json.loads(announce.read_text())["url"]
-        asyncio.run(_poll(url, 2.0))
-        before, began = _cpu_s(gateway.pid), time.monotonic()
-        polls = asyncio.run(_poll(url, POLLS_S))
-        used, took = _cpu_s(gateway.pid) - before, time.monotonic() - began
+        asyncio.run(_send(f"{url}/attempts/next", 2.0))
+        cores = {}
+        for name, path in (("cores", "/attempts/next"), ("cores_of_unknown_path", "/v1/none")):
+            before, began = _cpu_s(gateway.pid), time.monotonic()
+            asyncio.run(_send(url + path, POLLS_S))
+            cores[name] = (_cpu_s(gateway.pid) - before) / (time.monotonic() - began)
     finally:
         gateway.kill()
         gateway.wait()
-    return {"run": "idle polls", "polls_per_minute": 60 * polls / took, "cores": used / took}
+    return {"run": "idle polls", **cores}
 
 
-async def _poll(url: str, seconds: float) -> int:
-    """Polls at an even pace; returns the number of polls."""
+async def _send(url: str, seconds: float) -> None:
+    """Sends polls at an even pace; each waits a second for attempts."""
     headers = {"Authorization": f"Bearer {KEY}"}
     polls, began = 0, time.monotonic()
     async with aiohttp.ClientSession(headers=headers) as http, asyncio.TaskGroup() as group:
 
         async def poll(number: int) -> None:
-            body = {"worker": f"w{number % 1000}", "capacity": 1, "wait_s": 0}
-            async with http.post(f"{url}/attempts/next", json=body) as response:
-                assert await response.json() == {"attempts": []}
+            body = {"worker": f"w{number % 1000}", "capacity": 1, "wait_s": 1}
+            async with http.post(url, json=body) as response:
+                await response.read()
 
         while (passed := time.monotonic() - began) < seconds:
             while polls < passed * POLLS_PER_S:
                 group.create_task(poll(polls))
                 polls += 1
             await asyncio.sleep(0.005)
-    return polls
 
 
 def _cpu_s(pid: int) -> float:

@@ -88,6 +88,10 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.steps.more", "3"], "trainer.steps"),
         ([*MODEL, "--sampling.max_tokens", "2000"], "leaves no room for a prompt"),
         ([*MODEL, "--gateway.host", "0.0.0.0"], "set gateway.admin_key"),
+        ([*MODEL, "--agent.source=remote", "--agent.use=a.py:b"], "agent.use has no effect"),
+        ([*MODEL, "--agent.source=remote", "--agent.workers=2"], "agent.workers has no effect"),
+        ([*MODEL, "--agent.heartbeat_s=2"], "agent.heartbeat_s has no effect"),
+        ([*MODEL, "--agent.source=remote", "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
         ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': not a URL"),
         ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': not a URL"),
         ([*MODEL, '--engine.urls=["http://e:99999"]'], "not a URL: Port out of range"),
@@ -282,3 +286,10 @@ def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(t
     assert same.trainer.loss == plain.trainer.loss
     path.write_text(dump(other))
     assert load_settings(path) == other
+
+
+def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[model]\npath = "m"\n[agent]\nuse = "a.py:b"\nworkers = 2\ndeadline_s = 9\n')
+    agent = load_settings(file, ["--agent.source=remote", "--agent.heartbeat_s=2"]).agent
+    assert (agent.source, agent.use, agent.workers, agent.deadline_s) == ("remote", "solver", 1, 9)

@@ -96,7 +96,7 @@ def _load(model: type[Model], raw: dict[str, Any], overrides: Sequence[str], fil
 
 def _order(key: str) -> tuple[int, int]:
     """Sorts keys by depth, and first those that select a section's kind or a class, which reset others."""
-    return key.count("."), {"kind": 0, "name": 0, "use": 1}.get(key.rpartition(".")[2], 2)
+    return key.count("."), {"kind": 0, "source": 0, "name": 0, "use": 1}.get(key.rpartition(".")[2], 2)
 
 
 def arguments_of(settings: SettingsSection, *without: str) -> list[str]:

@@ -75,6 +75,9 @@ class AttemptQueue:
             GatewayError: The journal cannot be written; the sessions stay queued.
         """
         taken: list[GatewaySession] = []
+        if wait_s == 0 and not self._filled.is_set():
+            self._seen[worker] = _now()
+            return []
         self._polls[worker] += 1
         try:
             with contextlib.suppress(TimeoutError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -123,3 +125,22 @@ async def test_a_server_that_never_starts_again_is_given_up(name: str) -> None:
         await server.kept()
     assert server.restarts == MAX_RESTARTS
     assert ("no memory" in server.given_up) == (name == "gateway")
+
+
+def test_the_workers_key_is_made_once_or_taken_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIDEGATE_WORKER_KEY", raising=False)
+    key = launcher.worker_key(tmp_path)
+    assert launcher.worker_key(tmp_path) == key, "a resumed run keeps it"
+    file = tmp_path / "worker.key"
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (f"{key}\n", 0o600)
+    monkeypatch.setenv("TIDEGATE_WORKER_KEY", "given")
+    assert launcher.worker_key(tmp_path) == "given"
+    assert "TIDEGATE_WORKER_KEY" not in os.environ, "no other process inherits it"
+    assert file.read_text() == "given\n"
+
+
+def test_a_run_with_workers_elsewhere_starts_no_agents(tmp_path: Path) -> None:
+    settings = load_settings(None, ["--model.path=x", "--agent.source=remote"])
+    assert LocalProcesses().agents(settings, tmp_path) == []
