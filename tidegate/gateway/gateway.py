@@ -48,9 +48,10 @@ class Gateway:
 
     def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
         self.options = options
-        self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.renderer = renderer or Renderer.load(options.model)
         self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.render_text)
+        # After what may be refused, as a journal is locked until it is closed.
+        self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.instance = new_id()
         self.metrics = GatewayMetrics()
         self.sessions = SessionStore()

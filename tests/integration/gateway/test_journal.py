@@ -146,6 +146,14 @@ async def test_one_journal_has_one_gateway(stage: Stage, model: Path, tmp_path: 
         Gateway(GatewayOptions(model=model, journal=tmp_path / "journal"))
 
 
+async def test_a_gateway_that_is_refused_leaves_its_journal_free(model: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with pytest.raises(StartError, match="model"):
+        Gateway(GatewayOptions(model=tmp_path / "no model", journal=journal))
+    gateway = Gateway(GatewayOptions(model=model, journal=journal))
+    await gateway.journal.close()
+
+
 async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StartError, match="cannot open the journal"):
