@@ -364,7 +364,7 @@ def test_the_command_is_well_by_itself(tmp_path: Path) -> None:
 
 def test_the_command_tells_in_words_and_ends_with_1(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
-    done = doctor("--agent", "mine.py:agent", "--sampling.max_tokens", "8", cwd=tmp_path)
+    done = doctor("--agent.use", "mine.py:agent", "--sampling.max_tokens", "8", cwd=tmp_path)
     assert done.returncode == 1
     assert "ERROR    your agent raised KeyError: 'knowledge'" in done.stdout
     assert "\n1 error" in done.stdout

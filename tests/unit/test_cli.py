@@ -75,7 +75,7 @@ def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
         ("engine", "--max-slots", "did you mean 'engine.max_slots'?"),
         ("engine", "--model", "model is a section, not a value; its settings are model.path"),
         ("vllm", "--argument", "did you mean 'engine.arguments'?"),
-        ("doctor", "--agent", "agent is a section, not a value; its settings are agent.use, "),
+        ("doctor", "--agent", "agent is a section, not a value; its settings are agent.source, agent.use, "),
     ],
 )
 def test_a_former_option_is_refused_with_the_setting(
