@@ -246,9 +246,14 @@ class Story:
         """The engine's reply follows from the prompt: so the recorded prompt is what the engine had."""
         tree = self._stage.gateway.session(self._access.session_id).tree
         output = node.turn.output_ids.tolist()
+        turn = node.turn
+        while (turn.branch or "").startswith("unquoted:"):  # the rest of a reply that was split
+            assert turn.parent is not None, "the rest of a reply has no beginning"
+            turn = tree.nodes[turn.parent].turn
+            output = [*turn.output_ids.tolist(), *output]
         prompt = tree.sequence(node.turn.index)[: -len(output) or None]
         wanted = reply_to(self._stage.engine, prompt)
         assert wanted[: len(output)] == output, (
             f"turn {node.turn.index}: not the recorded prompt was sampled from"
         )
-        assert len(node.turn.logprobs) == len(output)
+        assert len(node.turn.logprobs) == len(node.turn.output_ids)
