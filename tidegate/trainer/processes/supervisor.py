@@ -17,11 +17,12 @@ T = TypeVar("T")
 class TaskSupervisor:
     """Owns background tasks. `run` ends with the job, or when a task fails.
 
-    Must be created on a running event loop.
+    It may be created in a thread without an event loop, as a run on a Ray node is.
     """
 
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    _failure: asyncio.Future[BaseException] = field(default_factory=asyncio.Future)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: BaseException | None = None
 
     def watch(self, component: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a background task. It may return; if it raises, the job is cancelled."""
@@ -34,21 +35,22 @@ class TaskSupervisor:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if not self._failure.done():
-            self._failure.set_result(error)
+        self._error = self._error or error
+        self._failed.set()
 
     async def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Run the job and return its result; raises the error of the first failing task."""
         main = asyncio.create_task(job, name="main")
+        failed = asyncio.create_task(self._failed.wait(), name="failure of a background task")
         try:
-            futures: list[asyncio.Future[Any]] = [main, self._failure]
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                raise self._failure.result()
+            await asyncio.wait((main, failed), return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None:
+                raise self._error
             return main.result()
         finally:
             main.cancel()
-            await asyncio.gather(main, return_exceptions=True)
+            failed.cancel()
+            await asyncio.gather(main, failed, return_exceptions=True)
 
     async def close(self) -> None:
         tasks = list(self._tasks)

@@ -22,6 +22,14 @@ async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
+async def test_it_may_be_made_in_a_thread_without_an_event_loop() -> None:
+    guard = await asyncio.to_thread(TaskSupervisor)
+    guard.watch(fails(), "engine")
+    with pytest.raises(EngineError, match="is gone"):
+        await asyncio.wait_for(guard.run(for_ever()), 5)
+    await guard.close()
+
+
 async def test_a_failing_component_ends_the_job() -> None:
     guard, go, ended = TaskSupervisor(), asyncio.Event(), asyncio.Event()
 
