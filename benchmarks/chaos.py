@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import Check, report
-from lineage import lineage_of
+from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.failpoints import PASSED, VARIABLE
 from tidegate.trainer.ledger.audit import audit_run
@@ -229,7 +229,7 @@ class Chaos:
         self.kill("trainer", counted=False)  # a process of an earlier phase has none of these armed
         while time.monotonic() < until:
             if self.process is None:
-                self.steps = max(steps, _last_step(self.run_dir))
+                self.steps = max(steps, last_step(self.run_dir))
                 self.start({one: 1 for one in places if one not in self.passed})
             if self.ended(1.0) and self.exits[0] > complete:
                 return True
@@ -240,15 +240,6 @@ class Chaos:
             self.process.kill()
             self.process.wait()
             self.process = None
-
-
-def _last_step(run_dir: Path) -> int:
-    return max((line["step"] for line in _metrics(run_dir)), default=0)
-
-
-def _metrics(run_dir: Path) -> list[dict[str, float]]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> int:
@@ -302,7 +293,7 @@ def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> 
     found = lineage_of(chaos.run_dir, GROUPS_PER_BATCH)
     audit = audit_run(chaos.run_dir)
     missed = sorted(planned - chaos.passed)
-    lines = _metrics(chaos.run_dir)
+    lines = metrics_of(chaos.run_dir)
     silent = set(range(found.steps + 1)) - {line["step"] for line in lines}
     others = sum(number for code, number in chaos.exits.items() if code not in (0, -9, GAVE_UP))
     for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:

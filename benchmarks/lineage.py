@@ -35,6 +35,17 @@ class Lineage:
     steps: int = 0
 
 
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's metrics; it may be running."""
+    path = run_dir / "metrics.jsonl"
+    complete = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def last_step(run_dir: Path) -> int:
+    return max((line["step"] for line in metrics_of(run_dir)), default=0)
+
+
 def lineage_of(run_dir: Path, groups_per_batch: int) -> Lineage:
     """Checks a run that has ended."""
     found = Lineage()

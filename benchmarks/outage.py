@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Check, report
-from lineage import lineage_of
+from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.config import load_settings
 from tidegate.trainer.ledger.audit import audit_run
@@ -121,7 +121,9 @@ def train(part: Part, directory: Path, seconds: float, overrides: Sequence[str])
     try:
         if seconds:
             until = time.monotonic() + RUN_S
-            while _step(directory / "run") < steps // 2 and run.poll() is None and time.monotonic() < until:
+            while (
+                last_step(directory / "run") < steps // 2 and run.poll() is None and time.monotonic() < until
+            ):
                 time.sleep(0.1)
             server.kill()
             time.sleep(seconds)
@@ -141,7 +143,7 @@ def train(part: Part, directory: Path, seconds: float, overrides: Sequence[str])
 
 def figures(part: Part, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    metrics = _metrics(run_dir)
+    metrics = metrics_of(run_dir)
     found = lineage_of(run_dir, load_settings(part.config, overrides).trainer.groups_per_batch)
     audit = audit_run(run_dir)
     for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
@@ -157,16 +159,6 @@ def figures(part: Part, run_dir: Path, overrides: Sequence[str]) -> dict[str, An
         "doubled": len(found.doubled),
         "audit_findings": len(audit.findings),
     }
-
-
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def _step(run_dir: Path) -> int:
-    return max((line["step"] for line in _metrics(run_dir)), default=0)
 
 
 def checks_of(results: Sequence[dict[str, Any]], seconds: float) -> list[Check]:

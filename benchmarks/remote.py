@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 from common import Check, report
-from lineage import lineage_of
+from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.config import load_settings
 from tidegate.trainer.ledger.audit import audit_run
@@ -93,7 +93,7 @@ def _disturb(
 ) -> None:
     signals = (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)
     for number, (kind, what) in enumerate(zip(kinds, signals, strict=True)):
-        _until(run, lambda at=steps * (2 + number) // 6: _step(run_dir) >= at)  # type: ignore[misc]
+        _until(run, lambda at=steps * (2 + number) // 6: last_step(run_dir) >= at)  # type: ignore[misc]
         workers[number].send_signal(what)
         workers.append(start_worker(kind, url, run_dir.parent / "workers.log"))
 
@@ -106,7 +106,7 @@ def _until(run: subprocess.Popen[bytes], holds: Any) -> None:
 
 def figures(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     entries = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    metrics = _metrics(run_dir)
+    metrics = metrics_of(run_dir)
     found = lineage_of(run_dir, load_settings(DEMO, overrides).trainer.groups_per_batch)
     audit = audit_run(run_dir)
     for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
@@ -122,16 +122,6 @@ def figures(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
         "doubled": len(found.doubled),
         "audit_findings": len(audit.findings),
     }
-
-
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def _step(run_dir: Path) -> int:
-    return max((line["step"] for line in _metrics(run_dir)), default=0)
 
 
 def idle_polls(directory: Path) -> dict[str, Any]:
