@@ -44,7 +44,7 @@ class AgentSettings(SettingsSection):
     }  # fmt: skip
 
     source: Literal["local", "remote"] = "local"
-    """Where agents run. local: in processes that the run starts; remote: in workers elsewhere, which the
+    """Where agents run. local: in processes that the run starts; remote: in remote workers, which the
     command `tidegate worker` starts."""
     use: str = "solver"
     """Name of a built-in agent, or `file.py:ClassOrFunction`."""

@@ -1,4 +1,4 @@
-"""Worker elsewhere: takes attempts from a gateway, runs an agent on them and finishes them.
+"""Remote worker: takes attempts from a gateway, runs an agent on them and finishes them.
 
 The agents have a thread and an event loop of their own, so that one that blocks it delays no heartbeat.
 """

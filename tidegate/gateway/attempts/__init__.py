@@ -1,1 +1,1 @@
-"""Attempts that workers elsewhere take from the gateway."""
+"""Attempts that remote workers take from the gateway."""

@@ -1,4 +1,4 @@
-"""Gives offered sessions to workers elsewhere, and ends those of workers that are lost."""
+"""Gives offered sessions to remote workers, and ends those of workers that are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the calls of workers elsewhere. Raw ASGI, as thousands of them may poll."""
+"""Serves the calls of remote workers. Raw ASGI, as thousands of them may poll."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def engine_names(settings: Settings) -> list[str]:
 
 
 def agent_names(settings: Settings) -> list[str]:
-    """Return `agent`, or `agent-1`, `agent-2` … of several; none if workers elsewhere run them."""
+    """Return `agent`, or `agent-1`, `agent-2` … of several; none if remote workers run them."""
     if settings.agent.source == "remote":
         return []
     return _numbered("agent", settings.agent.workers)

@@ -22,7 +22,7 @@ ABSENT_S = 5.0
 
 
 class EpisodeSource(ABC):
-    """Runs the episodes of rollout and evaluation, in processes of the run or in workers elsewhere."""
+    """Runs the episodes of rollout and evaluation, in processes of the run or in remote workers."""
 
     offer_heartbeat_s: float | None = None
     """Set if sessions are offered to workers."""
@@ -110,7 +110,7 @@ class LocalEpisodes(EpisodeSource):
 
 
 class RemoteEpisodes(EpisodeSource):
-    """Workers elsewhere take the sessions from the gateway and finish them."""
+    """Remote workers take the sessions from the gateway and finish them."""
 
     def __init__(
         self, gateway: GatewayClient, heartbeat_s: float, deadline_s: float, epoch: int | None = None
