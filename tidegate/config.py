@@ -102,7 +102,7 @@ class LoRASettings(SettingsSection):
 
 class TrainerSettings(SettingsSection):
     steps: Annotated[int, Field(ge=1)] = 100
-    """Number of optimiser steps of the run."""
+    """Number of steps of the run; each step trains on one batch."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
     """Groups in one batch."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -115,7 +115,7 @@ class TrainerSettings(SettingsSection):
     """Synchronous training: implies `max_staleness` = 0 and `publish_interval` = 1; other values are
     refused."""
     publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
-    """Optimiser steps between publishes; the last step is always published. `never` is for benchmarks: the
+    """Steps between publishes; the last step is always published. `never` is for benchmarks: the
     engines keep their initial weights."""
     publish_transport: Literal["files", "broadcast"] = "files"
     """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
@@ -180,7 +180,7 @@ class TrainerSettings(SettingsSection):
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
-    """Optimiser steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
     outage_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -320,7 +320,7 @@ class TrainerSettings(SettingsSection):
 
 class EvalSettings(SettingsSection):
     every: Annotated[int, Field(ge=0)] = 25
-    """Optimiser steps between evaluations; 0: only before the first step and after the last."""
+    """Steps between evaluations; 0: only before the first step and after the last."""
     tasks: Annotated[int, Field(ge=1)] = 200
     """Tasks of each held-out set in the evaluations before the first step and after the last."""
     interim_tasks: Annotated[int, Field(ge=1)] = 64
