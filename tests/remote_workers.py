@@ -39,6 +39,10 @@ class Attempts:
     async def heartbeat(self, attempt: dict[str, Any]) -> None:
         await self.post(f"/attempts/{attempt['attempt']}/heartbeat", WORKER_KEY, {"worker": self.name})
 
+    async def leave(self) -> int:
+        ended: int = (await self.post("/attempts/leave", WORKER_KEY, {"worker": self.name}))["ended"]
+        return ended
+
     async def finish(self, attempt: dict[str, Any], **report: Any) -> dict[str, Any]:
         answer: dict[str, Any] = await self.post(
             f"/s/{attempt['attempt']}/finish", attempt["api_key"], report

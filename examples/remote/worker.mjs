@@ -87,6 +87,9 @@ function calculate(text) {
 }
 
 // ---------------------------------------------------------------------------- attempts, for ever
+for (const signal of ["SIGINT", "SIGTERM"]) {
+  process.once(signal, () => post(`${gateway}/attempts/leave`, workerKey, { worker }).finally(() => process.exit()));
+}
 let free = Number(concurrency);
 let wake = () => {};
 for (;;) {

@@ -83,6 +83,8 @@ class RemoteWorker:
             await self._stop_agents()
             if self._finishing:
                 await asyncio.wait(self._finishing, timeout=STOP_S)
+            if not isinstance(ended, Exception):
+                await self._leave()
             for task in (*self._heartbeats.values(), *self._finishing):
                 task.cancel()
             if isinstance(ended, Exception):
@@ -93,6 +95,12 @@ class RemoteWorker:
             async with asyncio.timeout(STOP_S):
                 await self._on_agents(self._worker.stop())
         await asyncio.sleep(0)  # the last events
+
+    async def _leave(self) -> None:
+        """Give back what is left: attempts that were not finished in time, or that a cancelled poll took."""
+        with contextlib.suppress(TimeoutError, GatewayError):  # they end without heartbeats, later
+            async with asyncio.timeout(STOP_S):
+                await self._call("/attempts/leave", self._key, {"worker": self.name})
 
     async def _on_agents(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the agents' loop."""

@@ -147,6 +147,29 @@ async def test_an_attempt_of_a_poll_that_was_broken_off_is_the_next_one_given(
     assert [row["attempt"] for row in await worker.next(5)] == [first, second]
 
 
+async def test_attempts_of_a_worker_that_leaves_end_cancelled(stage: Stage, worker: Attempts) -> None:
+    taken, kept = await offer(stage), await offer(stage)
+    await worker.next()
+    async with Attempts(stage.url, "w2") as other:
+        [attempt] = await other.next()
+        assert await worker.leave() == 1
+        assert await worker.leave() == 0
+        summary = await result_of(stage, taken)
+        assert (summary.outcome, summary.error) == (Outcome.CANCELLED, "worker w1 ended")
+        await other.finish(attempt, outcome="agent_error")
+        assert (await result_of(stage, kept)).outcome is Outcome.AGENT_ERROR
+
+
+async def test_a_poll_of_a_worker_that_left_takes_no_attempt(stage: Stage, worker: Attempts) -> None:
+    poll = asyncio.create_task(worker.next(wait_s=10))
+    await eventually(lambda: any(row["connected"] for row in stage.gateway.attempts.workers()))
+    await worker.leave()
+    session_id = await offer(stage)
+    assert await poll == []
+    async with Attempts(stage.url, "w2") as other:
+        assert [row["attempt"] for row in await other.next()] == [session_id]
+
+
 async def test_a_journal_that_cannot_be_written_keeps_the_attempt_queued(
     stage: Stage, worker: Attempts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

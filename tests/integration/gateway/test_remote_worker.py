@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +28,14 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.types import Outcome, TaskView
 
 AGENT = """
-import asyncio, time
+import asyncio, pathlib, time
 
 async def ask(task, session):
     reply = await session.openai().chat.completions.create(model=session.model, messages=task.messages)
     return "3" if reply.choices[0].message.content else None
 
 async def wait(task, session):
+    pathlib.Path(__file__).with_name("started").touch()
     await asyncio.sleep(60)
 """
 
@@ -89,12 +91,38 @@ async def test_a_worker_process_runs_attempts_and_gives_them_back_at_its_end(
             assert (summary.outcome, summary.reward) == (Outcome.COMPLETED, 1.0)
     session_id = await offer(stage.client)
     async with worker(stage.url, tmp_path, "wait") as waiting:
-        await eventually(lambda: stage.gateway.attempts.queued == 0, 30)
+        await eventually((tmp_path / "started").exists, 30)
         waiting.process.send_signal(signal.SIGINT)
         summary = await stage.client.result(session_id)
         assert (summary.outcome, summary.error) == (Outcome.CANCELLED, "the episode was cancelled")
         assert await asyncio.to_thread(waiting.process.wait, 20) == 0
         assert "giving back 1 attempts" in waiting.log
+
+
+async def test_a_worker_that_ends_before_its_poll_was_answered_gives_the_attempt_back(
+    stage: Stage,
+) -> None:
+    taken, held = asyncio.Event(), asyncio.Event()
+
+    class Slow(RemoteWorker):
+        async def _send(self, path: str, key: str, body: dict[str, Any]) -> Any:
+            answer = await super()._send(path, key, body)
+            if path == "/attempts/next":
+                taken.set()
+                await held.wait()
+            return answer
+
+    session_id = await offer(stage.client)
+    stop = asyncio.Event()
+    agent = FunctionAgent(lambda task, session: "3")
+    task = asyncio.create_task(Slow(stage.url, WORKER_KEY, agent, 1, lambda _: None).run(stop))
+    async with asyncio.timeout(20):
+        await taken.wait()
+        stop.set()
+        await task
+        summary = await stage.client.result(session_id)
+    assert summary.outcome is Outcome.CANCELLED
+    assert str(summary.error).endswith(" ended")
 
 
 async def test_a_worker_with_a_wrong_key_says_so_and_exits(stage: Stage, tmp_path: Path) -> None:

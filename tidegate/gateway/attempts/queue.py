@@ -43,6 +43,8 @@ class AttemptQueue:
         """Polls in progress by worker."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
+        self._left: set[str] = set()
+        """Workers that ended; a poll of theirs may still be waiting."""
 
     @property
     def queued(self) -> int:
@@ -82,9 +84,9 @@ class AttemptQueue:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s), self._turn:
-                    while not taken:
+                    while not taken and worker not in self._left:
                         await self._filled.wait()
-                        taken = self._pop(capacity)
+                        taken = [] if worker in self._left else self._pop(capacity)
         finally:
             self._polls[worker] -= 1
             self._seen[worker] = _now()
@@ -103,6 +105,15 @@ class AttemptQueue:
         sessions = [session for session, _ in taken]
         self._requeue(sessions)
         await self._journal.offered(sessions)
+
+    def leave(self, worker: str) -> int:
+        """End the attempts of a worker that ends, and give it no more; return their number."""
+        self._left.add(worker)
+        self._seen[worker] = now = _now()
+        attempts = [session for session in self._running() if session.worker == worker]
+        for session in attempts:
+            self._finisher.impose(session, FinishReport(Outcome.CANCELLED, f"worker {worker} ended"), now)
+        return len(attempts)
 
     def heartbeat(self, attempt: str, worker: str) -> None:
         """Record a worker's heartbeat. Raises GatewayError (410) if it does not run this attempt."""
@@ -127,6 +138,7 @@ class AttemptQueue:
                 self._finisher.impose(session, FinishReport(), now)
         self._seen = {worker: seen for worker, seen in self._seen.items() if now - seen < LISTED_S}
         self._polls = +self._polls
+        self._left &= self._seen.keys()
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers of the last minutes with their numbers of running attempts."""

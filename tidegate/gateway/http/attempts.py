@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -32,6 +31,7 @@ def routes(gateway: Gateway) -> list[Route]:
     return [
         Route("/attempts/next", WorkerEndpoint(gateway, _next), methods=["POST"]),
         Route("/attempts/{attempt}/heartbeat", WorkerEndpoint(gateway, _heartbeat), methods=["POST"]),
+        Route("/attempts/leave", WorkerEndpoint(gateway, _leave), methods=["POST"]),
     ]
 
 
@@ -67,7 +67,7 @@ async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
     if taken is not None:
         root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
         rows = [_row(session, key, root) for session, key in taken]
-        await respond(send, 200, json.dumps({"attempts": rows}).encode())
+        await respond(send, 200, orjson.dumps({"attempts": rows}))
 
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +75,13 @@ async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Sen
     body = schemas.read(schemas.WorkerName, await read_body(receive))
     gateway.attempts.heartbeat(scope["path_params"]["attempt"], body.worker)
     await respond(send, 200, b"{}")
+
+
+async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    _check_worker_key(gateway, scope)
+    body = schemas.read(schemas.WorkerName, await read_body(receive))
+    ended = gateway.attempts.leave(body.worker)
+    await respond(send, 200, orjson.dumps({"ended": ended}))
 
 
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:

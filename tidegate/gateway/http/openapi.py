@@ -68,6 +68,7 @@ def _workers() -> dict[str, Schema]:
     routes: dict[str, tuple[str, str, type[schemas.Body]]] = {
         "/attempts/next": ("", WORKER, schemas.NextAttempts),
         "/attempts/{attempt}/heartbeat": ("attempt", WORKER, schemas.WorkerName),
+        "/attempts/leave": ("", WORKER, schemas.WorkerName),
         "/s/{session_id}/finish": ("session_id", SESSION, schemas.WorkerFinish),
     }
     return {
