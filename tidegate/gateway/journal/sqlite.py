@@ -213,7 +213,9 @@ def _opened(path: Path) -> sqlite3.Connection:
     elif version != schema.VERSION:
         connection.close()
         raise StartError(
-            f"{path} has journal schema version {version}, but this gateway reads {schema.VERSION}"
+            f"{path} has journal schema version {version}, but this gateway reads {schema.VERSION}: start "
+            "it with the Tidegate that wrote the journal, or delete its directory, which loses the "
+            "sessions and groups that were not trained on"
         )
     return connection
 
