@@ -155,7 +155,7 @@ def test_failures_are_retried_quarantined_and_never_trained_as_zero(tmp_path: Pa
     (tmp_path / "flaky.py").write_text(FLAKY)
     run_dir = tmp_path / "run"
     with training(
-        run_dir, "--trainer.steps=6", f"--agent.use={tmp_path}/flaky.py:Flaky", "--agent.deadline_s=3",
+        run_dir, "--trainer.steps=6", f"--agent.use={tmp_path}/flaky.py:Flaky", "--agent.deadline_s=10",
         "--trainer.max_attempts=2",
     ) as run:  # fmt: skip
         assert run.wait(200) == 0, run.output()
