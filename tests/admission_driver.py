@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,10 @@ class World:
     reject_rate: float = 0.3
     crash_rate: float = 0.0
     outage_rate: float = 0.0
+    client_rate: float = 0.0
+    """Share of events in which a client offers a group."""
+    offered: dict[str, int] = field(default_factory=dict)
+    """Number of episodes of each group that a client offered and admission accepted."""
     book: list[LedgerEntry] = field(default_factory=list)
     running: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting: list[tuple[str, int]] = field(default_factory=list)
@@ -148,6 +153,9 @@ class World:
 
     def _issue(self, one: LedgerEntry) -> None:
         """Checks that a task has one group at a time, and no new group once it was trained on."""
+        if "client" in one:
+            assert one["id"] in self.offered, f"{one['id']} was accepted twice, or never offered"
+            return
         before = self.latest.get(one["index"])
         assert before is None or self.states[before] not in ("live", "stepped"), (
             f"{one['id']} does what {before} did"
@@ -190,6 +198,9 @@ class World:
         assert bound is None or truth <= bound, f"{one['id']} was trained at staleness {truth}"
         sampled = range(self.oldest[one["id"]], self.newest[one["id"]] + 1)
         assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
+        if one["id"] in self.offered:
+            trained = [self.states[name] for name in self.states if name.startswith(f"{one['id']}.")]
+            assert trained == ["stepped"] * self.offered[one["id"]], "an episode is not in the ledger"
 
     def _check_stale(self, one: LedgerEntry) -> None:
         """Checks that a stale group exceeds the bound, or has tokens of an abandoned lineage."""
@@ -252,6 +263,9 @@ class World:
         if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
             self.core.outage.set_down(None if self.core.outage.down else "no engine")
         self.attempt_waiting()
+        if self.rng.random() < self.client_rate and self.core.outstanding() < self.rules.capacity:
+            self.offer()
+            return
         roll = self.rng.random()
         if roll < 0.25 and self.core.blocked_by() is None:
             self.start()
@@ -272,6 +286,25 @@ class World:
         self.oldest[group.id] = self.core.version
         for slot in range(self.rules.group_size):
             self.attempt(group.id, slot)
+
+    def offer(self) -> None:
+        """A client offers a group, of any size and age."""
+        name, number = f"c{len(self.book)}", self.rng.randint(0, self.rules.group_size + 1)
+        self.newest[name] = self.rng.randint(0, self.core.version)
+        self.oldest[name] = max(0, self.newest[name] - self.rng.randint(0, 2))
+        age = self.core.version - self.oldest[name]
+        sampled = range(self.oldest[name], self.newest[name] + 1)
+        bound, least = self.rules.max_staleness, self.rules.min_group_size
+        fresh = (bound is None or age <= bound) and not self.core.abandoned.intersection(sampled)
+        if fits := fresh and least <= number <= self.rules.group_size:
+            self.offered[name] = number
+        entries = len(self.book)
+        group = self._group(name, range(number))
+        for trajectory in group.trajectories:
+            trajectory.client = "a client"
+        refusal = self.core.accept(group)
+        assert (refusal is None) == fits, refusal
+        assert fits or len(self.book) == entries, "a refused group is in the ledger"
 
     def attempt(self, group: str, slot: int) -> None:
         """Starts a slot's next attempt, or queues it until the outage is over."""
@@ -384,10 +417,12 @@ class World:
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the trajectory file holds it."""
+        return self._group(name, [past.attempts[one].issued["slot"] for one in self._standing(past, name)])
+
+    def _group(self, name: str, slots: Iterable[int]) -> Group:
         spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
         ids = np.zeros(2, np.int32)
         turn = Turn(0, None, ids, ids, np.zeros(2, np.float32), spans, "stop", 1.0)
-        slots = [past.attempts[one].issued["slot"] for one in self._standing(past, name)]
         return Group(
             name, "t", [Trajectory(f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], name, slot)
                         for slot in slots]

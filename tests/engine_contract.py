@@ -171,6 +171,6 @@ class EngineContract:
             "required": ["a"],
             "additionalProperties": False,
         }
-        reply = await engine.generate([1, 2], max_new_tokens=60, json_schema=json.dumps(schema))
+        reply = await engine.generate([1, 2], max_new_tokens=300, json_schema=json.dumps(schema))
         text = make_tokenizer().decode(reply["output_ids"], skip_special_tokens=True)
         assert "".join(text.split()) in ('{"a":true}', '{"a":false}')

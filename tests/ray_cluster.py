@@ -108,7 +108,12 @@ class RayCluster:
 
     def pid(self, words: str) -> int:
         """The pid of the one process whose command line contains `words`."""
-        (found,) = (pid for pid, command in self.processes().items() if words in " ".join(command))
+        (found,) = (
+            pid
+            for pid, command in self.processes().items()
+            # The watcher of an external server has the server's command line after its own.
+            if words in " ".join(command) and "tidegate.service.parent_death" not in command
+        )
         return found
 
     def owners(self, words: str) -> list[int]:

@@ -43,9 +43,10 @@ class AgentSettings(SettingsSection):
         **dict.fromkeys(LOCAL_ONLY, "local"), "heartbeat_s": "remote"
     }  # fmt: skip
 
-    source: Literal["local", "remote"] = "local"
-    """Where agents run. local: in processes that the run starts; remote: in remote workers, which the
-    command `tidegate worker` starts."""
+    source: Literal["local", "remote", "client"] = "local"
+    """Where episodes come from. local: agents in processes that the run starts; remote: agents in remote
+    workers, which the command `tidegate worker` starts; client: programs of their own, which form groups of
+    episodes with `tidegate.client` and a key of `gateway.keys`, and for which the run starts nothing."""
     use: str = "solver"
     """Name of a built-in agent, or `file.py:ClassOrFunction`."""
     options: dict[str, Any] = {}
@@ -62,11 +63,12 @@ class AgentSettings(SettingsSection):
 
     @model_validator(mode="after")
     def _consistent(self) -> AgentSettings:
-        if self.source == "remote" and (idle := self.other_than_default(*LOCAL_ONLY)):
-            raise ValueError(
-                f'agent.{idle[0]} has no effect with agent.source = "remote": it is given to tidegate worker'
-            )
-        if self.source == "local" and self.other_than_default("heartbeat_s"):
+        if self.source != "local" and (idle := self.other_than_default(*LOCAL_ONLY)):
+            instead = "it is given to tidegate worker" if self.source == "remote" else "clients run the agent"
+            raise ValueError(f'agent.{idle[0]} has no effect with agent.source = "{self.source}": {instead}')
+        if self.source == "client" and self.other_than_default("max_concurrency"):
+            raise ValueError('agent.max_concurrency has no effect with agent.source = "client"')
+        if self.source != "remote" and self.other_than_default("heartbeat_s"):
             raise ValueError('agent.heartbeat_s has no effect without agent.source = "remote"')
         return self
 
@@ -382,17 +384,36 @@ class Settings(SettingsSection):
                 'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '
                 'loads weights from files only; use "files"'
             )
-        if self.agent.source == "remote" and self.gateway.shards > 1:
-            raise ValueError(
-                f'agent.source = "remote" needs gateway.shards = 1, not {self.gateway.shards}: workers take '
-                "attempts from one gateway process"
-            )
+        self._check_source()
         if not self.gateway.on_loopback and self.gateway.admin_key is None:
             raise ValueError(
                 f"gateway.host = {self.gateway.host!r} accepts connections from other machines: "
                 "set gateway.admin_key"
             )
         return self
+
+    def _check_source(self) -> None:
+        """Raises ValueError if settings contradict `agent.source`."""
+        source = self.agent.source
+        if source != "local" and self.gateway.shards > 1:
+            raise ValueError(
+                f'agent.source = "{source}" needs gateway.shards = 1, not {self.gateway.shards}: one gateway '
+                "process has its episodes"
+            )
+        if (source == "client") != (self.gateway.keys is not None):
+            raise ValueError(
+                'agent.source = "client" needs gateway.keys, the file with the keys of its clients: '
+                "tidegate keys create NAME makes one"
+                if source == "client"
+                else f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"'
+            )
+        sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
+        for name, section in sections.items() if source == "client" else ():
+            if idle := section.other_than_default(*type(section).model_fields):
+                raise ValueError(
+                    f'{name}.{idle[0]} has no effect with agent.source = "client": clients have the tasks, '
+                    "post the rewards and evaluate"
+                )
 
 
 def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:

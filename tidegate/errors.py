@@ -68,6 +68,14 @@ class GatewayError(TidegateError):
         self.status = status
 
 
+class GroupRefusedError(TidegateError):
+    """The trainer did not train on a client's group; `state` is the state in which the group ended."""
+
+    def __init__(self, message: str, *, state: str) -> None:
+        super().__init__(message)
+        self.state = state
+
+
 class PublishError(TidegateError):
     """A policy version could not be made live on any engine."""
 

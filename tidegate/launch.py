@@ -163,11 +163,16 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
         "name": settings.run.name,
         "dir": str(settings.run_dir),
         "model": str(settings.model.path),
-        "env": settings.env.use,
-        "agent": settings.agent.use if settings.agent.source == "local" else "remote workers",
+        "env": settings.env.use if settings.agent.source != "client" else "clients' own",
+        "agent": _agent(settings),
         "steps": settings.trainer.steps,
         "resumed_from": run.start.step if run.start.checkpoint is not None else None,
     }
+
+
+def _agent(settings: Settings) -> str:
+    by_source = {"local": settings.agent.use, "remote": "remote workers", "client": "clients"}
+    return by_source[settings.agent.source]
 
 
 def _report(settings: Settings, observer: Observer, result: RunResult) -> None:

@@ -238,6 +238,8 @@ class Trajectory:
     """Values that the opener of the session attached to it."""
     answer: Any = None
     """The task's answer, for readers of records: added by the trainer, never by the gateway."""
+    client: str | None = None
+    """Name of the project key whose client ran the episode; None if the trainer issued it."""
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """Returns the whole prompt of a turn, from its root; shape [prompt]."""
@@ -273,6 +275,11 @@ class Group:
     trajectories: list[Trajectory]
     """In the order of their slots."""
     lease_id: str = ""
+
+    @property
+    def client(self) -> str | None:
+        """Name of the project key whose client formed the group; None if the trainer issued it."""
+        return self.trajectories[0].client if self.trajectories else None
 
     def oldest_version(self) -> int | None:
         """Returns the oldest version of the trainable tokens, None if any is unknown or there are none."""

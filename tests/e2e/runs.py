@@ -35,13 +35,14 @@ class TrainProcess:
         config: Path = DEMO,
         environment: Mapping[str, str] = ENVIRONMENT,
         before: Callable[[], None] | None = None,
+        small: Sequence[str] = SMALL,
     ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.parent / f"{run_dir.name}.out"
         place = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tidegate", "train", str(config), *place, *SMALL, *arguments],
+                [sys.executable, "-m", "tidegate", "train", str(config), *place, *small, *arguments],
                 cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
                 preexec_fn=before,
             )  # fmt: skip
@@ -95,9 +96,10 @@ def training(
     config: Path = DEMO,
     environment: Mapping[str, str] = ENVIRONMENT,
     before: Callable[[], None] | None = None,
+    small: Sequence[str] = SMALL,
 ) -> Iterator[TrainProcess]:
     """Runs a training process, killed at the end of the block; calls `before` in the process first."""
-    run = TrainProcess(run_dir, arguments, config=config, environment=environment, before=before)
+    run = TrainProcess(run_dir, arguments, config=config, environment=environment, before=before, small=small)
     try:
         yield run
     finally:

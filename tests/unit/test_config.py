@@ -14,6 +14,7 @@ from tidegate.settings.sections import arguments_of, differences, dump, known_ke
 from tidegate.settings.servers import VLLMCommand
 
 MODEL = ["--model.path", "somewhere"]
+CLIENT = [*MODEL, "--agent.source=client", "--gateway.keys=keys.json"]
 
 
 def test_defaults_overrides_and_round_trip(tmp_path: Path) -> None:
@@ -92,6 +93,16 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--agent.source=remote", "--agent.workers=2"], "agent.workers has no effect"),
         ([*MODEL, "--agent.heartbeat_s=2"], "agent.heartbeat_s has no effect"),
         ([*MODEL, "--agent.source=remote", "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
+        ([*MODEL, "--agent.source=client"], "needs gateway.keys, the file with the keys of its clients"),
+        ([*MODEL, "--gateway.keys=k"], 'has no effect with "local"'),
+        (
+            [*CLIENT, "--agent.use=a.py:b"],
+            'agent.use has no effect with agent.source = "client": clients run',
+        ),
+        ([*CLIENT, "--agent.max_concurrency=2"], "agent.max_concurrency has no effect"),
+        ([*CLIENT, "--env.use=gsm8k"], "env.use has no effect"),
+        ([*CLIENT, "--eval.every=5"], "eval.every has no effect"),
+        ([*CLIENT, "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
         ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': not a URL"),
         ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': not a URL"),
         ([*MODEL, '--engine.urls=["http://e:99999"]'], "not a URL: Port out of range"),

@@ -60,6 +60,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     log_to_stderr()
     logging.getLogger("tidegate.gateway.access").setLevel("INFO" if arguments.access_log else "WARNING")
     listen = Listen(gateway.host, gateway.port, arguments.announce, arguments.owned, arguments.fd)
+    if gateway.shards > 1 and gateway.keys is not None:
+        raise ConfigError(
+            f"gateway.shards = {gateway.shards}: clients form groups in one gateway process; remove "
+            "gateway.keys, or set gateway.shards to 1"
+        )
     if gateway.shards > 1 and "worker_key" in secrets:
         raise ConfigError(
             f"gateway.shards = {gateway.shards}: workers take attempts from one gateway process; unset "
@@ -89,8 +94,9 @@ def _options(
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.sessions.limits import SessionLimits
     from tidegate.gateway.sharding.shard import id_prefix, journal_of
+    from tidegate.types import Sampling
 
-    gateway, env = settings.gateway, settings.env
+    gateway, env, clients = settings.gateway, settings.env, settings.clients
     rewarders: Mapping[str, Rewarder] = {}
     if env.use:
         environment = load_environment(env.use, secrets["env_options"])
@@ -112,6 +118,10 @@ def _options(
         rewarders=rewarders,
         reward_timeout_s=env.reward_timeout_s,
         limits=SessionLimits(**settings.limits.model_dump()),
+        keys=gateway.keys,
+        max_client_groups=clients.max_groups,
+        client_sampling=Sampling(clients.temperature, max_tokens=clients.max_tokens),
+        client_deadline_s=clients.deadline_s,
         journal=journal,
         pool=PoolOptions(shards=shards),
         id_prefix=id_prefix(index) if shards > 1 else "",

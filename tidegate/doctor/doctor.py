@@ -106,8 +106,8 @@ class Examination:
         self, stack: contextlib.AsyncExitStack, urls: list[str], environment: Environment, renderer: Renderer
     ) -> None:
         gateway = await self._gateway(stack, urls)
-        if self.settings.agent.source == "remote":
-            self._skip("episode", "agent.source is remote; to check an agent, add --agent.source local")
+        if (source := self.settings.agent.source) != "local":
+            self._skip("episode", f"agent.source is {source}; to check an agent, add --agent.source local")
             return
         worker = await self._worker(stack)
         if gateway is None or worker is None:

@@ -281,9 +281,9 @@ class GatewayClient(HttpClient):
         data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
         return from_wire(data, dict[str, list[Group]])["groups"]
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
-        """Ends a lease, and with it the group. Idempotent."""
-        body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome)}
+    async def ack(self, epoch: int, lease_id: str, outcome: str, why: str | None = None) -> None:
+        """Ends a lease, and with it the group; `why` is for the group's client. Idempotent."""
+        body = {"trainer_epoch": epoch, "lease_id": lease_id, "outcome": str(outcome), "why": why}
         await self._json("POST", "/groups/ack", body)
 
     # -- engines, health -------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tidegate.gateway.journal.sqlite import DiskJournal
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.parsing.tool_calls.registry import choose
+from tidegate.gateway.project_keys import KeyFile
 from tidegate.gateway.rendering.conformance import check_conformance
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.sessions.session import (
@@ -48,6 +49,7 @@ class Gateway:
 
     def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
         self.options = options
+        self.keys = KeyFile(options.keys)
         self.renderer = renderer or Renderer.load(options.model)
         self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.render_text)
         # After what may be refused, as a journal is locked until it is closed.
@@ -128,8 +130,12 @@ class Gateway:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    async def open_session(self, request: SessionRequest) -> tuple[GatewaySession, str]:
+    async def open_session(
+        self, request: SessionRequest, client: str | None = None
+    ) -> tuple[GatewaySession, str]:
         """Opens a session and returns it with its key, of which only a hash is stored. Raises GatewayError.
+
+        `client` is the name of the project key that opens it, if one does.
 
         A session with a trainer's epoch ends as `cancelled` when a newer trainer takes over. An offered one
         is queued for workers; the worker that takes it gets a new key.
@@ -153,6 +159,7 @@ class Gateway:
         session = self.sessions.with_key(key)
         if session is None:
             session = self._new_session(request, key)
+            session.client = client
             self._write_opened(session)
             self.sessions.add(session)
         if session.opening is not None:
@@ -244,6 +251,7 @@ class Gateway:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
+            self.keys.reload()
             self.attempts.expire(asyncio.get_running_loop().time())
             await self.finisher.expire(asyncio.get_running_loop().time())
 
@@ -262,12 +270,14 @@ class Gateway:
     ) -> None:
         """Makes a group of finished sessions ready. Idempotent. Raises GatewayError.
 
-        On a gateway that a trainer manages, only its own groups are accepted: others are in no ledger.
+        On a gateway that a trainer manages, only its own groups and those of clients with a project key are
+        accepted: others are in no ledger.
         """
         await self.groups.begin_epoch(epoch)
         if self.groups.get(group_id) is not None:
             return
-        if epoch is None and self.pool.trainer_managed:
+        by_client = any(member.client is not None for member in self.sessions.of_group(group_id))
+        if epoch is None and self.pool.trainer_managed and not by_client:
             raise GatewayError(
                 f"group {group_id} cannot be sealed: a trainer manages this gateway and trains only on "
                 "groups that it issued. Use a gateway that no trainer manages, and lease the group there",
@@ -290,10 +300,10 @@ class Gateway:
         trajectories.sort(key=lambda trajectory: -1 if trajectory.slot is None else trajectory.slot)
         await self.groups.seal(Group(group_id, task_id, trajectories), epoch)
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str) -> None:
+    async def ack(self, epoch: int, lease_id: str, outcome: str, why: str | None = None) -> None:
         """Ends a lease, its group and the group's sessions. Idempotent."""
-        _check_storable(lease_id, outcome)
-        for session in await self.groups.ack(epoch, lease_id, outcome):
+        _check_storable(lease_id, outcome, why)
+        for session in await self.groups.ack(epoch, lease_id, outcome, why):
             self.sessions.forget(session)
 
     async def drop(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:

@@ -10,6 +10,7 @@ from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.groups.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,14 @@ class GatewayOptions:
     admin_key: str | None = None
     worker_key: str | None = None
     """Key with which workers take attempts; None: none may."""
+    keys: Path | None = None
+    """File with the project keys of clients; None: there are none."""
+    max_client_groups: int = 64
+    """Limit of clients' groups that have not ended."""
+    client_sampling: Sampling = field(default_factory=Sampling)
+    """Sampling parameters of clients' episodes."""
+    client_deadline_s: float = 3600.0
+    """Deadline of a client's episode."""
     tool_parser: str = "auto"
     """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
     the chat template writes; `none`: tool calls stay text."""

@@ -49,9 +49,11 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
 
-    async def _send(self, method: str, url: str | URL, data: bytes | None = None) -> tuple[int, bytes]:
-        """Returns a response's status and body."""
-        async with self.http.request(method, url, data=data) as response:
+    async def _send(
+        self, method: str, url: str | URL, data: bytes | None = None, key: str | None = None
+    ) -> tuple[int, bytes]:
+        """Returns a response's status and body; `key` is sent instead of the client's key."""
+        async with self.http.request(method, url, data=data, headers=bearer(key)) as response:
             return response.status, await response.read()
 
 

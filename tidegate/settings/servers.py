@@ -112,6 +112,8 @@ class GatewaySettings(SettingsSection):
     """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
     them; grammar: constrained to the schema, and only tokens with more than one allowed value are trained
     on."""
+    keys: Path | None = None
+    """File with the project keys of clients that form groups of episodes (`tidegate keys`)."""
     untrained_models: list[str] = []
     """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
 
@@ -173,6 +175,19 @@ class DefaultLimits(SettingsSection):
     """Limit of a session's concurrent calls."""
 
 
+class ClientEpisodes(SettingsSection):
+    """Episodes of clients with a project key."""
+
+    max_groups: Annotated[int, Field(ge=1)] = 64
+    """Limit of their groups that have not ended; a run sets it to the capacity of its staleness bound."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the sampling."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Token limit of one reply."""
+    deadline_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Deadline of an episode."""
+
+
 class GatewayCommand(SettingsSection):
     """Settings of `tidegate gateway`."""
 
@@ -186,3 +201,4 @@ class GatewayCommand(SettingsSection):
     env: Rewards = Rewards()
     gateway: StandaloneGateway = StandaloneGateway()
     limits: DefaultLimits = DefaultLimits()
+    clients: ClientEpisodes = ClientEpisodes()

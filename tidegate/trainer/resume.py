@@ -124,13 +124,16 @@ def _continued(past: LedgerState, name: str, tokens: Group | None, ready: bool) 
         for trajectory in tokens.trajectories:
             group.slots[trajectory.slot or 0].outcome = trajectory.outcome
         return group
-    return _state(past, name, Phase.READY) if ready and slots else None
+    # A crash while a client's group was accepted leaves some of its attempts out of the ledger.
+    complete = len(slots) == past.groups[name].issued.get("episodes", len(slots))
+    return _state(past, name, Phase.READY) if ready and slots and complete else None
 
 
 def _state(past: LedgerState, name: str, phase: Phase) -> GroupState:
     issued, attempts = past.groups[name].issued, past.live_attempts(name)
     slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
-    return GroupState(name, issued["task"], TaskTicket(issued["index"]), slots, phase)
+    ticket = TaskTicket(issued["index"]) if "index" in issued else None  # None: a client formed it
+    return GroupState(name, issued["task"], ticket, slots, phase)
 
 
 def _progress(state: Mapping[str, Any]) -> AdmissionProgress:

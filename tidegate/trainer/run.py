@@ -15,6 +15,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, StorageError, TidegateError
 from tidegate.observer import Observer
 from tidegate.settings import sections
+from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.credit import Credit, GroupCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
@@ -28,7 +29,7 @@ from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun, take_over
-from tidegate.trainer.start import Start, admission_rules, base_model
+from tidegate.trainer.start import Start, base_model
 from tidegate.trainer.training import RunResult, Training
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -133,7 +134,7 @@ class Run:
         # Before the ledger records that those steps are lost: an audit may compare the two at any time.
         MetricsLog(self.dir).truncate_after(start.step)
         resumed = await take_over(
-            start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, admission_rules(settings)
+            start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, Rules.of(settings)
         )
         if start.past.epoch:
             await self._report_resume(resumed, changed)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, NothingToDo
-from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
@@ -79,20 +78,3 @@ def base_model(settings: Settings, weights: Path) -> Path:
     With LoRA it is the run's original model, as an adapter cannot be separated from merged weights.
     """
     return settings.model.path.absolute() if settings.trainer.lora.rank else weights
-
-
-def admission_rules(settings: Settings) -> Rules:
-    """Return the settings that admission enforces."""
-    trainer = settings.trainer
-    return Rules(
-        groups_per_batch=trainer.groups_per_batch,
-        group_size=trainer.group_size,
-        min_group_size=trainer.smallest_group,
-        max_staleness=trainer.staleness_bound,
-        publish_interval=trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1,
-        publishes=trainer.publish_interval != "never",
-        max_attempts=trainer.max_attempts,
-        max_stale_retries=trainer.max_stale_retries,
-        max_running=settings.agent.max_concurrency,
-        steps=None if trainer.may_filter else trainer.steps,
-    )

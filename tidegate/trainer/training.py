@@ -89,6 +89,8 @@ class Training:
         stack: contextlib.AsyncExitStack,
     ) -> None:
         self.settings, self.start, self.stop, self.result = settings, start, stop, result
+        self._by_clients = settings.agent.source == "client"
+        """Whether clients form the groups: the run then issues and evaluates none."""
         self.dir = settings.run_dir.absolute()
         self.observer, self.provider = observer, provider
         self.gateway, self.engines = processes.gateway, processes.engines
@@ -149,7 +151,8 @@ class Training:
     async def _train(self, supervisor: TaskSupervisor) -> None:
         await self._initial_evaluation()
         if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
-            supervisor.watch(self.rollout.run(), "rollout")
+            if not self._by_clients:
+                supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
     async def _end(self) -> None:
@@ -194,6 +197,8 @@ class Training:
 
     async def _initial_evaluation(self) -> None:
         """Evaluate before the first step, unless an earlier start of the run did."""
+        if self._by_clients:
+            return
         recorded = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
         if recorded is not None:
             self.result.initial_eval = {
@@ -216,6 +221,8 @@ class Training:
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Run the evaluation that is due at `step`, if any. No publish happens during it."""
         settings = self.settings.eval
+        if self._by_clients:
+            return {}
         if step == self.settings.trainer.steps:
             await self.rollout.stop()
             due = self.evaluator.full(step)
@@ -248,8 +255,8 @@ class Training:
         self.rollout.wake()
 
     def _last_progress(self) -> float:
-        if self.pause.active:
-            return time.monotonic()  # a pause has its own limit
+        if self.pause.active or (self._by_clients and self.batches.waiting):
+            return time.monotonic()  # a pause has its own limit, and clients come whenever they like
         return max(
             self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
         )
@@ -279,8 +286,8 @@ class Training:
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
-            "episodes": float(rollout.finished_episodes),
-            "tokens/sampled_total": float(rollout.sampled_tokens),
+            "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
+            "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
             "version": float(admission.version),
             **self.pause.metrics(),
             **self.tokens.metrics(),

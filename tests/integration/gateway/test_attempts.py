@@ -59,7 +59,9 @@ async def test_a_worker_runs_an_attempt_from_the_queue_to_its_reward(stage: Stag
     await talk(attempt)
     await worker.heartbeat(attempt)
     for _ in range(2):
-        assert await worker.finish(attempt, output="3", metrics={"tries": 1}) == {"state": "finished"}
+        assert await worker.finish(attempt, output="3", metrics={"tries": 1}) == {
+            "state": "finished", "outcome": "completed", "error": None,
+        }  # fmt: skip
     summary = await result
     assert (summary.outcome, summary.reward, summary.turns) == (Outcome.COMPLETED, 1.0, 1)
     assert (await stage.client.trajectory(session_id)).metrics["tries"] == 1

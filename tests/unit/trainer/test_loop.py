@@ -17,6 +17,7 @@ from tidegate.config import ModelSettings, Settings, TrainerSettings
 from tidegate.errors import GatewayError, PublishError
 from tidegate.settings import sections
 from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import GroupCredit
 from tidegate.trainer.batch.rows import TrainSequence
@@ -26,7 +27,6 @@ from tidegate.trainer.loop import Loop
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles, step_files
 from tidegate.trainer.replay import batch_groups
-from tidegate.trainer.start import admission_rules
 from tidegate.types import Group, Outcome
 
 SETTINGS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1}
@@ -85,7 +85,7 @@ class Hands:
 def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEntry]]:
     book: list[LedgerEntry] = []
     trainer = TrainerSettings(**(SETTINGS | settings))
-    rules = admission_rules(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
+    rules = Rules.of(Settings(model=ModelSettings(path=tmp_path), trainer=trainer))
     admission = Admission(rules, book.append)
     hands = cast(Any, Hands(admission))
     nothing = SimpleNamespace(append=hands.lines.append, step=lambda _: None, note=lambda _: None)

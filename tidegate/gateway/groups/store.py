@@ -161,8 +161,18 @@ class GroupStore:
                 self._end_lease(entry)
         await self._notify()
 
-    async def ack(self, epoch: int, lease_id: str, outcome: str) -> list[GatewaySession]:
-        """End a lease and its group; returns the group's sessions, empty if already acknowledged."""
+    async def wait_for_end(self, group_id: str, known: Callable[[], bool]) -> None:
+        """Wait until a group has ended, or is not `known` any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: group_id in self._ended_groups or not known())
+
+    async def ack(
+        self, epoch: int, lease_id: str, outcome: str, why: str | None = None
+    ) -> list[GatewaySession]:
+        """End a lease and its group; returns the group's sessions, empty if already acknowledged.
+
+        The group's end reason is `outcome`, or `outcome: why`.
+        """
         await self.begin_epoch(epoch)
         async with self._changing:
             self._check(epoch)
@@ -174,15 +184,18 @@ class GroupStore:
                 if reason is None:
                     raise GatewayError(f"there is no lease {lease_id}", status=404)
                 return []
-            members = await self._end(entry.group.id, outcome)
+            members = await self._end(entry.group.id, outcome if why is None else f"{outcome}: {why}")
             self.acked[outcome] = self.acked.get(outcome, 0) + 1
-            return members
+        await self._notify()
+        return members
 
     async def drop(self, group_id: str, epoch: int | None = None) -> list[GatewaySession]:
         """End a group for the trainer of that epoch, leased or not; returns its sessions."""
         async with self._changing:
             self._check(epoch)
-            return await self._end(group_id, "dropped")
+            members = await self._end(group_id, "dropped")
+        await self._notify()
+        return members
 
     async def _end(self, group_id: str, why: str) -> list[GatewaySession]:
         entry = self._entries.get(group_id)

@@ -19,7 +19,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, openapi, schemas
+from tidegate.gateway.http import attempts, clients, openapi, schemas
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import error_response, unless_disconnected
@@ -51,7 +51,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    routes.append(attempts.finish_route(gateway))
+    routes += [attempts.finish_route(gateway), *clients.routes(gateway)]
     data = Router(routes, default=AuthMiddleware(gateway, control))
     workers = Router(attempts.routes(gateway), default=data)
 
@@ -217,7 +217,7 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/groups/ack")
     async def ack(body: schemas.Ack) -> dict[str, str]:
-        await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome)
+        await gateway.ack(body.trainer_epoch, body.lease_id, body.outcome, body.why)
         return {}
 
     @app.post("/groups/wait")

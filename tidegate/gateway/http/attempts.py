@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-
 import orjson
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
-from tidegate.gateway.http.response import error_response, respond, unless_disconnected
+from tidegate.gateway.http.json_endpoint import JsonEndpoint
+from tidegate.gateway.http.response import respond, unless_disconnected
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.gateway.turns.request_body import read_body
 from tidegate.service.api_key import ApiKey
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
 """Seconds for which the response to `finish` waits for the reward."""
-Handler = Callable[[Gateway, Scope, Receive, Send], Awaitable[None]]
 
 
 def routes(gateway: Gateway) -> list[Route]:
     """Returns the routes that a worker key opens."""
     return [
-        Route("/attempts/next", WorkerEndpoint(gateway, _next), methods=["POST"]),
-        Route("/attempts/{attempt}/heartbeat", WorkerEndpoint(gateway, _heartbeat), methods=["POST"]),
-        Route("/attempts/leave", WorkerEndpoint(gateway, _leave), methods=["POST"]),
+        Route("/attempts/next", JsonEndpoint(gateway, _next), methods=["POST"]),
+        Route("/attempts/{attempt}/heartbeat", JsonEndpoint(gateway, _heartbeat), methods=["POST"]),
+        Route("/attempts/leave", JsonEndpoint(gateway, _leave), methods=["POST"]),
     ]
 
 
 def finish_route(gateway: Gateway) -> Route:
-    """Returns the route by which an attempt is finished, with its own key."""
-    return Route("/s/{session_id}/finish", WorkerEndpoint(gateway, _finish), methods=["POST"])
-
-
-class WorkerEndpoint:
-    """A handler whose errors become responses."""
-
-    def __init__(self, gateway: Gateway, handler: Handler) -> None:
-        self._gateway = gateway
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._handler(self._gateway, scope, receive, send)
-        except ClientGone:
-            return
-        except asyncio.CancelledError:  # the server stops, and does not wait for polls
-            await error_response("the gateway stops", 503)(scope, receive, send)
-        except (GatewayError, ApiError) as refusal:
-            await error_response(str(refusal), refusal.status or 400)(scope, receive, send)
+    """Returns the route by which an attempt or a client's episode is finished, with its own key."""
+    return Route("/s/{session_id}/finish", JsonEndpoint(gateway, _finish), methods=["POST"])
 
 
 async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,12 +65,15 @@ async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     session = authenticate(gateway, scope, dict(scope["headers"]))
     report = schemas.read(schemas.WorkerFinish, await read_body(receive))
-    if session.offer_heartbeat_s is None:
+    if session.offer_heartbeat_s is None and session.client is None:
         raise GatewayError("this session is finished by the process that opened it", status=403)
     if session.ending is not None and session.ending.imposed:
-        raise GatewayError(f"the attempt has ended: {session.ending.error}", status=410)
+        raise GatewayError(f"the episode has ended: {session.ending.error}", status=410)
     trajectory = await gateway.finish(session.id, report.report(), wait_s=ACCEPT_S)
-    await respond(send, 202 if trajectory is None else 200, orjson.dumps({"state": session.state}))
+    row: dict[str, object] = {"state": session.state}
+    if trajectory is not None:
+        row |= {"outcome": trajectory.outcome.value, "error": trajectory.error}
+    await respond(send, 202 if trajectory is None else 200, orjson.dumps(row))
 
 
 def _check_worker_key(gateway: Gateway, scope: Scope) -> None:

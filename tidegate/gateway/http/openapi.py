@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -11,7 +12,7 @@ from tidegate.gateway.http import schemas
 from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
-ADMIN, SESSION, WORKER = "admin key", "session key", "worker key"
+ADMIN, SESSION, WORKER, PROJECT = "admin key", "session key", "worker key", "project key"
 FINISHING: dict[int | str, dict[str, Any]] = {
     202: {"description": "The reward is not ready: send the request again"}
 }
@@ -33,7 +34,7 @@ def describe(app: FastAPI) -> Schema:
     for unused in ("HTTPValidationError", "ValidationError"):
         del document["components"]["schemas"][unused]
     document["components"]["securitySchemes"] = {
-        name: {"type": "http", "scheme": "bearer"} for name in (ADMIN, SESSION, WORKER)
+        name: {"type": "http", "scheme": "bearer"} for name in (ADMIN, SESSION, WORKER, PROJECT)
     }
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -43,7 +44,7 @@ def describe(app: FastAPI) -> Schema:
             if path in ("/health", "/ready"):
                 operation["security"] = []
                 operation["responses"]["503"] = operation["responses"]["200"]
-    document["paths"] |= {path: {"post": operation} for path, operation in _workers().items()}
+    document["paths"] |= _json_routes()
     for path, reply, error, body in _data_plane():
         method = "get" if body is None else "post"
         document["paths"][f"/v1{path}"] = {method: _operation(path, reply, error, body)}
@@ -63,26 +64,32 @@ def _operation(path: str, reply: Schema, error: Schema, body: Schema | None) -> 
     return operation
 
 
-def _workers() -> dict[str, Schema]:
-    """Describes the calls of workers (docs/remote.md)."""
-    routes: dict[str, tuple[str, str, type[schemas.Body]]] = {
-        "/attempts/next": ("", WORKER, schemas.NextAttempts),
-        "/attempts/{attempt}/heartbeat": ("attempt", WORKER, schemas.WorkerName),
-        "/attempts/leave": ("", WORKER, schemas.WorkerName),
-        "/s/{session_id}/finish": ("session_id", SESSION, schemas.WorkerFinish),
-    }
-    return {
-        path: {
+def _json_routes() -> dict[str, dict[str, Schema]]:
+    """Describes the calls of workers (docs/remote.md) and of clients with a project key (docs/agents.md)."""
+    group = "/v1/groups/{group}"
+    calls: list[tuple[str, str, str, type[schemas.Body] | None]] = [
+        ("post", "/attempts/next", WORKER, schemas.NextAttempts),
+        ("post", "/attempts/{attempt}/heartbeat", WORKER, schemas.WorkerName),
+        ("post", "/attempts/leave", WORKER, schemas.WorkerName),
+        ("post", "/s/{session_id}/finish", SESSION, schemas.WorkerFinish),
+        ("post", f"{group}/episodes", PROJECT, schemas.ClientEpisodeRequest),
+        ("post", f"{group}/seal", PROJECT, schemas.SealClientGroup),
+        ("get", group, PROJECT, None),
+        ("delete", group, PROJECT, None),
+    ]
+    paths: dict[str, dict[str, Schema]] = {}
+    for method, path, key, body in calls:
+        names = re.findall(r"{(\w+)}", path)
+        operation: Schema = {
             "security": [{key: []}],
-            "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT}] if name else [],
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": body.model_json_schema()}},
-            },
+            "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names],
             "responses": {"2XX": _response(_object({})), **_refusals(_CONTROL)},
         }
-        for path, (name, key, body) in routes.items()
-    }
+        if body is not None:
+            content = {"application/json": {"schema": body.model_json_schema()}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(path, {})[method] = operation
+    return paths
 
 
 def _data_plane() -> list[tuple[str, Schema, Schema, Schema | None]]:

@@ -77,6 +77,17 @@ class WorkerFinish(AgentReport):
         return outcome
 
 
+class ClientEpisodeRequest(Body):
+    task_id: Annotated[str, Field(min_length=1, max_length=200)]
+    metadata: dict[str, Any] = {}
+    key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
+    """Secret part of the episode's key. A repeated request with the same key opens no other episode."""
+
+
+class SealClientGroup(Body):
+    sessions: Annotated[list[str], Field(min_length=1)]
+
+
 class Seal(Body):
     task_id: str
     sessions: list[str]
@@ -108,6 +119,8 @@ class Ack(Body):
     trainer_epoch: Epoch
     lease_id: str
     outcome: str
+    why: str | None = None
+    """Further details for the group's client."""
 
 
 def engine_address(text: str) -> str:

@@ -84,6 +84,8 @@ class GatewaySession(SessionRequest):
     """Number of the session in the journal."""
     worker: str | None = None
     """Name of the worker that took it; None if none did."""
+    client: str | None = None
+    """Name of the project key that opened it; None if none did."""
     worker_seen: float = 0.0
     """Time of the worker's last heartbeat."""
     former_keys: list[bytes] = field(default_factory=list)
@@ -234,6 +236,7 @@ def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
         seconds=ending.at - session.opened,
         messages=session.tree.history(newest.turn.index) if newest is not None else [],
         metadata=session.metadata,
+        client=session.client,
     )
 
 

@@ -5,6 +5,8 @@ and ending is passed to `record`. The training loop, the simulator and the tests
 
     start_group → start_attempt → end_attempt … → lease → select_batch → step → publish
 
+A group that a client formed enters by `accept`, as a leased one, or is refused.
+
 **Start gate.** A group may start iff outstanding groups < (max_staleness + 1) · groups_per_batch ·
 publish_interval. Outstanding groups are running, ready, leased, or trained on since the last publish: a
 trained group makes room only when the resulting version is live. With staleness 0 the run is therefore
@@ -33,7 +35,7 @@ from tidegate.trainer.admission.state import (
     TaskTicket,
 )
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
-from tidegate.types import Outcome
+from tidegate.types import Group, Outcome
 
 
 class Admission:
@@ -235,7 +237,8 @@ class Admission:
         """End a group as `cancelled`, as the run stops; a resumed run issues its task again."""
         ticket = self.groups[group_id].ticket
         self._end_group(self.groups[group_id], State.CANCELLED)
-        self._recycled.append(TaskTicket(ticket.index, None, ticket.stale_retries))
+        if ticket is not None:
+            self._recycled.append(TaskTicket(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
@@ -253,6 +256,37 @@ class Admission:
         group.phase = Phase.LEASED
         group.oldest, group.newest = oldest, newest
         self._ready_order.append(group_id)
+
+    def accept(self, group: Group) -> str | None:
+        """Take in a group that a client formed, as leased. Returns the reason if it is refused.
+
+        A refused group is in no ledger entry. An accepted one is not issued again, however it ends.
+        """
+        rules, number = self.rules, len(group.trajectories)
+        if not rules.min_group_size <= number <= rules.group_size:
+            sizes = dict.fromkeys((rules.min_group_size, rules.group_size))
+            return f"it has {number} episodes, and the run takes {' to '.join(map(str, sizes))}"
+        oldest, newest = group.oldest_version(), group.newest_version()
+        if not self.admissible(oldest, newest):
+            return (
+                f"stale: its oldest token is of version {oldest}, the trainer is at version {self.version}, "
+                f"and the staleness bound is {rules.max_staleness}"
+            )
+        about = {"version": self.version, "client": group.client, "episodes": number}
+        self._record(entry("group", "issued", id=group.id, task=group.task_id, **about))
+        self.group_counts[State.LIVE] += 1
+        state = GroupState(group.id, group.task_id, None, [], Phase.READY)
+        self.groups[group.id] = state
+        for trajectory in group.trajectories:
+            slot = trajectory.slot or 0
+            attempt = f"{group.id}.{slot}.1"
+            state.slots += [Slot() for _ in range(slot + 1 - len(state.slots))]
+            state.slots[slot] = Slot(issued=1, done=attempt, outcome=trajectory.outcome)
+            self._attempts[attempt] = (group.id, slot)
+            self.attempt_counts[State.LIVE] += 1
+            self._record(entry("attempt", "issued", id=attempt, group=group.id, slot=slot, number=1))
+        self.lease(group.id, oldest, newest)
+        return None
 
     def filter_group(self, group_id: str) -> None:
         """End a group that yields no gradient (equal rewards, or a loss that is not finite)."""
@@ -350,7 +384,7 @@ class Admission:
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )
         ticket = group.ticket
-        if ticket.stale_retries < self.rules.max_stale_retries:
+        if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:
             self._recycled.append(TaskTicket(ticket.index, group.id, ticket.stale_retries + 1))
 
     def reserve_version(self, step: int) -> int:
@@ -383,7 +417,7 @@ class Admission:
         """Return the cursor and the task slots that are outstanding or recycled."""
         groups = self.groups.values()
         outstanding = [group.ticket for group in groups if group.phase is not Phase.UNPUBLISHED]
-        return AdmissionProgress(self._cursor, [*self._recycled, *outstanding])
+        return AdmissionProgress(self._cursor, [*self._recycled, *filter(None, outstanding)])
 
     def restore(self, progress: AdmissionProgress) -> None:
         """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch."""
@@ -403,9 +437,12 @@ class Admission:
         for number, slot in enumerate(group.slots):
             if slot.done is not None:
                 self._attempts[slot.done] = (group.id, number)
+        if group.ticket is None:
+            return
         while self._cursor <= group.ticket.index:
             self._recycled.append(self._new_ticket())
-        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != group.ticket.index)
+        index = group.ticket.index
+        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)
 
     # ------------------------------------------------------------------ ledger entries
 

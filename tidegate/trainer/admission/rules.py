@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tidegate.config import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -26,6 +28,23 @@ class Rules:
     """Limit of concurrent episodes; a larger group runs alone."""
     steps: int | None = None
     """Optimiser steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Rules:
+        """Return the rules that a run's settings give."""
+        trainer = settings.trainer
+        return cls(
+            groups_per_batch=trainer.groups_per_batch,
+            group_size=trainer.group_size,
+            min_group_size=trainer.smallest_group,
+            max_staleness=trainer.staleness_bound,
+            publish_interval=trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1,
+            publishes=trainer.publish_interval != "never",
+            max_attempts=trainer.max_attempts,
+            max_stale_retries=trainer.max_stale_retries,
+            max_running=settings.agent.max_concurrency,
+            steps=None if trainer.may_filter else trainer.steps,
+        )
 
     def audited(self) -> dict[str, int | None]:
         """Return the rules that an audit checks the ledger against."""

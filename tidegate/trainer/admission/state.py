@@ -55,7 +55,8 @@ class GroupState:
 
     id: str
     task: str
-    ticket: TaskTicket
+    ticket: TaskTicket | None
+    """None: a client formed the group."""
     slots: list[Slot]
     phase: Phase = Phase.RUNNING
     oldest: int | None = None

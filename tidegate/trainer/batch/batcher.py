@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.state import BatchSelection
+from tidegate.trainer.admission.state import BatchSelection, GroupState
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
 from tidegate.trainer.ledger.entries import State
@@ -22,6 +22,8 @@ from tidegate.types import Group
 LEASE_WAIT_S = 5.0
 UNKNOWN = "unknown"
 """State in the acknowledgement of a group that the ledger does not know or that has ended."""
+REFUSED = "refused"
+"""State in the acknowledgement of a client's group that admission refused."""
 
 
 @dataclass(slots=True)
@@ -94,9 +96,15 @@ class Batcher:
     """Called when admission has room for another group."""
     should_train: Callable[[Group], bool]
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    answer: Callable[[int], Any] = lambda _: None
-    """Index of a training task → its gold answer, as in trajectory files."""
+    answer: Callable[[GroupState], Any] = lambda _: None
+    """Group → the gold answer of its task, as in trajectory files."""
     last_progress: float = field(default_factory=time.monotonic)
+    accepted_episodes: int = 0
+    """Episodes of clients' groups that admission accepted."""
+    accepted_tokens: int = 0
+    """Tokens sampled in these episodes."""
+    waiting: bool = False
+    """Whether the gateway is asked for groups."""
     _groups: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
 
@@ -119,9 +127,7 @@ class Batcher:
             selection = self.admission.select_batch(number)
             if selection is not None:
                 break
-            for group in await self.gateway.lease(
-                self.admission.epoch, self.admission.rules.groups_per_batch, LEASE_WAIT_S
-            ):
+            for group in await self._lease():
                 if filtered := await self._take(group):
                     dropped.append(filtered)
         now = time.monotonic()
@@ -129,21 +135,49 @@ class Batcher:
         ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
         return Batch(selection, groups, dropped, now - started, ready)
 
+    async def _lease(self) -> list[Group]:
+        self.waiting = True
+        try:
+            return await self.gateway.lease(
+                self.admission.epoch, self.admission.rules.groups_per_batch, LEASE_WAIT_S
+            )
+        finally:
+            self.waiting = False
+
     async def _take(self, group: Group) -> tuple[Group, State] | None:
-        """Add a leased group or filter it. A group unknown to admission is only acknowledged."""
+        """Add a leased group or filter it. A client's group is accepted first, or refused.
+
+        Another group that admission does not know is only acknowledged.
+        """
         self.last_progress = time.monotonic()
-        if group.id not in self.admission.groups:  # never issued, or ended during the lease call
-            await self.gateway.ack(self.admission.epoch, group.lease_id, UNKNOWN)
+        if not await self._admit(group):
             return None
-        answer = self.answer(self.admission.groups[group.id].ticket.index)
-        for trajectory in group.trajectories:
-            trajectory.answer = answer
         self.add(group)
-        self.admission.lease(group.id, group.oldest_version(), group.newest_version())
         if not self.should_train(group):
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
         return None
+
+    async def _admit(self, group: Group) -> bool:
+        """Mark a group as leased in admission. Returns False if it is not to be trained on."""
+        admission = self.admission
+        known = admission.groups.get(group.id)
+        if known is None and group.client is not None:
+            refusal = admission.accept(group)
+            if refusal is not None:
+                await self.gateway.ack(admission.epoch, group.lease_id, REFUSED, refusal)
+                return False
+            self.accepted_episodes += len(group.trajectories)
+            self.accepted_tokens += sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
+            return True
+        if known is None:  # never issued, or ended during the lease call
+            await self.gateway.ack(admission.epoch, group.lease_id, UNKNOWN)
+            return False
+        answer = self.answer(known)
+        for trajectory in group.trajectories:
+            trajectory.answer = answer
+        admission.lease(group.id, group.oldest_version(), group.newest_version())
+        return True
 
     async def _drop(self, group_id: str, state: State) -> tuple[Group, State]:
         self.on_freed()
@@ -156,7 +190,8 @@ class Batcher:
 
     async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
         if group.lease_id:
-            await self.gateway.ack(self.admission.epoch, group.lease_id, state)
+            why = None if step is None else f"step {step}"
+            await self.gateway.ack(self.admission.epoch, group.lease_id, state, why)
 
     async def stepped(self, batch: Batch, step: int) -> None:
         """Record the step in the ledger, then acknowledge the groups to the gateway."""

@@ -31,7 +31,8 @@ Kind = Literal["group", "attempt", "run"]
 class LedgerEntry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
-    * group issued: `task`, `index` (in the training split), `version`, `replaces`
+    * group issued: `task`, `version`, and `index` (in the training split) and `replaces`; instead of these
+      two, if a client formed the group, `client`, the name of its key, and `episodes`, their number
     * group ended: `state`; if `stepped` also `step`, `version`, `oldest`, `staleness`, and `untrained` if the
       batch had groups in no step that was taken; if `stale` also `version` (against which it was too stale),
       `oldest`, `newest`, `staleness`
@@ -57,6 +58,8 @@ class LedgerEntry(TypedDict, total=False):
     version: int
     untrained: int
     replaces: str | None
+    client: str | None
+    episodes: int
     step: int
     oldest: int | None
     newest: int | None

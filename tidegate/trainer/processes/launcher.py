@@ -71,9 +71,11 @@ async def start_processes(
         client = GatewayClient(url, keys["admin_key"])
         supervisor.watch(_supervise_gateway(gateway_server, client, note), "gateway")
         stack.push_async_callback(client.close)
+        address = settings.gateway.public_url or url
+        if settings.agent.source == "client":
+            note(f"clients: tidegate.client.Client({address!r}, key), with a key of {settings.gateway.keys}")
         if settings.agent.source == "remote":
             key_file = shlex.quote(str(run_dir / KEY_FILE))
-            address = settings.gateway.public_url or url
             note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
         return client
 

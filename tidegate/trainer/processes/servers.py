@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tidegate.config import EngineSettings, Settings
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand, VLLMCommand
+from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
@@ -28,8 +30,8 @@ def engine_names(settings: Settings) -> list[str]:
 
 
 def agent_names(settings: Settings) -> list[str]:
-    """Return `agent`, or `agent-1`, `agent-2` … of several; none if remote workers run them."""
-    if settings.agent.source == "remote":
+    """Return `agent`, or `agent-1`, `agent-2` … of several; none if the run starts no agents."""
+    if settings.agent.source != "local":
         return []
     return _numbered("agent", settings.agent.workers)
 
@@ -141,8 +143,17 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
     Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
     """
     gateway = {**settings.gateway.model_dump(), "host": host}
-    env = settings.env.model_dump()
-    command = GatewayCommand.model_validate({"model": settings.model, "env": env, "gateway": gateway})
+    sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
+    if settings.agent.source == "client":
+        gateway["keys"] = settings.gateway.keys and settings.gateway.keys.absolute()
+        sections["clients"] = {
+            "max_groups": Rules.of(settings).capacity,
+            "deadline_s": settings.agent.deadline_s,
+            **settings.sampling.model_dump(),
+        }
+    else:
+        sections["env"] = settings.env.model_dump()
+    command = GatewayCommand.model_validate(sections)
     return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
 
 

@@ -116,8 +116,14 @@ class Rollout:
                 "index, see tidegate/envs/base.py"
             ) from error
 
-    def answer(self, index: int) -> Any:
-        """Return the gold answer of a group's task, as in trajectory files. Call it once for each group."""
+    def answer(self, group: GroupState) -> Any:
+        """Return the gold answer of a group's task, as in trajectory files; None if a client formed it.
+
+        Call it once for each group.
+        """
+        if group.ticket is None:
+            return None
+        index = group.ticket.index
         if index in self._answers:
             return self._answers.pop(index)
         return bounded_answer(self._task(index).answer)  # the group was started before a resume
@@ -135,7 +141,7 @@ class Rollout:
             for settled in asyncio.as_completed(slots):
                 verdict = await settled
                 if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
-                    await self._drop(group.id, State.FAILED, group.ticket.index)
+                    await self._drop(group.id, State.FAILED, group)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.successful_attempts()]
             await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
@@ -209,10 +215,10 @@ class Rollout:
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
 
-    async def _drop(self, group_id: str, state: State, index: int | None = None) -> None:
+    async def _drop(self, group_id: str, state: State, group: GroupState | None = None) -> None:
         """Drop a group that ended in `state` from the gateway, which aborts its generations.
 
-        Its episodes are saved if the `index` of its task is given.
+        Its episodes are saved if `group` is given.
         """
         try:
             dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
@@ -222,8 +228,8 @@ class Rollout:
             return
         sampled = sum(trajectory.sampled_tokens() for trajectory in dropped)
         self.tokens.record_wasted(sampled, state, len(dropped))
-        if index is not None:
-            answer = self.answer(index)
+        if group is not None:
+            answer = self.answer(group)
             for trajectory in dropped:
                 trajectory.answer = answer
                 self.save(trajectory, state)
@@ -236,13 +242,13 @@ class Rollout:
 
     async def end_stale(self, version: int, oldest: Mapping[str, int | None]) -> None:
         """End groups that `version` makes stale, given their oldest sampled version, and drop them."""
-        indices = {group_id: self.admission.groups[group_id].ticket.index for group_id in oldest}
+        groups = {group_id: self.admission.groups[group_id] for group_id in oldest}
         for group_id, sampled in oldest.items():
             running = self._running.get(group_id)
             self.admission.end_stale(group_id, version, sampled)
             if running is not None:
                 running.cancel()
-        await asyncio.gather(*(self._drop(name, State.STALE, index) for name, index in indices.items()))
+        await asyncio.gather(*(self._drop(name, State.STALE, group) for name, group in groups.items()))
         self.wake()
 
     async def stop(self) -> None:

@@ -15,7 +15,7 @@ from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
-from tidegate.trainer.start import Start, admission_rules
+from tidegate.trainer.start import Start
 from tidegate.types import Outcome
 
 
@@ -313,7 +313,7 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
     settings = load_settings(
         None, ["--model.path=x", f"--trainer.dynamic_sampling={str(dynamic_sampling).lower()}"]
     )
-    assert admission_rules(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
+    assert Rules.of(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
 
 
 def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:

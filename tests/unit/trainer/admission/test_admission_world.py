@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.admission_driver import World
+from tests.admission_driver import Killed, World
 from tidegate.trainer.admission.rules import Rules
 
 WORLDS = st.builds(
@@ -28,12 +29,12 @@ WORLDS = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(
     WORLDS, st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.9), st.sampled_from([0.0, 0.005, 0.05]),
-    st.sampled_from([0.0, 0.01]),
+    st.sampled_from([0.0, 0.01]), st.sampled_from([0.0, 0.1]),
 )  # fmt: skip
 def test_any_world(
-    rules: Rules, seed: int, failure: float, reject: float, crash: float, outage: float
+    rules: Rules, seed: int, failure: float, reject: float, crash: float, outage: float, client: float
 ) -> None:
-    World(rules, random.Random(seed), failure, reject, crash, outage).run(400)
+    World(rules, random.Random(seed), failure, reject, crash, outage, client).run(400)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -50,11 +51,32 @@ def test_a_run_with_outages_continues_and_quarantines_no_task(seed: int) -> None
 @pytest.mark.parametrize("seed", range(4))
 def test_long_world_learns_something(seed: int) -> None:
     rules = Rules(4, 4, 3, 2, publish_interval=1 + seed % 2)
-    world = World(rules, random.Random(seed), crash_rate=0.001)
+    world = World(rules, random.Random(seed), crash_rate=0.001, client_rate=0.02)
     world.run(8_000)
     assert world.step > 20
     assert world.crashes > 0
     assert "stale" in world.states.values()
+    assert {world.states.get(name) for name in world.offered} >= {"stepped"}
+
+
+@pytest.mark.parametrize("entries", range(1, 5))
+def test_a_client_group_whose_acceptance_a_crash_interrupts_is_trained_on_whole_or_not(entries: int) -> None:
+    trained = 0
+    for seed in range(8):
+        world = World(Rules(1, 3, 3, 2), random.Random(seed), reject_rate=0.0)
+        world.fuse = entries
+        with contextlib.suppress(Killed):
+            while True:
+                world.offer()
+        world.crash()
+        for group in world.ready:
+            world.lease(group)
+        world.train()
+        world.check()
+        trained += world.step
+    assert (trained > 0) == (entries == 4), (
+        "the gateway has the group: it continues if its entries are complete"
+    )
 
 
 @pytest.mark.slow
@@ -64,4 +86,6 @@ def test_two_hundred_thousand_events() -> None:
         rules = Rules(
             rng.randint(1, 6), rng.randint(2, 6), 2, rng.choice([0, 1, 2, 4, None]), rng.randint(1, 4)
         )
-        World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002]), 0.001).run(10_000)
+        World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002]), 0.001, 0.02).run(
+            10_000
+        )

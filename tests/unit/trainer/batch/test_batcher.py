@@ -78,7 +78,7 @@ async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
 
 async def test_every_leased_group_has_the_answer_of_its_task() -> None:
     batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
-    batches.answer = "answer {}".format
+    batches.answer = lambda group: f"answer {group.ticket.index}" if group.ticket is not None else None
     batch = await batches.next_batch()
     groups = [*(group for group, _ in batch.dropped), *batch.groups]
     assert [[one.answer for one in group.trajectories] for group in groups] == [

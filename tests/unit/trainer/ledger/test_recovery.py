@@ -23,7 +23,7 @@ from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun, restore_admission, take_over
-from tidegate.trainer.start import Start, admission_rules
+from tidegate.trainer.start import Start
 from tidegate.types import Group, Trajectory, to_wire
 
 RULES = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=3)
@@ -302,7 +302,7 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
     start = Start.of(settings(tmp_path), resume=True)
     assert (start.step, start.version, start.checkpoint) == (0, 4, None)
     with Ledger(run_dir / "ledger.jsonl") as ledger:
-        admission = restore_admission(start, ledger.record, admission_rules(settings(tmp_path)), {}).admission
+        admission = restore_admission(start, ledger.record, Rules.of(settings(tmp_path)), {}).admission
         assert (admission.epoch, admission.version, admission.abandoned) == (2, 4, {3})
         assert admission.reserve_version(1) == 5
     *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")

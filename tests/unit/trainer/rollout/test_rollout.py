@@ -184,7 +184,8 @@ async def test_groups_fill_the_gate_and_are_sealed_with_their_sessions(make: Cal
     assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.1", "s-g1-000001.1.1"]
     assert len(stage.script.opened) == 4, "the gate admits two groups of two, and no more"
     assert stage.rollout.sampled_tokens == 12
-    assert [stage.rollout.answer(index) for index in (0, 1)] == ["answer 0", "answer 1"]
+    groups = stage.core.groups.values()
+    assert [stage.rollout.answer(group) for group in groups] == ["answer 0", "answer 1"]
     assert stage.rollout.tasks.asked == [0, 1], "each task is made once, and its answer kept for the lease"
     assert stage.rollout.sessions == {}
 

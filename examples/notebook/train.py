@@ -1,0 +1,37 @@
+import asyncio
+import re
+import sys
+
+from tidegate.client import Client
+from tidegate.envs.arithmetic import Arithmetic, exact_answer
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+TERM = r"(?:[1-9]\d*|\([1-9]\d* [-+*/] [1-9]\d*\))"
+
+
+def calculator(call):
+    expression = re.search(f'"({TERM}(?: [-+*/] {TERM})*)"', call.function.arguments)
+    result = f"{eval(expression[1]):g}" if expression else "error"
+    return {"role": "tool", "tool_call_id": call.id, "content": result}
+
+
+async def attempt(group, task):
+    async with group.episode() as episode:
+        messages, create = list(task.messages), episode.openai().chat.completions.create
+        while messages[-1]["role"] != "assistant" and len(messages) < 12:
+            message = (await create(model="policy", messages=messages, tools=TOOLS)).choices[0].message
+            messages += [message.model_dump(exclude_none=True), *map(calculator, message.tool_calls or [])]
+        episode.reward = exact_answer(message.content, task.answer)
+
+
+async def train(client, task):
+    async with client.group(task.id) as group:
+        await asyncio.gather(*(attempt(group, task) for _ in range(8)))
+
+
+async def main(url, key, number):
+    async with Client(url, key) as client:
+        await asyncio.gather(*(train(client, Arithmetic().train_task(n)) for n in range(int(number))))
+
+
+asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Groups that clients form: their episodes, their sealing, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
+from tidegate.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGroupState:
+    """State of a group: `open`, `ready` or `leased`; once it has ended, the state in which it did."""
+
+    state: str
+    ended: bool
+    why: str | None = None
+
+
+class ClientGroups:
+    """The groups of one gateway's clients. A group's id is the client's name, a dot and the group's name.
+
+    A client's groups that have not ended count against `GatewayOptions.max_client_groups`, all clients'
+    together: the gate that the trainer's own groups have in admission.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def open_episode(
+        self, client: str, name: str, task_id: str, metadata: dict[str, Any], secret: str | None
+    ) -> tuple[GatewaySession, str]:
+        """Opens an episode of a group, which begins with its first one; returns it with its key.
+
+        A repeated request with the same `secret` returns the same episode. Raises GatewayError (429) if too
+        many groups have not ended.
+        """
+        options, group_id = self._gateway.options, f"{client}.{name}"
+        members = self._gateway.sessions.of_group(group_id)
+        if not members and (number := self._unended()) >= options.max_client_groups:
+            raise GatewayError(
+                f"group {name!r} cannot begin: {number} groups of clients have not ended, which is the "
+                "capacity that the staleness bound leaves; try again when one has",
+                status=429,
+            )
+        request = SessionRequest(
+            task=Task(task_id, "", []),
+            sampling=options.client_sampling,
+            deadline_s=options.client_deadline_s,
+            group_id=group_id,
+            slot=1 + max((member.slot or 0 for member in members), default=-1),
+            metadata=metadata,
+            key=secret,
+        )
+        return await self._gateway.open_session(request, client)
+
+    def _unended(self) -> int:
+        groups = self._gateway.sessions.groups().values()
+        return sum(members[0].client is not None for members in groups)
+
+    async def seal(self, client: str, name: str, session_ids: Sequence[str]) -> None:
+        """Offers a group to the trainer, with those of its episodes that are named. Idempotent."""
+        group_id = f"{client}.{name}"
+        members = self._gateway.sessions.of_group(group_id)
+        task_id = members[0].task.id if members and members[0].task is not None else ""
+        await self._gateway.seal(group_id, task_id, list(session_ids))
+
+    async def state(self, client: str, name: str, wait_s: float) -> ClientGroupState:
+        """Returns the state of a group, after at most `wait_s` seconds or when it has ended.
+
+        Raises GatewayError (404) for an unknown group.
+        """
+        group_id, groups = f"{client}.{name}", self._gateway.groups
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await groups.wait_for_end(group_id, lambda: self._known(group_id))
+        if (end := groups.end_reason(group_id)) is not None:
+            state, _, why = end.partition(": ")
+            return ClientGroupState(state, True, why or None)
+        if (sealed := groups.get(group_id)) is not None:
+            return ClientGroupState(sealed.state, False)
+        if not self._known(group_id):
+            raise GatewayError(f"there is no group {name!r}, or its episodes have expired", status=404)
+        return ClientGroupState("open", False)
+
+    def _known(self, group_id: str) -> bool:
+        return bool(self._gateway.sessions.of_group(group_id))
+
+    async def drop(self, client: str, name: str) -> None:
+        """Ends a group that was not sealed, and its episodes. Idempotent."""
+        group_id = f"{client}.{name}"
+        if self._gateway.groups.get(group_id) is not None:
+            raise GatewayError(f"group {name!r} is sealed: the trainer has it", status=409)
+        await self._gateway.drop(group_id)

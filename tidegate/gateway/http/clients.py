@@ -1,0 +1,109 @@
+"""Serves the calls of clients with a project key, which form groups of episodes (docs/clients.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.client_groups import ClientGroups
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http import schemas
+from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
+from tidegate.gateway.http.response import respond
+from tidegate.gateway.turns.request_body import read_body
+from tidegate.types import MODEL_NAME
+
+LONGEST_WAIT_S = 60.0
+_GROUP = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    """Returns the routes that a project key opens."""
+    calls = ClientRoutes(ClientGroups(gateway))
+    return [
+        Route("/v1/groups/{group}/episodes", JsonEndpoint(gateway, calls.open_episode), methods=["POST"]),
+        Route("/v1/groups/{group}/seal", JsonEndpoint(gateway, calls.seal), methods=["POST"]),
+        Route("/v1/groups/{group}", JsonEndpoint(gateway, calls.show), methods=["GET"]),
+        Route("/v1/groups/{group}", JsonEndpoint(gateway, calls.drop), methods=["DELETE"]),
+    ]
+
+
+class ClientRoutes:
+    """Handlers of the routes."""
+
+    def __init__(self, groups: ClientGroups) -> None:
+        self._groups = groups
+
+    async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        client, group = _authenticate(gateway, scope)
+        body = schemas.read(schemas.ClientEpisodeRequest, await read_body(receive))
+        session, key = await self._groups.open_episode(
+            client, group, schemas.storable(body.task_id), body.metadata, body.key
+        )
+        root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
+        row = {
+            "episode": session.id,
+            "base_url": f"{root}/s/{session.id}/v1",
+            "api_key": key,
+            "model": MODEL_NAME,
+            "deadline_s": session.deadline_s,
+        }
+        await respond(send, 200, orjson.dumps(row))
+
+    async def seal(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        client, group = _authenticate(gateway, scope)
+        body = schemas.read(schemas.SealClientGroup, await read_body(receive))
+        await self._groups.seal(client, group, body.sessions)
+        await respond(send, 200, b"{}")
+
+    async def show(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers when the group has ended, or after `wait_s`; stops waiting if the client disconnects."""
+        client, group = _authenticate(gateway, scope)
+        wait_s = _wait_s(Request(scope).query_params.get("wait_s", "0"))
+        await read_body(receive)
+        showing = asyncio.create_task(self._groups.state(client, group, wait_s))
+        gone = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((showing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if showing.done():
+                state = showing.result()
+                row: dict[str, Any] = {"group": group, "state": state.state, "ended": state.ended}
+                await respond(send, 200, orjson.dumps(row | {"why": state.why}))
+        finally:
+            for task in (showing, gone):
+                task.cancel()
+            await asyncio.gather(showing, gone, return_exceptions=True)
+
+    async def drop(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        client, group = _authenticate(gateway, scope)
+        await self._groups.drop(client, group)
+        await respond(send, 200, b"{}")
+
+
+def _authenticate(gateway: Gateway, scope: Scope) -> tuple[str, str]:
+    """Returns the name of the request's project key, and the group of its path. Raises GatewayError."""
+    client = gateway.keys.name_of(bearer_key(scope))
+    if client is None:
+        raise GatewayError("this route needs a project key of this gateway (tidegate keys)", status=401)
+    group = str(scope["path_params"]["group"])
+    if not _GROUP.fullmatch(group):
+        raise GatewayError(f"a group's name has 1 to 64 letters, digits, - or _; not {group!r}", status=400)
+    return client, group
+
+
+def _wait_s(text: str) -> float:
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= LONGEST_WAIT_S:
+        raise GatewayError(f"wait_s is {text!r}, not seconds from 0 to {LONGEST_WAIT_S:g}", status=400)
+    return wait_s
