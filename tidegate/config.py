@@ -154,9 +154,9 @@ class TrainerSettings(SettingsSection):
     baseline: Literal["group", "leave_one_out", "batch"] = "group"
     """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
     (RLOO), or of the batch (REINFORCE++)."""
-    dynamic_sampling: bool = True
-    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. Has no
-    effect with `baseline` = batch, to which such groups contribute."""
+    dynamic_sampling: bool | None = None
+    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
+    on, except with `baseline` = batch, to which such groups contribute."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
     none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
@@ -206,7 +206,7 @@ class TrainerSettings(SettingsSection):
     @property
     def filters_equal_rewards(self) -> bool:
         """Whether groups whose rewards are all equal are replaced."""
-        return self.dynamic_sampling and self.baseline != "batch"
+        return self.dynamic_sampling is not False and self.baseline != "batch"
 
     @property
     def may_filter(self) -> bool:
@@ -265,7 +265,7 @@ class TrainerSettings(SettingsSection):
             raise ValueError(
                 "advantage_scale = 'group' contradicts baseline = 'batch': set it to batch or none"
             )
-        if self.baseline == "batch" and "dynamic_sampling" in self.model_fields_set and self.dynamic_sampling:
+        if self.baseline == "batch" and self.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling has no effect with baseline = 'batch', which trains on groups with equal "
                 "rewards as well: remove one of the two"

@@ -44,6 +44,8 @@ class Outcome(StrEnum):
     """The agent did not return before its deadline."""
     CANCELLED = "cancelled"
     """The trainer no longer needs the episode, or a crash lost it."""
+    UNREWARDED = "unrewarded"
+    """A client's conversation for which no feedback came in time."""
 
     @property
     def trainable(self) -> bool:

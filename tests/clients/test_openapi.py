@@ -28,6 +28,15 @@ async def document(stage: Stage, where: Path) -> Path:
         served: Any = await response.json()
     for name in ("WaitReady", "Lease"):
         served["components"]["schemas"][name]["properties"]["wait_s"]["maximum"] = 0.05
+    waits = [
+        parameter
+        for path in ("/sessions/{session_id}/result", "/v1/groups/{group}")
+        for parameter in served["paths"][path]["get"]["parameters"]
+        if parameter["name"] == "wait_s"
+    ]
+    for parameter in waits:
+        parameter["schema"]["maximum"] = 0.05
+    assert len(waits) == 2
     await asyncio.to_thread(where.write_text, json.dumps(served))
     return where
 

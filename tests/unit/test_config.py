@@ -33,6 +33,17 @@ def test_defaults_overrides_and_round_trip(tmp_path: Path) -> None:
     assert load_settings(again) == settings
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["--trainer.baseline=batch", "--trainer.group_size=1"], ["--trainer.on_policy=true"], [*CLIENT[2:]]],
+)
+def test_the_settings_that_a_run_saves_can_be_read_again(tmp_path: Path, overrides: list[str]) -> None:
+    """Every default is written, and must not contradict what was set."""
+    file, settings = tmp_path / "config.toml", load_settings(None, [*MODEL, *overrides])
+    file.write_text(dump(settings))
+    assert load_settings(file) == settings
+
+
 def test_on_policy_is_what_makes_it_synchronous_and_contradicts_nothing() -> None:
     on_policy = [*MODEL, "--trainer.on_policy", "true"]
     settings = load_settings(None, on_policy)
@@ -275,7 +286,7 @@ def test_settings_that_differ_are_named_without_secrets(tmp_path: Path) -> None:
         "--trainer.min_group_size=3", "--agent.options.token=SECRET",
     ]  # fmt: skip
     assert differences(one, load_settings(file, changed)) == [
-        "agent.options.token", "gateway.admin_key", "trainer.dynamic_sampling True → False",
+        "agent.options.token", "gateway.admin_key", "trainer.dynamic_sampling",
         "trainer.max_staleness 2 → 1", "trainer.min_group_size",
     ]  # fmt: skip
     assert differences(one, one) == []

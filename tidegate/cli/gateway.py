@@ -122,6 +122,8 @@ def _options(
         max_client_groups=clients.max_groups,
         client_sampling=Sampling(clients.temperature, max_tokens=clients.max_tokens),
         client_deadline_s=clients.deadline_s,
+        conversation_idle_s=gateway.conversation_idle_s,
+        feedback_window_s=gateway.feedback_window_s,
         journal=journal,
         pool=PoolOptions(shards=shards),
         id_prefix=id_prefix(index) if shards > 1 else "",

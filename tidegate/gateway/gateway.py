@@ -75,7 +75,7 @@ class Gateway:
             retention_s=options.retention_s,
         )
         self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher)
-        self.pool = EnginePool(options.pool, self._fail)
+        self.pool = EnginePool(options.pool, self.fail)
         prompts = PromptBuilder(
             self.renderer,
             self.pool,
@@ -131,11 +131,12 @@ class Gateway:
     # -- sessions --------------------------------------------------------------------------------
 
     async def open_session(
-        self, request: SessionRequest, client: str | None = None
+        self, request: SessionRequest, client: str | None = None, conversation: str | None = None
     ) -> tuple[GatewaySession, str]:
         """Opens a session and returns it with its key, of which only a hash is stored. Raises GatewayError.
 
-        `client` is the name of the project key that opens it, if one does.
+        `client` is the name of the project key that opens it, if one does; `conversation` is the name of its
+        conversation, empty without one, if its calls are made with the project key.
 
         A session with a trainer's epoch ends as `cancelled` when a newer trainer takes over. An offered one
         is queued for workers; the worker that takes it gets a new key.
@@ -159,7 +160,7 @@ class Gateway:
         session = self.sessions.with_key(key)
         if session is None:
             session = self._new_session(request, key)
-            session.client = client
+            session.client, session.conversation = client, conversation
             self._write_opened(session)
             self.sessions.add(session)
         if session.opening is not None:
@@ -257,9 +258,10 @@ class Gateway:
 
     def _on_sweeper_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._fail(f"the session sweeper failed: {task.exception()!r}")
+            self.fail(f"the session sweeper failed: {task.exception()!r}")
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Records a failure of the gateway itself, which `/health` reports."""
         self._failed = reason
         log.error("%s", reason)
 

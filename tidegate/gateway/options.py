@@ -33,6 +33,10 @@ class GatewayOptions:
     """Sampling parameters of clients' episodes."""
     client_deadline_s: float = 3600.0
     """Deadline of a client's episode."""
+    conversation_idle_s: float = 30.0
+    """Time after the last call or feedback at which a conversation with feedback ends."""
+    feedback_window_s: float = 3600.0
+    """Time after the last call at which a conversation without feedback ends."""
     tool_parser: str = "auto"
     """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
     the chat template writes; `none`: tool calls stay text."""

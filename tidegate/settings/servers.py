@@ -113,7 +113,11 @@ class GatewaySettings(SettingsSection):
     them; grammar: constrained to the schema, and only tokens with more than one allowed value are trained
     on."""
     keys: Path | None = None
-    """File with the project keys of clients that form groups of episodes (`tidegate keys`)."""
+    """File with the project keys of clients (`tidegate keys`)."""
+    conversation_idle_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Time after the last call or feedback at which a client's conversation with feedback ends."""
+    feedback_window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """Time after the last call at which a client's conversation without feedback ends, `unrewarded`."""
     untrained_models: list[str] = []
     """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
 

@@ -214,7 +214,7 @@ async def test_each_key_opens_its_own_routes(stage: Stage, keys: Path, key: str)
         status, message = await call(http, stage, "GET", "g1", other)  # type: ignore[misc]
         assert (status, message) == (404, "there is no group 'g1', or its episodes have expired")
         headers = {"Authorization": f"Bearer {key}"}
-        async with http.get(f"{stage.url}/v1/models", headers=headers) as response:
+        async with http.get(f"{access['base_url']}/models", headers=headers) as response:
             assert response.status == 401, "a project key is no session's key"
         revoke_key(keys, "me")
         stage.gateway.keys.reload()

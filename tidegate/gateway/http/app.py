@@ -12,18 +12,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
 
 from tidegate import __version__
 from tidegate.errors import GatewayError
+from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import attempts, clients, openapi, schemas
-from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint
+from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import error_response, unless_disconnected
-from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import exposition
@@ -36,12 +35,13 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     The data plane bypasses FastAPI, whose overhead exceeds the work of a call.
     """
-    control = _control_plane(gateway)
+    conversations = Conversations(gateway)
+    control = _control_plane(gateway, conversations)
     endpoints: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/chat/completions", DialectEndpoint(gateway, chat)),
-        ("POST", "/completions", DialectEndpoint(gateway, completions)),
-        ("POST", "/responses", DialectEndpoint(gateway, responses)),
-        ("POST", "/messages", DialectEndpoint(gateway, messages)),
+        ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
+        ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
+        ("POST", "/responses", DialectEndpoint(gateway, responses, conversations)),
+        ("POST", "/messages", DialectEndpoint(gateway, messages, conversations)),
         ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
         ("GET", "/models", ModelsEndpoint(gateway)),
         ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
@@ -51,7 +51,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    routes += [attempts.finish_route(gateway), *clients.routes(gateway)]
+    routes += [attempts.finish_route(gateway), *clients.routes(gateway, conversations)]
     data = Router(routes, default=AuthMiddleware(gateway, control))
     workers = Router(attempts.routes(gateway), default=data)
 
@@ -89,31 +89,23 @@ class AuthMiddleware:
         except (GatewayError, ApiError) as refusal:
             await error_response(str(refusal), refusal.status)(scope, receive, send)
             return
-        await self._control(scope, _replay(body, receive), send)
+        await self._control(scope, replay(body, receive), send)
 
 
 _OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 """Paths that need no key."""
 
 
-def _replay(body: RawBody, receive: Receive) -> Receive:
-    """Returns a receive function that replays a body that was read."""
-    messages: list[AsgiMessage] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-    async def replay() -> AsgiMessage:
-        return messages.pop() if messages else await receive()
-
-    return replay
-
-
-def _control_plane(gateway: Gateway) -> FastAPI:
+def _control_plane(gateway: Gateway, conversations: Conversations) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
+        conversations.start()
         try:
             yield
         finally:
+            await conversations.close()
             await gateway.close()
 
     app = ControlPlane(title="Tidegate gateway", version=__version__, lifespan=lifespan)

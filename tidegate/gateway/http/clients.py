@@ -13,7 +13,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.client_groups import ClientGroups
+from tidegate.gateway.clients.conversations import Conversations
+from tidegate.gateway.clients.groups import ClientGroups
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
@@ -25,10 +26,11 @@ LONGEST_WAIT_S = 60.0
 _GROUP = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def routes(gateway: Gateway) -> list[Route]:
-    """Returns the routes that a project key opens."""
-    calls = ClientRoutes(ClientGroups(gateway))
+def routes(gateway: Gateway, conversations: Conversations) -> list[Route]:
+    """Returns the routes that a project key opens, except those of the dialects."""
+    calls = ClientRoutes(ClientGroups(gateway), conversations)
     return [
+        Route("/v1/feedback", JsonEndpoint(gateway, calls.feedback), methods=["POST"]),
         Route("/v1/groups/{group}/episodes", JsonEndpoint(gateway, calls.open_episode), methods=["POST"]),
         Route("/v1/groups/{group}/seal", JsonEndpoint(gateway, calls.seal), methods=["POST"]),
         Route("/v1/groups/{group}", JsonEndpoint(gateway, calls.show), methods=["GET"]),
@@ -39,8 +41,15 @@ def routes(gateway: Gateway) -> list[Route]:
 class ClientRoutes:
     """Handlers of the routes."""
 
-    def __init__(self, groups: ClientGroups) -> None:
+    def __init__(self, groups: ClientGroups, conversations: Conversations) -> None:
         self._groups = groups
+        self._conversations = conversations
+
+    async def feedback(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        client = _client(gateway, scope)
+        body = schemas.read(schemas.Feedback, await read_body(receive))
+        await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
+        await respond(send, 200, b"{}")
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
@@ -90,13 +99,18 @@ class ClientRoutes:
 
 def _authenticate(gateway: Gateway, scope: Scope) -> tuple[str, str]:
     """Returns the name of the request's project key, and the group of its path. Raises GatewayError."""
-    client = gateway.keys.name_of(bearer_key(scope))
-    if client is None:
-        raise GatewayError("this route needs a project key of this gateway (tidegate keys)", status=401)
+    client = _client(gateway, scope)
     group = str(scope["path_params"]["group"])
     if not _GROUP.fullmatch(group):
         raise GatewayError(f"a group's name has 1 to 64 letters, digits, - or _; not {group!r}", status=400)
     return client, group
+
+
+def _client(gateway: Gateway, scope: Scope) -> str:
+    client = gateway.keys.name_of(bearer_key(scope))
+    if client is None:
+        raise GatewayError("this route needs a project key of this gateway (tidegate keys)", status=401)
+    return client
 
 
 def _wait_s(text: str) -> float:

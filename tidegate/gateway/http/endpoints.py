@@ -7,17 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
 from tidegate.gateway.errors import ApiError, unknown_model
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import ResponseWriter, refuse, respond
+from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.intake import Intake
-from tidegate.gateway.turns.request_body import ClientGone
+from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
@@ -28,15 +30,21 @@ TRAIN_HEADER = b"x-tidegate-train"
 class DialectEndpoint:
     """Endpoint of one dialect, such as `POST …/chat/completions`."""
 
-    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect, conversations: Conversations) -> None:
         self._gateway = gateway
         self._dialect = dialect
+        self._conversations = conversations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            session = authenticate(gateway, scope, headers)
+            if (client := client_of(gateway, scope, headers)) is not None:
+                body = await read_body(receive)
+                session = await self._conversations.session_of(client, self._dialect, body, headers)
+                receive = replay(body, receive)
+            else:
+                session = authenticate(gateway, scope, headers)
             request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return
@@ -133,7 +141,8 @@ class ModelsEndpoint:
         dialect = messages if b"anthropic-version" in headers else chat
         name = scope["path_params"].get("name")
         try:
-            authenticate(self._gateway, scope, headers)
+            if client_of(self._gateway, scope, headers) is None:
+                authenticate(self._gateway, scope, headers)
             if name not in (None, MODEL_NAME):
                 raise unknown_model(name, MODEL_NAME)
         except ApiError as refusal:
@@ -158,11 +167,34 @@ def exemption_reason(
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:
     """Returns the session of a call's key. Raises ApiError, also if the path names another session."""
+    return gateway.sessions.authenticate(_key(headers), _session_id(scope))
+
+
+def client_of(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
+    """Returns the name of a call's project key; None for other keys, and for paths that name a session."""
+    return None if _session_id(scope) is not None else gateway.keys.name_of(_key(headers))
+
+
+def _session_id(scope: Scope) -> str | None:
+    session_id: str | None = scope.get("path_params", {}).get("session_id")
+    return session_id
+
+
+def _key(headers: dict[bytes, bytes]) -> str:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
-    token = key.strip().decode("latin-1")
-    return gateway.sessions.authenticate(token, scope.get("path_params", {}).get("session_id"))
+    return key.strip().decode("latin-1")
+
+
+def replay(body: RawBody, receive: Receive) -> Receive:
+    """Returns a receive function that replays a body that was read."""
+    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
 
 
 def internal_error(session: GatewaySession | None, error: Exception) -> ApiError:

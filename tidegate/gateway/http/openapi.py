@@ -72,6 +72,7 @@ def _json_routes() -> dict[str, dict[str, Schema]]:
         ("post", "/attempts/{attempt}/heartbeat", WORKER, schemas.WorkerName),
         ("post", "/attempts/leave", WORKER, schemas.WorkerName),
         ("post", "/s/{session_id}/finish", SESSION, schemas.WorkerFinish),
+        ("post", "/v1/feedback", PROJECT, schemas.Feedback),
         ("post", f"{group}/episodes", PROJECT, schemas.ClientEpisodeRequest),
         ("post", f"{group}/seal", PROJECT, schemas.SealClientGroup),
         ("get", group, PROJECT, None),
@@ -85,6 +86,9 @@ def _json_routes() -> dict[str, dict[str, Schema]]:
             "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names],
             "responses": {"2XX": _response(_object({})), **_refusals(_CONTROL)},
         }
+        if method == "get":
+            wait = {"type": "number", "minimum": 0, "maximum": 60}
+            operation["parameters"].append({"name": "wait_s", "in": "query", "schema": wait})
         if body is not None:
             content = {"application/json": {"schema": body.model_json_schema()}}
             operation["requestBody"] = {"required": True, "content": content}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from yarl import URL
@@ -82,6 +82,20 @@ class ClientEpisodeRequest(Body):
     metadata: dict[str, Any] = {}
     key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
     """Secret part of the episode's key. A repeated request with the same key opens no other episode."""
+
+
+class Feedback(Body):
+    id: Annotated[str, Field(min_length=1, max_length=300)]
+    """Id of a reply, or name of a conversation."""
+    value: Annotated[float, Field(allow_inf_nan=False, strict=True)] | Literal["up", "down"]
+    """A reward; `up` is 1, `down` is 0."""
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "feedback"
+    """A repeated name replaces the earlier value."""
+    reply_only: bool = False
+    """Rewards the reply alone instead of the conversation."""
+
+    def reward(self) -> float:
+        return {"up": 1.0, "down": 0.0}[self.value] if isinstance(self.value, str) else self.value
 
 
 class SealClientGroup(Body):

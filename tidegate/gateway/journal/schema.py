@@ -75,7 +75,8 @@ def lost_turn(index: int) -> TurnNode:
 def session_row(session: GatewaySession) -> str:
     """The arguments a session was opened with, by Python's json: it writes all JSON that bodies contain."""
     return json.dumps(
-        {name: getattr(session, name) for name in (*_REQUEST, "worker", "client")}, default=fields_of
+        {name: getattr(session, name) for name in (*_REQUEST, "worker", "client", "conversation")},
+        default=fields_of,
     )
 
 

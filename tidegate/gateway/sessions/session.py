@@ -86,6 +86,8 @@ class GatewaySession(SessionRequest):
     """Name of the worker that took it; None if none did."""
     client: str | None = None
     """Name of the project key that opened it; None if none did."""
+    conversation: str | None = None
+    """Name of the conversation, empty without one; None if its calls are made with its own key."""
     worker_seen: float = 0.0
     """Time of the worker's last heartbeat."""
     former_keys: list[bytes] = field(default_factory=list)

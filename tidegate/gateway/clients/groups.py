@@ -62,7 +62,8 @@ class ClientGroups:
 
     def _unended(self) -> int:
         groups = self._gateway.sessions.groups().values()
-        return sum(members[0].client is not None for members in groups)
+        first = [members[0] for members in groups]
+        return sum(session.client is not None and session.conversation is None for session in first)
 
     async def seal(self, client: str, name: str, session_ids: Sequence[str]) -> None:
         """Offers a group to the trainer, with those of its episodes that are named. Idempotent."""

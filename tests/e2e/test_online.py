@@ -1,0 +1,112 @@
+"""Users of a plain SDK talk and give feedback while engine and gateway are killed with `kill -9`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+
+from tests import REPO
+from tests.e2e.runs import held, ledger, training
+from tidegate.gateway.project_keys import create_key
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+CONFIG = REPO / "examples" / "online" / "config.toml"
+SMALL = [
+    "--run.live_view=false", "--trainer.groups_per_batch=8", "--trainer.checkpoint_every=2",
+    "--gateway.conversation_idle_s=0.3", "--gateway.feedback_window_s=600",
+]  # fmt: skip
+STEPS = 9
+
+
+class Users:
+    """Twelve users with questions of their own; what they asked and the feedback that was accepted."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {key}"}
+        self.llm = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=30)
+        self.accepted: dict[str, float] = {}
+
+    async def run(self) -> None:
+        async with aiohttp.ClientSession(headers=self.headers) as self.http, asyncio.TaskGroup() as group:
+            for number in range(12):
+                group.create_task(self.user(number))
+
+    async def user(self, number: int) -> None:
+        rng = random.Random(number)
+        for question in range(100_000):
+            text = f"user {number}, question {question}"
+            messages = [{"role": "user", "content": text}]
+            for words in ("and then?", None):
+                reply = await self.llm.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
+                content = reply.choices[0].message.content or ""
+                messages += [
+                    {"role": "assistant", "content": content},
+                    {"role": "user", "content": words or ""},
+                ]
+            if rng.random() < 0.9:
+                await self.thumb(reply.id, text, float(len(content) % 2))
+
+    async def thumb(self, reply: str, question: str, value: float) -> None:
+        """Sends the feedback until it is accepted, as a service with a queue of its own would."""
+        while True:
+            try:
+                body = {"id": reply, "value": value}
+                async with self.http.post(f"{self.url}/v1/feedback", json=body) as response:
+                    answer = await response.json()
+                    assert response.status in (200, 503), answer
+                    if response.status == 200:
+                        self.accepted[question] = value
+                        return
+            except aiohttp.ClientError:
+                pass  # the gateway is restarting
+            await asyncio.sleep(0.1)
+
+
+async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: Path) -> None:
+    run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
+    key = create_key(keys, "shop")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = [f"--gateway.port={port}", f"--gateway.keys={keys}", f"--trainer.steps={STEPS}"]
+    users = Users(f"http://127.0.0.1:{port}", key)
+    with training(run_dir, *place, config=CONFIG, small=SMALL) as run:
+        await asyncio.to_thread(run.until_said, "agents ready in")
+        talking = asyncio.create_task(users.run())
+        try:
+            for step, name in ((2, "gateway"), (4, "engine"), (6, "gateway")):
+                await asyncio.to_thread(run.until_step, step)
+                os.kill(run.owned(name), signal.SIGKILL)
+            await asyncio.to_thread(run.until_step, STEPS)
+            assert not talking.done(), talking
+        finally:
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+            await users.llm.close()
+        assert await asyncio.to_thread(run.wait) == 0, run.output()
+    audit = held(run_dir)
+    assert audit.groups["trained"] == STEPS * 8
+    trained = [
+        episode
+        for path in (run_dir / "trajectories").glob("step_*.jsonl")
+        for line in path.read_text().splitlines()
+        if (episode := json.loads(line))["state"] == "stepped"
+    ]
+    assert len(trained) == STEPS * 8
+    questions = [episode["messages"][0]["content"] for episode in trained]
+    assert max(Counter(questions).values()) == 1, "a conversation was trained on twice"
+    rewards = {question: one["reward"] for question, one in zip(questions, trained, strict=True)}
+    assert rewards == {question: users.accepted[question] for question in questions}
+    assert all(len(one["turns"]) == 2 for one in trained), "both calls are one conversation"
+    states = Counter(line["state"] for line in ledger(run_dir) if line["kind"] == "group" and "state" in line)
+    assert set(states) <= {"stepped", "stale", "cancelled"}

@@ -1,0 +1,268 @@
+"""Conversations: what calls with a project key belong to, and the feedback that rewards them.
+
+A call belongs to the conversation that it names, else to the one whose recorded history it extends, else it
+begins one. A conversation is a session that is a group of its own. It ends by itself, `idle_s` after its last
+call or feedback if it has feedback, and is then offered to the trainer. Without feedback it ends `unrewarded`
+after `feedback_window_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.clients.calls import ClientCall, read_call
+from tidegate.gateway.dialects.base import Dialect
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.request import RawBody
+from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
+from tidegate.gateway.turns.request_body import LARGE
+from tidegate.types import Outcome, Task
+
+log = logging.getLogger("tidegate.gateway")
+SWEEP_S = 0.5
+TASK = "conversation"
+"""Task id of every conversation."""
+MAX_CONVERSATIONS = 10_000
+"""Limit of the conversations that have not ended, of all clients together."""
+Key = tuple[str, object]
+"""Client, and what identifies a reply or a conversation among the client's."""
+
+
+@dataclass(eq=False, slots=True)
+class Conversation:
+    """A conversation that has not ended."""
+
+    session: GatewaySession
+    client: str
+    used: float
+    """Time of its last call or feedback, on the event loop's clock."""
+    indexed: int = 0
+    """Number of its turns that the indices have."""
+    keys: list[Key] = field(default_factory=list)
+
+
+class Conversations:
+    """The conversations of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: dict[str, Conversation] = {}
+        """By session id."""
+        self._by_name: dict[Key, Conversation] = {}
+        self._by_reply: dict[Key, tuple[Conversation, int]] = {}
+        """By reply id: the conversation and the index of the turn."""
+        self._by_history: dict[Key, list[Conversation]] = {}
+        """By the hash of a history that ends in a reply: the conversations that have it, oldest first."""
+        self._by_digest: dict[Key, Conversation] = {}
+        """By the digest of a first request, which its retry repeats."""
+        self._calling: set[Conversation] = set()
+        """Conversations with calls since the indices were updated."""
+        self._beginning = asyncio.Lock()
+        """Held while a conversation begins, so that simultaneous calls begin it once."""
+        self._sweeper: asyncio.Task[None] | None = None
+        self._probe = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=0.0)
+
+    def _restore(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for session in self._gateway.sessions.all():
+            sealed = self._gateway.groups.get(session.group_id or "") is not None
+            if session.conversation is not None and session.client is not None and not sealed:
+                self._index(self._add(session, session.client, now))
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    async def session_of(
+        self, client: str, dialect: Dialect, body: RawBody, headers: Mapping[bytes, bytes]
+    ) -> GatewaySession:
+        """Return the session of a call, which may begin a conversation.
+
+        Args:
+            client: Name of the call's project key.
+            dialect: The call's dialect.
+            body: Its body.
+            headers: Its headers.
+
+        Raises:
+            ApiError: The call cannot be read or names an unknown predecessor, or there is no room.
+        """
+        if len(body) > LARGE:
+            call = await self._gateway.threads.run(True, read_call, dialect, body, headers, self._probe)
+        else:
+            call = read_call(dialect, body, headers, self._probe)
+        self._update()
+        found = self._find(client, call)
+        if found is None:
+            async with self._beginning:
+                found = self._find(client, call) or await self._begin(client, call)
+        found.used = asyncio.get_running_loop().time()
+        self._calling.add(found)
+        return found.session
+
+    def _find(self, client: str, call: ClientCall) -> Conversation | None:
+        if call.previous is not None:
+            reply = self._by_reply.get((client, call.previous))
+            if reply is None:
+                raise ApiError(
+                    f"there is no response {call.previous!r} of this key, or its conversation has ended"[
+                        :300
+                    ],
+                    code="previous_response_not_found",
+                    param="previous_response_id",
+                )
+            return reply[0]
+        if call.name is not None:
+            return self._by_name.get((client, call.name))
+        if call.retry and (repeated := self._by_digest.get((client, call.digest))) is not None:
+            return repeated
+        return self._extended(client, call.replies)
+
+    def _extended(self, client: str, replies: Sequence[bytes]) -> Conversation | None:
+        """Return the conversation whose history a call extends, preferably by its newest reply."""
+        for reply in replies:
+            having = self._by_history.get((client, reply), [])
+            newest = (one for one in having if one.session.tree.nodes[-1].reply_hash == reply)
+            if (found := next(newest, having[0] if having else None)) is not None:
+                return found
+        return None
+
+    async def _begin(self, client: str, call: ClientCall) -> Conversation:
+        if len(self._open) >= MAX_CONVERSATIONS:
+            raise ApiError(
+                f"{len(self._open)} conversations have not ended, which is the limit; try again later",
+                status=429,
+                type="too_many_conversations",
+                code="too_many_conversations",
+                retryable=True,
+            )
+        request = SessionRequest(
+            task=Task(TASK, "", []),
+            sampling=self._gateway.options.client_sampling,
+            deadline_s=math.inf,
+            group_id=f"{client}.{secrets.token_hex(8)}",
+            slot=0,
+        )
+        session, _ = await self._gateway.open_session(request, client, call.name or "")
+        found = self._add(session, client, asyncio.get_running_loop().time())
+        self._note(found, self._by_digest, call.digest, found)
+        return found
+
+    def _add(self, session: GatewaySession, client: str, now: float) -> Conversation:
+        conversation = self._open[session.id] = Conversation(session, client, now)
+        if session.conversation:
+            self._note(conversation, self._by_name, session.conversation, conversation)
+        return conversation
+
+    def _note(self, conversation: Conversation, index: dict[Key, Any], what: object, value: object) -> None:
+        key = (conversation.client, what)
+        conversation.keys.append(key)
+        index[key] = value
+
+    def _update(self) -> None:
+        """Index the turns that calls have recorded."""
+        for conversation in list(self._calling):
+            self._index(conversation)
+            if not conversation.session.calls.running:
+                conversation.used = asyncio.get_running_loop().time()
+                self._calling.discard(conversation)
+
+    def _index(self, conversation: Conversation) -> None:
+        nodes = conversation.session.tree.nodes
+        for index in range(conversation.indexed, len(nodes)):
+            node = nodes[index]
+            if node.request.id:
+                self._note(conversation, self._by_reply, node.request.id, (conversation, index))
+            if index == 0:
+                self._note(conversation, self._by_digest, node.request.digest, conversation)
+            if node.reply_hash:
+                key = (conversation.client, node.reply_hash)
+                conversation.keys.append(key)
+                self._by_history.setdefault(key, []).append(conversation)
+        conversation.indexed = len(nodes)
+
+    # -- feedback --------------------------------------------------------------------------------
+
+    async def feedback(self, client: str, about: str, name: str, value: float, turn: bool) -> None:
+        """Reward a conversation, or with `turn` one reply. A repeated name replaces the earlier value.
+
+        Args:
+            client: Name of the project key.
+            about: Id of a reply, or name of a conversation.
+            name: Name of the reward.
+            value: The reward.
+            turn: Whether the reward is for the reply alone.
+
+        Raises:
+            GatewayError: 404 without such a reply or conversation, 410 if it has ended.
+        """
+        self._update()
+        reply = self._by_reply.get((client, about.rpartition("-")[2].rpartition("_")[2]))
+        conversation = reply[0] if reply is not None else self._by_name.get((client, about))
+        if conversation is None:
+            raise GatewayError(
+                f"there is no reply and no conversation {about!r} of this key, or it has ended"[:300],
+                status=404,
+            )
+        if turn and reply is None:
+            raise GatewayError("a reward for one reply needs the reply's id", status=400)
+        index = reply[1] if turn and reply is not None else None
+        await self._gateway.post_reward(conversation.session.id, name, value, index)
+        conversation.used = asyncio.get_running_loop().time()
+
+    # -- endings ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Restore a restarted gateway's conversations, and end them from now on when their time has come."""
+        self._restore()
+        self._sweeper = asyncio.create_task(self._sweep(), name="conversation sweeper")
+        self._sweeper.add_done_callback(self._on_sweeper_done)
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    def _on_sweeper_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._gateway.fail(f"the conversation sweeper failed: {task.exception()!r}")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._update()
+            now = asyncio.get_running_loop().time()
+            for conversation in [one for one in self._open.values() if not one.session.calls.running]:
+                try:
+                    await self._end_if_due(conversation, now - conversation.used)
+                except GatewayError as error:  # it is tried again
+                    log.error("conversation %s could not be ended: %s", conversation.session.id, error)
+
+    async def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
+        session, options = conversation.session, self._gateway.options
+        rewarded = bool(session.rewards or session.turn_rewards)
+        limit_s = options.conversation_idle_s if rewarded else options.feedback_window_s
+        if session.ending is None and idle_s < limit_s:
+            return
+        report = FinishReport() if rewarded else FinishReport(Outcome.UNREWARDED, "no feedback came in time")
+        trajectory = await self._gateway.finish(session.id, report)
+        if trajectory is not None and trajectory.reward is not None:
+            await self._gateway.seal(session.group_id or "", TASK, [session.id])
+        self._forget(conversation)
+
+    def _forget(self, conversation: Conversation) -> None:
+        del self._open[conversation.session.id]
+        self._calling.discard(conversation)
+        for key in conversation.keys:
+            for index in (self._by_name, self._by_reply, self._by_digest):
+                index.pop(key, None)
+            if having := self._by_history.get(key):
+                having[:] = [one for one in having if one is not conversation]
+                if not having:
+                    del self._by_history[key]
