@@ -400,13 +400,14 @@ class Settings(SettingsSection):
                 f'agent.source = "{source}" needs gateway.shards = 1, not {self.gateway.shards}: one gateway '
                 "process has its episodes"
             )
-        if (source == "client") != (self.gateway.keys is not None):
+        gateway = self.gateway
+        if source == "client" and gateway.keys is None and gateway.url is None:
             raise ValueError(
                 'agent.source = "client" needs gateway.keys, the file with the keys of its clients: '
                 "tidegate keys create NAME makes one"
-                if source == "client"
-                else f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"'
             )
+        if source != "client" and gateway.keys is not None:
+            raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')
         sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
         for name, section in sections.items() if source == "client" else ():
             if idle := section.other_than_default(*type(section).model_fields):

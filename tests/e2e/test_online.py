@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +21,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests import REPO
-from tests.e2e.runs import held, ledger, training
+from tests.e2e.runs import ENVIRONMENT, held, ledger, training
+from tests.waiting import eventually
 from tidegate.gateway.project_keys import create_key
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -94,6 +100,69 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
             await asyncio.gather(talking, return_exceptions=True)
             await users.llm.close()
         assert await asyncio.to_thread(run.wait) == 0, run.output()
+    check_books(run_dir, users)
+
+
+async def test_a_gateway_that_runs_already_serves_users_while_trainers_come_and_go(tmp_path: Path) -> None:
+    run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
+    key, model = create_key(keys, "shop"), REPO / "examples" / "tiny_base" / "model"
+    engine = server("engine", tmp_path, f"--model.path={model}", "--engine.max_slots=32", "--port=0")
+    gateway = server(
+        "gateway", tmp_path, f"--model.path={model}", f"--gateway.keys={keys}", "--gateway.port=0",
+        "--gateway.conversation_idle_s=0.3", "--gateway.feedback_window_s=600", "--clients.max_tokens=48",
+        f"--journal={tmp_path / 'journal'}",
+    )  # fmt: skip
+    small = [one for one in SMALL if not one.startswith("--gateway.")]
+    config = tmp_path / "config.toml"
+    text = CONFIG.read_text()
+    config.write_text(text[: text.index("[engine]")] + text[text.index("[sampling]") :])
+    with engine as engine_url, gateway as url:
+        place = [f"--gateway.url={url}", f"--engine.urls={engine_url}", f"--model.path={model}"]
+        users = Users(url, key)
+        with training(run_dir, *place, f"--trainer.steps={STEPS}", config=config, small=small) as run:
+            await asyncio.to_thread(run.until_said, "agents ready in")
+            talking = asyncio.create_task(users.run())
+            await asyncio.to_thread(run.until_step, 5)
+            run.kill()
+        asked = len(users.accepted)
+        try:
+            await eventually(lambda: talking.done() or len(users.accepted) > asked + 24, 60)
+            place += ["--resume", f"--trainer.steps={STEPS}"]
+            with training(run_dir, *place, config=config, small=small) as run:
+                assert await asyncio.to_thread(run.wait) == 0, run.output()
+            asked = len(users.accepted)
+            await eventually(lambda: talking.done() or len(users.accepted) > asked + 24, 60)
+            assert not talking.done(), talking
+        finally:
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+            await users.llm.close()
+    check_books(run_dir, users)
+
+
+@contextlib.contextmanager
+def server(verb: str, folder: Path, *arguments: str) -> Iterator[str]:
+    """Runs `tidegate engine` or `tidegate gateway`; yields its URL."""
+    announced, log = folder / f"{verb}.json", folder / f"{verb}.log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", verb, *arguments, f"--announce={announced}"],
+            cwd=REPO, stdout=out, stderr=out, env=ENVIRONMENT,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not announced.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)  # polling a file that another process writes
+        yield json.loads(announced.read_text())["url"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def check_books(run_dir: Path, users: Users) -> None:
+    """Checks that each conversation was trained on at most once, with its user's feedback."""
     audit = held(run_dir)
     assert audit.groups["trained"] == STEPS * 8
     trained = [

@@ -68,7 +68,7 @@ class Examination:
 
     def _take_another_port(self) -> None:
         """Provides a replacement so that the other checks can run."""
-        gateway = self.settings.gateway.model_copy(update={"port": 0, "host": "127.0.0.1"})
+        gateway = self.settings.gateway.model_copy(update={"port": 0, "host": "127.0.0.1", "url": None})
         self.settings = self.settings.model_copy(update={"gateway": gateway})
 
     async def _with_processes(

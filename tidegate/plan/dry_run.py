@@ -46,10 +46,16 @@ def processes(settings: Settings) -> Iterator[str]:
     else:
         several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
         yield f"engine    {shlex.join(_engine(settings))}{several}"
-    gateway = [*gateway_arguments(settings, settings.gateway.host), f"--gateway.port={settings.gateway.port}"]
-    yield f"gateway   tidegate gateway {shlex.join(gateway)}"
+    if settings.gateway.url is not None:
+        yield f"gateway   runs already: {settings.gateway.url}"
+    else:
+        port = f"--gateway.port={settings.gateway.port}"
+        gateway = [*gateway_arguments(settings, settings.gateway.host), port]
+        yield f"gateway   tidegate gateway {shlex.join(gateway)}"
     if settings.agent.source == "remote":
         yield "agents    none: workers take attempts from the gateway (tidegate worker)"
+    elif settings.agent.source == "client":
+        yield "agents    none: clients form groups or make plain calls (docs/groups.md, docs/online.md)"
     else:
         yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer

@@ -94,7 +94,7 @@ def _tool_parser(name: str) -> str:
     return name
 
 
-class GatewaySettings(SettingsSection):
+class ServedGateway(SettingsSection):
     host: str = "127.0.0.1"
     """Address on which the gateway listens; 0.0.0.0 means all addresses of this machine."""
     public_url: HttpUrl | None = None
@@ -126,6 +126,22 @@ class GatewaySettings(SettingsSection):
         return self.host in ("127.0.0.1", "localhost", "::1")
 
 
+class GatewaySettings(ServedGateway):
+    url: HttpUrl | None = None
+    """Address of a gateway that runs already. The run leads it instead of starting one, and it serves on when
+    the run ends. Of the gateway's settings only `admin_key` is given here, or TIDEGATE_ADMIN_KEY in the
+    environment."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GatewaySettings:
+        names = [name for name in ServedGateway.model_fields if name != "admin_key"]
+        if self.url is not None and (idle := self.other_than_default(*names)):
+            raise ValueError(
+                f"gateway.{idle[0]} has no effect with gateway.url: the gateway at {self.url} has its own"
+            )
+        return self
+
+
 class EnvSettings(SettingsSection):
     use: str = "arithmetic"
     """Name of a built-in environment, or `file.py:ClassOrObject`."""
@@ -154,7 +170,7 @@ class VLLMCommand(SettingsSection):
     engine: VLLMEngine
 
 
-class StandaloneGateway(GatewaySettings):
+class StandaloneGateway(ServedGateway):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port on which the gateway listens; 0 selects a free one."""
     admin_key: str | None = None

@@ -46,7 +46,7 @@ async def take_over(
 
     The gateway keeps the groups that continue and drops the run's other groups. Groups of other runs stay.
     """
-    epoch = start.past.epoch + 1
+    epoch = start.epoch
     await gateway.begin_epoch(epoch)
     groups = await gateway.list_groups()
     await asyncio.to_thread(files.set_aside, start.step, epoch)
@@ -81,8 +81,8 @@ def restore_admission(
         kept: Groups whose tokens are in `trajectories/`, by id.
         ready: Ids of the groups that the gateway holds.
     """
-    past, epoch = start.past, start.past.epoch + 1
-    position = start.position if epoch > 1 else None
+    past, epoch = start.past, start.epoch
+    position = start.position if past.epoch else None
     record(
         entry(
             "run", "started", epoch=epoch, step=start.step, version=start.version, position=position,

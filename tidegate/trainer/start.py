@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Start:
     checkpoint: checkpoints.Checkpoint | None = None
     lift_quarantine: bool = False
     """Issue quarantined tasks again."""
+    least_epoch: int = 1
+    """Lower limit of the number of this start."""
 
     @classmethod
     def of(cls, settings: Settings, resume: bool) -> Start:
@@ -40,7 +43,8 @@ class Start:
                     f"{settings.run_dir} holds a run already: continue it (--resume), choose another "
                     "run.name, or set it aside (--fresh)"
                 )
-            return cls(settings.model.path.absolute())
+            version, epoch = _first(settings, 0), _first(settings, 1)
+            return cls(settings.model.path.absolute(), version=version, least_epoch=epoch)
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
         checkpoint = checkpoints.latest(run_dir)
@@ -53,6 +57,7 @@ class Start:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
             start = cls(checkpoint.path, checkpoint.step, version, past, checkpoint)
+        start.least_epoch = _first(settings, 1)
         past.abandon(start.position)
         if start.step >= settings.trainer.steps and not start.open_groups():
             raise NothingToDo(
@@ -63,6 +68,11 @@ class Start:
         return start
 
     @property
+    def epoch(self) -> int:
+        """Number of this start of the run."""
+        return max(self.past.epoch + 1, self.least_epoch)
+
+    @property
     def position(self) -> int:
         """Ledger position in the marker that the run resumes from; 0 without one, as nothing is committed."""
         return 0 if self.checkpoint is None else int(self.checkpoint.state["ledger"])
@@ -70,6 +80,15 @@ class Start:
     def open_groups(self) -> set[str]:
         """Return the groups that may continue if their tokens are kept."""
         return {*self.past.live(), *self.past.rolled_back()}
+
+
+def _first(settings: Settings, number: int) -> int:
+    """Return the first version or epoch of a new run.
+
+    A gateway that runs already (`gateway.url`) may have been led by other runs, whose versions and epochs
+    must be lower; there they begin at the Unix time.
+    """
+    return number if settings.gateway.url is None else int(time.time())
 
 
 def base_model(settings: Settings, weights: Path) -> Path:

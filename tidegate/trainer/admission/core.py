@@ -267,6 +267,8 @@ class Admission:
             sizes = dict.fromkeys((rules.min_group_size, rules.group_size))
             return f"it has {number} episodes, and the run takes {' to '.join(map(str, sizes))}"
         oldest, newest = group.oldest_version(), group.newest_version()
+        if newest is not None and newest > self.version:
+            return f"it has tokens of version {newest}, which this run has not published"
         if not self.admissible(oldest, newest):
             return (
                 f"stale: its oldest token is of version {oldest}, the trainer is at version {self.version}, "

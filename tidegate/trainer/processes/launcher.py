@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
-from tidegate.errors import StartError
-from tidegate.gateway.client import WORKER_KEY, GatewayClient
+from tidegate.errors import GatewayError, StartError
+from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
 from tidegate.service.process import run_together
 from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
 from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
@@ -56,15 +56,20 @@ async def start_processes(
     began = time.monotonic()
     journal = run_dir / "gateway"
     keys = {"admin_key": admin_key(settings)}
-    if settings.agent.source == "remote":
+    if settings.agent.source == "remote" and settings.gateway.url is None:
         keys["worker_key"] = worker_key(run_dir)
     servers = provider.engines(settings, run_dir, current)
-    gateway_server = provider.gateway(settings, run_dir, keys, journal)
+    gateway_server = None
+    if settings.gateway.url is None:
+        gateway_server = provider.gateway(settings, run_dir, keys, journal)
     agents = AgentPool(provider.agents(settings, run_dir))
-    for stop in (*(server.stop for server in servers), gateway_server.stop, agents.close):
+    started = [*servers, *([gateway_server] if gateway_server is not None else [])]
+    for stop in (*(server.stop for server in started), agents.close):
         stack.push_async_callback(stop)
 
     async def start_gateway() -> GatewayClient:
+        if gateway_server is None:
+            return await _lead_gateway(settings, stack)
         if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
             await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
         url = await gateway_server.start()
@@ -87,6 +92,20 @@ async def start_processes(
         supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, agents, engines)
+
+
+async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
+    """Return a client of the gateway at `gateway.url`. Raises StartError if none answers."""
+    url = str(settings.gateway.url)
+    client = GatewayClient(url, settings.gateway.admin_key or os.environ.pop(ADMIN_KEY, None))
+    stack.push_async_callback(client.close)
+    try:
+        await client.health()
+        await client.list_groups()
+    except GatewayError as error:
+        how = "start it with tidegate gateway --journal DIR"
+        raise StartError(f"gateway.url = {url}: {error}; {how}") from None
+    return client
 
 
 async def _supervise_engine(

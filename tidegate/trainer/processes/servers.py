@@ -142,7 +142,7 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
 
     Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
     """
-    gateway = {**settings.gateway.model_dump(), "host": host}
+    gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
     sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
     if settings.agent.source == "client":
         gateway["keys"] = settings.gateway.keys and settings.gateway.keys.absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
@@ -19,8 +20,10 @@ from tidegate.trainer.processes.servers import (
     MAX_RESTARTS,
     LocalProcesses,
     engine_arguments,
+    gateway_arguments,
     snapshot_weights,
 )
+from tidegate.trainer.start import Start
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, ["engine"]), (3, ["engine-1", "engine-2", "engine-3"])])
@@ -144,3 +147,36 @@ def test_the_workers_key_is_made_once_or_taken_from_the_environment(
 def test_a_run_with_workers_elsewhere_starts_no_agents(tmp_path: Path) -> None:
     settings = load_settings(None, ["--model.path=x", "--agent.source=remote"])
     assert LocalProcesses().agents(settings, tmp_path) == []
+
+
+def test_clients_episodes_have_the_runs_settings(tmp_path: Path) -> None:
+    """Their sampling, deadline and number follow from the run, and its environment is not loaded."""
+    settings = load_settings(
+        None,
+        [
+            "--model.path=x", "--agent.source=client", "--agent.deadline_s=7", "--gateway.keys=keys.json",
+            "--sampling.max_tokens=9", "--trainer.groups_per_batch=4", "--trainer.max_staleness=1",
+        ],
+    )  # fmt: skip
+    assert LocalProcesses().agents(settings, tmp_path) == []
+    arguments = gateway_arguments(settings, "127.0.0.1")
+    assert {"--clients.max_groups=8", "--clients.deadline_s=7.0", "--clients.max_tokens=9"} <= set(arguments)
+    assert f"--gateway.keys={Path('keys.json').absolute()}" in arguments
+    assert not any(argument.startswith("--env") for argument in arguments)
+
+
+async def test_a_gateway_that_does_not_answer_is_named_before_the_run_starts(tmp_path: Path) -> None:
+    settings = load_settings(None, ["--model.path=x", "--gateway.url=http://127.0.0.1:9"])
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.raises(StartError, match=r"gateway\.url = http://127\.0\.0\.1:9: cannot reach"):
+            await launcher._lead_gateway(settings, stack)
+
+
+def test_the_epochs_and_versions_of_runs_that_lead_one_gateway_rise(tmp_path: Path) -> None:
+    own = Start.of(load_settings(None, ["--model.path=x", f"--run.dir={tmp_path}"]), resume=False)
+    led = Start.of(
+        load_settings(None, ["--model.path=x", f"--run.dir={tmp_path}", "--gateway.url=http://g:1"]),
+        resume=False,
+    )
+    assert (own.epoch, own.version) == (1, 0)
+    assert min(led.epoch, led.version) > 1_700_000_000
