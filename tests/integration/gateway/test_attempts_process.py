@@ -77,7 +77,8 @@ async def test_a_worker_goes_on_with_its_attempt_after_a_kill(tmp_path: Path) ->
             await killed(gateway)
             summary = await gateway.client.result(session_id)
             assert (summary.outcome, summary.reward) == (Outcome.COMPLETED, 1.0)
-            assert await worker.finish(attempt, output="out") == {"state": "finished"}, "a repeated one"
+            repeated = await worker.finish(attempt, output="out")
+            assert repeated == {"state": "finished", "outcome": "completed", "error": None}
     finally:
         await engine.stop()
 

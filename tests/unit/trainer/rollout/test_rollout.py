@@ -180,11 +180,12 @@ async def test_an_environment_that_gives_no_task_stops_the_run_and_says_so(
 
 async def test_groups_fill_the_gate_and_are_sealed_with_their_sessions(make: Callable[..., Stage]) -> None:
     stage = make(Script())
-    await stage.until(lambda: len(stage.script.sealed) == 2)
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
+        groups = list(stage.core.groups.values())
     assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.1", "s-g1-000001.1.1"]
     assert len(stage.script.opened) == 4, "the gate admits two groups of two, and no more"
     assert stage.rollout.sampled_tokens == 12
-    groups = stage.core.groups.values()
     assert [stage.rollout.answer(group) for group in groups] == ["answer 0", "answer 1"]
     assert stage.rollout.tasks.asked == [0, 1], "each task is made once, and its answer kept for the lease"
     assert stage.rollout.sessions == {}
