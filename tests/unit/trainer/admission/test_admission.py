@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.core import Admission
@@ -16,7 +17,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start
-from tidegate.types import Outcome
+from tidegate.types import Group, Outcome
 
 
 def rules(**changes: object) -> Rules:
@@ -495,3 +496,27 @@ def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() 
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
     driver.core.mark_live(version)
     assert driver.core.blocked_by() is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "refusal"),
+    [
+        ((1, 1), None),
+        ((1, 2), "it has tokens of version 2, which this run has not published"),
+        ((2, 2), "it has tokens of version 2, which this run has not published"),
+        ((0, 1), "stale: its oldest token is of version 0, the trainer is at version 1"),
+        ((1,), "it has 1 episodes, and the run takes 2"),
+    ],
+)
+def test_a_clients_group_enters_the_ledger_or_is_refused(
+    versions: tuple[int, ...], refusal: str | None
+) -> None:
+    driver = Driver(max_staleness=0)
+    driver.publish(1)
+    driver.book.clear()
+    group = Group("c1", "t", [make_trajectory([make_turn(0, None, [1], [2], version=v)]) for v in versions])
+    why = driver.core.accept(group)
+    assert why is None if refusal is None else refusal in (why or "")
+    issued = [(line["kind"], line["id"]) for line in driver.book]
+    assert bool(issued) == (refusal is None), "what is refused is in no entry"
+    assert driver.core.outstanding() == (refusal is None)
