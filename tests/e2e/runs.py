@@ -36,13 +36,14 @@ class TrainProcess:
         environment: Mapping[str, str] = ENVIRONMENT,
         before: Callable[[], None] | None = None,
         small: Sequence[str] = SMALL,
+        command: str = "train",
     ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.parent / f"{run_dir.name}.out"
         place = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tidegate", "train", str(config), *place, *small, *arguments],
+                [sys.executable, "-m", "tidegate", command, str(config), *place, *small, *arguments],
                 cwd=REPO, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
                 preexec_fn=before,
             )  # fmt: skip
@@ -77,7 +78,7 @@ class TrainProcess:
             time.sleep(0.1)  # polling another process
 
     def owned(self, name: str) -> int:
-        """The pid of the run's `engine`, `engine-1` or `gateway`."""
+        """The pid of the run's `engine`, `engine-1` or `gateway`, or of a service's `trainer`."""
         found: int = json.loads((self.run_dir / "logs" / f"{name}.address").read_text())["pid"]
         return found
 
@@ -97,9 +98,14 @@ def training(
     environment: Mapping[str, str] = ENVIRONMENT,
     before: Callable[[], None] | None = None,
     small: Sequence[str] = SMALL,
+    command: str = "train",
 ) -> Iterator[TrainProcess]:
-    """Runs a training process, killed at the end of the block; calls `before` in the process first."""
-    run = TrainProcess(run_dir, arguments, config=config, environment=environment, before=before, small=small)
+    """Runs a training process, or a standing service (`serve`), which is killed at the end of the block.
+
+    `before` is called in the process first.
+    """
+    options: dict[str, Any] = {"config": config, "environment": environment, "before": before, "small": small}
+    run = TrainProcess(run_dir, arguments, command=command, **options)
     try:
         yield run
     finally:

@@ -1,4 +1,4 @@
-"""Users of a plain SDK talk and give feedback while engine and gateway are killed with `kill -9`."""
+"""Users of a plain SDK talk and give feedback while engine, gateway and trainer are killed with `kill -9`."""
 
 from __future__ import annotations
 
@@ -86,19 +86,22 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
         port = free.getsockname()[1]
     place = [f"--gateway.port={port}", f"--gateway.keys={keys}", f"--trainer.steps={STEPS}"]
     users = Users(f"http://127.0.0.1:{port}", key)
-    with training(run_dir, *place, config=CONFIG, small=SMALL) as run:
+    with training(run_dir, *place, config=CONFIG, small=SMALL, command="serve") as run:
         await asyncio.to_thread(run.until_said, "agents ready in")
         talking = asyncio.create_task(users.run())
         try:
-            for step, name in ((2, "gateway"), (4, "engine"), (6, "gateway")):
+            for step, name in ((2, "gateway"), (3, "engine"), (5, "trainer"), (7, "gateway")):
                 await asyncio.to_thread(run.until_step, step)
                 os.kill(run.owned(name), signal.SIGKILL)
-            await asyncio.to_thread(run.until_step, STEPS)
+            await asyncio.to_thread(run.until_said, "training has ended")
+            asked = len(users.accepted)
+            await eventually(lambda: talking.done() or len(users.accepted) > asked + 12, 60)
             assert not talking.done(), talking
         finally:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)
             await users.llm.close()
+        run.process.terminate()
         assert await asyncio.to_thread(run.wait) == 0, run.output()
     check_books(run_dir, users)
 

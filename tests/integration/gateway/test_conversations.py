@@ -87,8 +87,9 @@ async def test_a_plain_client_is_trained_on_after_feedback(stage: Stage, user: A
     await say(user, messages)
     reply = await say(user, messages, "and now?")
     assert [len(one.tree.nodes) for one in sessions(stage)] == [2], "one conversation, of two turns"
-    assert await feedback(stage, key, reply.id, "up") == {}
+    answer = await feedback(stage, key, reply.id, "up")
     group = await leased(stage)
+    assert group.id == f"me.{answer['group']}"
     [trajectory] = group.trajectories
     assert (group.client, trajectory.outcome, trajectory.reward) == ("me", Outcome.COMPLETED, 1.0)
     assert [turn.parent for turn in trajectory.turns] == [None, 0], "the second extends the recorded ids"
@@ -130,7 +131,7 @@ async def test_all_dialects_continue_a_conversation(stage: Stage, user: AsyncOpe
     history: list[Any] = [{"role": "user", "content": "hello"}, *first.output]
     await user.responses.create(model="m", input=[*history, {"role": "user", "content": "by history"}])
     assert [len(one.tree.nodes) for one in sessions(stage)] == [3]
-    assert await feedback(stage, key, second.id, 0.5) == {}
+    assert "group" in await feedback(stage, key, second.id, 0.5)
     with pytest.raises(APIStatusError, match="there is no response 'no'"):
         await user.responses.create(model="m", input="hello", previous_response_id="no")
     async with AsyncAnthropic(base_url=stage.url, api_key=key, max_retries=0) as claude:
@@ -140,9 +141,9 @@ async def test_all_dialects_continue_a_conversation(stage: Stage, user: AsyncOpe
         last = await claude.messages.create(model="m", max_tokens=8, messages=ask)
         assert [model.id async for model in claude.models.list()] == ["policy"]
     assert sorted(len(one.tree.nodes) for one in sessions(stage)) == [2, 3]
-    assert await feedback(stage, key, last.id, "down") == {}
+    assert "group" in await feedback(stage, key, last.id, "down")
     done = await user.completions.create(model="m", prompt="raw")
-    assert await feedback(stage, key, done.id, "down") == {}
+    assert "group" in await feedback(stage, key, done.id, "down")
     assert len(sessions(stage)) == 3
 
 
@@ -161,10 +162,10 @@ async def test_feedback_is_for_the_conversation_or_one_reply_and_a_name_replaces
     messages: list[Any] = []
     first = await say(user, messages, metadata={"session_id": "c1"})
     await say(user, messages, "more", metadata={"session_id": "c1"})
-    assert await feedback(stage, key, first.id, 0.25, name="tone", reply_only=True) == {}
-    assert await feedback(stage, key, "c1", "up") == {}
-    assert await feedback(stage, key, "c1", "down") == {}
-    assert await feedback(stage, key, first.id, 3, name="judge") == {}
+    assert "group" in await feedback(stage, key, first.id, 0.25, name="tone", reply_only=True)
+    assert "group" in await feedback(stage, key, "c1", "up")
+    assert "group" in await feedback(stage, key, "c1", "down")
+    assert "group" in await feedback(stage, key, first.id, 3, name="judge")
     [trajectory] = (await leased(stage)).trajectories
     assert trajectory.reward == 3.0
     assert trajectory.reward_parts == {"feedback": 0.0, "judge": 3.0}
@@ -249,7 +250,7 @@ async def test_a_conversation_does_not_end_while_a_call_runs(
     stage.engine.faults.append(Fault("hold"))
     running = asyncio.create_task(say(user, messages, "more"))
     await stage.engine.until(lambda: len(stage.engine.requests) == 2)
-    assert await feedback(stage, key, reply.id, "up") == {}
+    assert "group" in await feedback(stage, key, reply.id, "up")
     await asyncio.sleep(2 * (IDLE_S + conversations.SWEEP_S))  # more than enough to end it
     assert sessions(stage)[0].closed is None
     stage.engine.release()
@@ -286,7 +287,7 @@ async def test_a_restarted_gateway_continues_conversations_and_has_their_feedbac
     named: list[Any] = []
     reply = await say(user, one)
     await say(user, named, "other words", metadata={"session_id": "c1"})
-    assert await feedback(stage, key, "c1", "up") == {}
+    assert "group" in await feedback(stage, key, "c1", "up")
     copy = killed(tmp_path, "after")
     async with (
         staged(tmp_path / "tiny", journal=copy, **options) as again,
@@ -298,7 +299,7 @@ async def test_a_restarted_gateway_continues_conversations_and_has_their_feedbac
         await say(later, named, "go on", metadata={"session_id": "c1"})
         assert [len(session.tree.nodes) for session in sessions(again)] == [2, 2]
         assert sessions(again)[1].rewards == {"feedback": 1.0}
-        assert await feedback(again, key, reply.id, "down") == {}
+        assert "group" in await feedback(again, key, reply.id, "down")
         last = Path(shutil.copytree(copy, tmp_path / "last"))
     options["conversation_idle_s"] = IDLE_S
     async with staged(tmp_path / "tiny", journal=last, **options) as ended:

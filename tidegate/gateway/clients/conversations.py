@@ -189,7 +189,7 @@ class Conversations:
 
     # -- feedback --------------------------------------------------------------------------------
 
-    async def feedback(self, client: str, about: str, name: str, value: float, turn: bool) -> None:
+    async def feedback(self, client: str, about: str, name: str, value: float, turn: bool) -> str:
         """Reward a conversation, or with `turn` one reply. A repeated name replaces the earlier value.
 
         Args:
@@ -198,6 +198,9 @@ class Conversations:
             name: Name of the reward.
             value: The reward.
             turn: Whether the reward is for the reply alone.
+
+        Returns:
+            The name of the conversation's group, by which its end can be read.
 
         Raises:
             GatewayError: 404 without such a reply or conversation, 410 if it has ended.
@@ -215,6 +218,7 @@ class Conversations:
         index = reply[1] if turn and reply is not None else None
         await self._gateway.post_reward(conversation.session.id, name, value, index)
         conversation.used = asyncio.get_running_loop().time()
+        return (conversation.session.group_id or "").rpartition(".")[2]
 
     # -- endings ---------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class ClientRoutes:
     async def feedback(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
         body = schemas.read(schemas.Feedback, await read_body(receive))
-        await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
-        await respond(send, 200, b"{}")
+        group = await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
+        await respond(send, 200, orjson.dumps({"group": group}))
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)

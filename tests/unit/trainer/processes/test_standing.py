@@ -1,0 +1,71 @@
+"""A standing service: its settings, the weights of a restarted engine, and its trainer's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidegate.config import load_settings
+from tidegate.errors import ConfigError
+from tidegate.trainer.processes.standing import ENDLESS, StandingService
+from tidegate.trainer.processes.trainer_process import TrainerProcess
+
+CLIENT = [
+    "--model.path=x", "--agent.source=client", "--gateway.keys=keys.json", "--trainer.baseline=batch",
+    "--trainer.group_size=1",
+]  # fmt: skip
+
+
+def service(tmp_path: Path, *more: str) -> StandingService:
+    return StandingService(load_settings(None, [*CLIENT, f"--run.dir={tmp_path}", *more]), print)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--trainer.schedule=linear"], 'trainer.schedule = "linear" needs the number of steps'),
+        (["--engine.urls=http://e:1"], "engine.urls has no effect with tidegate serve"),
+    ],
+)
+def test_settings_that_contradict_a_standing_service_are_refused(
+    tmp_path: Path, given: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        service(tmp_path, *given)
+
+
+def test_local_agents_are_refused(tmp_path: Path) -> None:
+    settings = load_settings(None, ["--model.path=x", f"--run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r'agent\.source = "local": a standing service learns from clients'):
+        StandingService(settings, print)
+
+
+def test_a_restarted_engine_starts_with_the_newest_published_weights(tmp_path: Path) -> None:
+    standing = service(tmp_path)
+    assert standing.newest_weights() == (Path("x").absolute(), 0)
+    for name in ("v000009", "v000010", ".v000011.partial", "of-engine"):
+        (tmp_path / "run" / "weights" / name).mkdir(parents=True)
+    assert standing.newest_weights() == (tmp_path / "run" / "weights" / "v000010", 10)
+
+
+@pytest.mark.parametrize(("given", "steps"), [([], ENDLESS), (["--trainer.steps=7"], 7)])
+def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str], steps: int) -> None:
+    standing = service(tmp_path, "--gateway.port=8123", "--trainer.max_staleness=3", *given)
+    standing.engines[0].url, standing.gateway.url = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    (tmp_path / "run").mkdir()
+    settings = load_settings(standing.write_trainer_settings())
+    assert (settings.gateway.url, settings.engine.urls) == ("http://127.0.0.1:2", ["http://127.0.0.1:1"])
+    assert (settings.trainer.steps, settings.trainer.max_staleness) == (steps, 3)
+    assert settings.run_dir == tmp_path / "run"
+
+
+async def test_a_trainer_that_refuses_its_settings_is_not_restarted(tmp_path: Path) -> None:
+    bad = tmp_path / "trainer.toml"
+    bad.write_text("[trainer]\nstepz = 3\n")
+    (tmp_path / "logs").mkdir()
+    trainer = TrainerProcess(bad, tmp_path, "key")
+    await trainer.start()
+    with pytest.raises(ConfigError, match="the trainer ended with exit code 2: its settings were refused"):
+        await trainer.wait_for_exit()
+    assert not trainer.finished()

@@ -1,0 +1,148 @@
+"""Runs a standing service: engines, a gateway, and a trainer that leads them, each restarted when it exits.
+
+The trainer is a process of its own (`tidegate train` with `gateway.url` and `engine.urls`), so that clients
+are served by the newest published version while it is down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tidegate.config import Settings
+from tidegate.errors import ConfigError, StartError
+from tidegate.service.backoff import backoff_s
+from tidegate.service.process import run_together
+from tidegate.service.service import Service
+from tidegate.settings import sections
+from tidegate.trainer.processes.launcher import admin_key
+from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.processes.trainer_process import TrainerProcess
+
+STEADY_S = 60.0
+"""A process that has run for this long before it exits is restarted at once."""
+FIRST_S, LONGEST_S = 0.1, 60.0
+ENDLESS = 10**9
+"""Steps of a trainer whose settings give no limit."""
+
+
+class StandingService:
+    """Engines, gateway and trainer of one run directory.
+
+    Args:
+        settings: Settings of the run, with `agent.source = "client"`.
+        note: Receives messages on starts and restarts.
+
+    Attributes:
+        stop: Set it to end the service after the trainer's current step.
+
+    Raises:
+        ConfigError: The settings are not those of a standing service.
+    """
+
+    def __init__(self, settings: Settings, note: Callable[[str], None]) -> None:
+        check(settings)
+        self.settings = settings
+        self.stop = asyncio.Event()
+        self._note = note
+        self._dir = settings.run_dir.absolute()
+        self._key = admin_key(settings)
+        processes = LocalProcesses()
+        self.engines = processes.engines(settings, self._dir, self.newest_weights)
+        self.gateway: Service = processes.gateway(
+            settings, self._dir, {"admin_key": self._key}, self._dir / "gateway"
+        )
+
+    async def run(self) -> None:
+        """Serves and trains until `stop` is set.
+
+        Raises StartError if a process does not start the first time, and ConfigError if the trainer refuses
+        its settings; a process that exits later is restarted without limit.
+        """
+        servers: list[Service] = [*self.engines, self.gateway]
+        async with contextlib.AsyncExitStack() as stack:
+            for server in servers:
+                stack.push_async_callback(server.stop)
+            await run_together([server.start() for server in servers])
+            address = self.settings.gateway.public_url or self.gateway.url
+            self._note(f"serving at {address}/v1, with the keys of {self.settings.gateway.keys}")
+            trainer = TrainerProcess(self.write_trainer_settings(), self._dir, self._key)
+            stack.push_async_callback(trainer.stop)
+            await trainer.start()
+            supervisor = TaskSupervisor()
+            stack.push_async_callback(supervisor.close)  # before the processes stop: it would restart them
+            processes: list[Service | TrainerProcess] = [*servers, trainer]
+            for process in processes:
+                supervisor.watch(self._keep(process), process.name)
+            await supervisor.run(self.stop.wait())
+            self._note("stopping: the trainer ends its step and writes a checkpoint")
+
+    async def _keep(self, process: Service | TrainerProcess) -> None:
+        """Restarts a process whenever it exits, after a delay that grows while it exits at once."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            why: str | None = await process.wait_for_exit()
+            if isinstance(process, TrainerProcess) and process.finished():
+                self._note(f"{why}: training has ended, and clients are served by its last version")
+                return
+            failures = 0 if time.monotonic() - began > STEADY_S else failures
+            while why is not None:
+                self._note(f"{why}; starting it again")
+                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
+                failures += 1
+                try:
+                    await process.restart()
+                    why = None
+                except StartError as error:
+                    why = str(error)
+            self._note(f"the {process.name} is back")
+
+    def newest_weights(self) -> tuple[Path, int]:
+        """Returns the newest published weights, with which engines start, and their version."""
+        published = [path for path in (self._dir / "weights").glob("v*") if path.name[1:].isdigit()]
+        if not published:
+            return self.settings.model.path.absolute(), 0
+        newest = max(published, key=lambda path: int(path.name[1:]))
+        return newest, int(newest.name[1:])
+
+    def write_trainer_settings(self) -> Path:
+        """Writes the trainer's settings: those of the service, with the addresses of gateway and engines."""
+        settings = self.settings
+        given: dict[str, Any] = settings.model_dump(mode="json")
+        given["gateway"] = {"url": self.gateway.url}
+        given["engine"] = {"urls": [engine.url for engine in self.engines]}
+        given["run"] |= {"live_view": False, "dir": str(settings.run.dir.absolute())}
+        given["model"]["path"] = str(settings.model.path.absolute())
+        if "steps" not in settings.trainer.model_fields_set:
+            given["trainer"]["steps"] = ENDLESS
+        file = self._dir / "trainer.toml"
+        part = file.with_name(".trainer.toml.partial")
+        part.write_text(sections.dump(Settings.model_validate(given)), encoding="utf-8")
+        part.replace(file)
+        return file
+
+
+def check(settings: Settings) -> None:
+    """Raises ConfigError if the settings are not those of a standing service."""
+    if settings.agent.source != "client":
+        raise ConfigError(
+            f'agent.source = "{settings.agent.source}": a standing service learns from clients; set it to '
+            '"client", or use tidegate train'
+        )
+    if settings.gateway.url is not None or settings.engine.urls:
+        name = "engine.urls" if settings.gateway.url is None else "gateway.url"
+        raise ConfigError(
+            f"{name} has no effect with tidegate serve, which starts gateway and engines; to lead running "
+            "ones use tidegate train"
+        )
+    if settings.trainer.schedule != "constant" and "steps" not in settings.trainer.model_fields_set:
+        raise ConfigError(
+            f'trainer.schedule = "{settings.trainer.schedule}" needs the number of steps: set trainer.steps, '
+            'or use "constant"'
+        )
