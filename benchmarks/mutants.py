@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - one fault per line
 """Mutation test of the admission core: checks that its tests detect each planted fault.
 
-Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `ledger/state.py`)
+Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `clients.py`, `ledger/state.py`)
 changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
@@ -22,8 +22,9 @@ from common import Check, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
+CLIENTS = CORE.with_name("clients.py")
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
@@ -59,8 +60,8 @@ FAULTS = [
     Fault("reinstated_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self._ready_order.append(group.id)\n", ""),
     Fault("stopped_tasks_are_lost", "            self._recycled.append(TaskTicket(ticket.index, None, ticket.stale_retries))\n", "            pass\n"),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.version else", "return None if oldest is None else"),
-    Fault("batch_takes_fewer", "if len(self._ready_order) < size:", "if len(self._ready_order) < 1:"),
-    Fault("batch_newest_first", "self._ready_order.popleft() for _ in", "self._ready_order.pop() for _ in"),
+    Fault("batch_takes_fewer", "if len(chosen) < size:", "if len(chosen) < 1:"),
+    Fault("batch_newest_first", "choose(self._ready_order,", "choose(reversed(self._ready_order),"),
     Fault("stale_is_never_replaced", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
     Fault("stale_is_replaced_for_ever", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if ticket is not None:"),
     Fault("replaced_twice", "            self._recycled.append(TaskTicket(ticket.index, group.id,", "            self._recycled.append(TaskTicket(ticket.index, group.id, 1))\n            self._recycled.append(TaskTicket(ticket.index, group.id,"),
@@ -104,12 +105,17 @@ FAULTS = [
     Fault("a_step_gives_no_hope", "        self.filtered_in_a_row = 0\n        untrained", "        untrained"),
     Fault("exhausted_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self"),
     Fault("exhausted_twice", "return last and group.task not in self.quarantined", "return last"),
-    Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:"),
-    Fault("clients_groups_of_the_future", "if newest is not None and newest > self.version:", "if False:"),
-    Fault("clients_groups_of_any_age", "        if not self.admissible(oldest, newest):\n            return (", "        if False:\n            return ("),
+    Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:", CLIENTS),
+    Fault("clients_groups_of_the_future", "if newest is not None and newest > version:", "if False:", CLIENTS),
+    Fault("clients_groups_of_any_age", "    if not admissible:", "    if False:", CLIENTS),
     Fault("clients_groups_are_not_in_the_ledger", "        self._record(entry(\"group\", \"issued\", id=group.id, task=group.task_id, **about))\n", ""),
     Fault("clients_episodes_are_not_in_the_ledger", "            self._record(entry(\"attempt\", \"issued\", id=attempt, group=group.id, slot=slot, number=1))\n        self.lease", "        self.lease"),
     Fault("clients_groups_are_not_counted", "        self.group_counts[State.LIVE] += 1\n        state =", "        state ="),
+    Fault("a_client_has_more_than_its_share", "taken[client] >= limit:", "taken[client] > limit:", CLIENTS),
+    Fault("no_client_has_a_share", "        if client is not None and taken[client] >= limit:", "        if False:", CLIENTS),
+    Fault("any_number_of_a_client_waits", "waiting >= rules.client_capacity:", "False:", CLIENTS),
+    Fault("all_clients_wait_together", "waiting = sum(self.groups[group_id].client == group.client for", "waiting = sum(True for"),
+    Fault("shares_without_a_share", "if rules.client_share < 1 and", "if", CLIENTS),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
 ]  # fmt: skip
 

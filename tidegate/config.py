@@ -154,6 +154,11 @@ class TrainerSettings(SettingsSection):
     baseline: Literal["group", "leave_one_out", "batch"] = "group"
     """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
     (RLOO), or of the batch (REINFORCE++)."""
+    max_client_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of a batch that the groups and conversations of one project key may have."""
+    max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the clients' unfinished conversations above which a publish waits that would make them too
+    stale. None: publishes do not wait."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
     on, except with `baseline` = batch, to which such groups contribute."""
@@ -250,6 +255,11 @@ class TrainerSettings(SettingsSection):
             )
         if not self.kl_coef and self.other_than_default("kl_estimator"):
             raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")
+        if self.max_client_share * min(self.part_sizes) < 1:
+            raise ValueError(
+                f"max_client_share = {self.max_client_share:g} admits no group of a client to a batch or "
+                f"minibatch of {min(self.part_sizes)}: raise it to at least {1 / min(self.part_sizes):.2g}"
+            )
         self._check_baseline()
         self._check_loss()
         return self
@@ -408,6 +418,9 @@ class Settings(SettingsSection):
             )
         if source != "client" and gateway.keys is not None:
             raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')
+        only_clients = self.trainer.other_than_default("max_client_share", "max_stale_share")
+        if source != "client" and only_clients:
+            raise ValueError(f'trainer.{only_clients[0]} is for agent.source = "client"')
         sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
         for name, section in sections.items() if source == "client" else ():
             if idle := section.other_than_default(*type(section).model_fields):

@@ -22,20 +22,27 @@ SILENT = 0.2
 """Share of the conversations without feedback."""
 LONGEST_S = 5.0
 """Longest time until a thumb."""
+UNTRAINED = {"x-tidegate-train": "no"}
 
 
 class Users:
-    """What the users do, and how content they are."""
+    """What the users do, and how content they are.
+
+    Attributes:
+        thumbs: The accepted feedback, by the group of its conversation.
+        recent: Whether the last 200 answers were right.
+    """
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        self.llm = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=8)
+        self.llm = AsyncOpenAI(base_url=f"{url}/v1", api_key=key)
         self.headers = {"Authorization": f"Bearer {key}"}
         self.numbers = itertools.count()
         self.recent: deque[float] = deque(maxlen=200)
-        self.thumbs = 0
+        self.thumbs: dict[str, float] = {}
 
     async def run(self) -> None:
+        """Ask until cancelled."""
         async with aiohttp.ClientSession(headers=self.headers) as self.http, asyncio.TaskGroup() as group:
             for number in range(USERS):
                 group.create_task(self.user(random.Random(number), group))
@@ -47,20 +54,38 @@ class Users:
             text, reply = await answer(self.llm, task.messages[0]["content"])
             right = exact_answer(text, task.answer)
             self.recent.append(right)
-            if number % 200 == 199:
+            if number % 500 == 499:
                 share = sum(self.recent) / len(self.recent)
-                print(
-                    f"{number + 1} questions, {self.thumbs} thumbs; {share:.0%} of the last 200 right",
-                    flush=True,
-                )
+                told = f"{number + 1} questions, {len(self.thumbs)} thumbs"
+                print(f"{told}; {share:.0%} of the last 200 right", flush=True)
             if rng.random() >= SILENT:
-                group.create_task(self.thumb(reply, "up" if right else "down", rng.uniform(0, LONGEST_S)))
+                group.create_task(self.thumb(reply, right, rng.uniform(0, LONGEST_S)))
 
-    async def thumb(self, reply: str, value: str, delay_s: float) -> None:
+    async def thumb(self, reply: str, right: float, delay_s: float) -> None:
+        """Send feedback, again if the connection fails: a repeated one counts once."""
         await asyncio.sleep(delay_s)
-        async with self.http.post(f"{self.url}/v1/feedback", json={"id": reply, "value": value}) as response:
-            response.raise_for_status()
-        self.thumbs += 1
+        body = {"id": reply, "value": "up" if right else "down"}
+        while True:
+            try:
+                async with self.http.post(f"{self.url}/v1/feedback", json=body) as response:
+                    response.raise_for_status()
+                    self.thumbs[(await response.json())["group"]] = right
+                    return
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.5)
+
+    async def exam(self, questions: int) -> float:
+        """Return the share of right answers to held-out questions, which are not trained on."""
+        llm = self.llm.with_options(default_headers=UNTRAINED)
+        tasks = Arithmetic().eval_sets()[""]
+        slots = asyncio.Semaphore(USERS)
+
+        async def ask(number: int) -> float:
+            async with slots:
+                text, _ = await answer(llm, tasks[number].messages[0]["content"])
+                return exact_answer(text, tasks[number].answer)
+
+        return sum(await asyncio.gather(*map(ask, range(questions)))) / questions
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class Loop:
     checkpoint: Callable[[int], Awaitable[object]]
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
     credit: Credit
+    gate: Callable[[int], Awaitable[None]]
+    """Waits until a version may be published."""
     step: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
@@ -53,7 +55,7 @@ class Loop:
                 if self.skipped:
                     continue
                 if self.settings.is_publish_step(self.step):
-                    metrics["time/publish"] = await self._publish()
+                    metrics |= await self._publish()
                 metrics |= await self.evaluate(self.step)
             if self.step % self.settings.checkpoint_every == 0:
                 await run_to_completion(self.checkpoint(self.step))
@@ -120,13 +122,15 @@ class Loop:
                 "groups' trajectories"
             )
 
-    async def _publish(self) -> float:
+    async def _publish(self) -> dict[str, float]:
         began = time.monotonic()
+        await self.gate(self.admission.version + 1)
+        opened = time.monotonic()
         version = self.admission.reserve_version(self.step)
         await self.publisher.publish(version)
         self.admission.mark_live(version)
         self.batches.on_freed()
-        return time.monotonic() - began
+        return {"time/publish_gate": opened - began, "time/publish": time.monotonic() - opened}
 
 
 async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:

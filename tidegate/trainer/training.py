@@ -27,6 +27,7 @@ from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
@@ -122,9 +123,11 @@ class Training:
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._set_serving
         self.engines.set_publisher(self.publisher)
+        trainer = settings.trainer
+        gate = PublishGate(self.gateway, trainer.staleness_bound, trainer.max_stale_share, stop)
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, start.step, stop,
+            self._checkpoint, self._evaluate, credit, gate.wait, start.step, stop,
         )  # fmt: skip
 
     async def open(self, supervisor: TaskSupervisor) -> None:

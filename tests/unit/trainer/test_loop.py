@@ -98,7 +98,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
 
     credit = GroupCredit(trainer)
     batches = Batcher(hands, admission, lambda: None, credit.should_train)
-    return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit), hands, book
+    return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit, later), hands, book
 
 
 async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path: Path) -> None:

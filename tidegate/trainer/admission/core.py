@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from tidegate.errors import LedgerError
+from tidegate.trainer.admission.clients import choose, refusal
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import (
@@ -262,22 +263,17 @@ class Admission:
 
         A refused group is in no ledger entry. An accepted one is not issued again, however it ends.
         """
-        rules, number = self.rules, len(group.trajectories)
-        if not rules.min_group_size <= number <= rules.group_size:
-            sizes = dict.fromkeys((rules.min_group_size, rules.group_size))
-            return f"it has {number} episodes, and the run takes {' to '.join(map(str, sizes))}"
         oldest, newest = group.oldest_version(), group.newest_version()
-        if newest is not None and newest > self.version:
-            return f"it has tokens of version {newest}, which this run has not published"
-        if not self.admissible(oldest, newest):
-            return (
-                f"stale: its oldest token is of version {oldest}, the trainer is at version {self.version}, "
-                f"and the staleness bound is {rules.max_staleness}"
-            )
+        waiting = sum(self.groups[group_id].client == group.client for group_id in self._ready_order)
+        admissible = self.admissible(oldest, newest)
+        why = refusal(group, self.rules, self.version, waiting, admissible=admissible)
+        if why is not None:
+            return why
+        number = len(group.trajectories)
         about = {"version": self.version, "client": group.client, "episodes": number}
         self._record(entry("group", "issued", id=group.id, task=group.task_id, **about))
         self.group_counts[State.LIVE] += 1
-        state = GroupState(group.id, group.task_id, None, [], Phase.READY)
+        state = GroupState(group.id, group.task_id, None, [], Phase.READY, client=group.client)
         self.groups[group.id] = state
         for trajectory in group.trajectories:
             slot = trajectory.slot or 0
@@ -323,9 +319,11 @@ class Admission:
         """
         self.sweep()
         size = self.rules.groups_per_batch if number is None else number
-        if len(self._ready_order) < size:
+        chosen = choose(self._ready_order, self.groups, size, self.rules.client_limit(size))
+        if len(chosen) < size:
             return None
-        chosen = [self._ready_order.popleft() for _ in range(size)]
+        taken = set(chosen)
+        self._ready_order = deque(group_id for group_id in self._ready_order if group_id not in taken)
         staleness = []
         for group_id in chosen:
             group = self.groups[group_id]

@@ -26,6 +26,8 @@ class Rules:
     max_stale_retries: int = 2
     max_running: int = 1 << 30
     """Limit of concurrent episodes; a larger group runs alone."""
+    client_share: float = 1.0
+    """Largest share of a batch that the groups of one client may have."""
     steps: int | None = None
     """Optimiser steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
 
@@ -43,6 +45,7 @@ class Rules:
             max_attempts=trainer.max_attempts,
             max_stale_retries=trainer.max_stale_retries,
             max_running=settings.agent.max_concurrency,
+            client_share=trainer.max_client_share,
             steps=None if trainer.may_filter else trainer.steps,
         )
 
@@ -59,6 +62,15 @@ class Rules:
         """Limit of outstanding groups; without a bound, that of staleness 4."""
         staleness = 4 if self.max_staleness is None else self.max_staleness
         return (staleness + 1) * self.groups_per_batch * self.publish_interval
+
+    def client_limit(self, size: int) -> int:
+        """Return the limit of one client's groups in a batch or minibatch of `size` groups."""
+        return max(1, int(self.client_share * size))
+
+    @property
+    def client_capacity(self) -> int:
+        """Limit of one client's groups that wait for a batch."""
+        return self.client_limit(self.groups_per_batch) * self.capacity // self.groups_per_batch
 
 
 class AttemptVerdict(StrEnum):

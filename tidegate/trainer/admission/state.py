@@ -61,6 +61,8 @@ class GroupState:
     phase: Phase = Phase.RUNNING
     oldest: int | None = None
     newest: int | None = None
+    client: str | None = None
+    """Name of the key of the client that formed it."""
 
     def successful_attempts(self) -> list[str]:
         """Return the ids of successful attempts, in slot order."""
