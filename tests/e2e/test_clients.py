@@ -77,7 +77,10 @@ async def test_a_program_trains_a_run_whose_processes_are_killed(tmp_path: Path)
             run.kill()
         assert not running.done(), running
         with training(run_dir, *place, "--resume", config=CONFIG, small=SMALL) as run:
-            assert await asyncio.to_thread(run.wait) == 0, run.output()
+            finished = asyncio.create_task(asyncio.to_thread(run.wait))
+            await asyncio.wait((finished, running), return_when=asyncio.FIRST_COMPLETED)
+            assert not running.done(), running
+            assert await finished == 0, run.output()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

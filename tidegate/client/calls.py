@@ -24,7 +24,7 @@ class ClientCalls(HttpClient):
     def __init__(self, url: str, key: str, timeout_s: float, capacity_s: float) -> None:
         super().__init__(key)
         self._url = url.rstrip("/")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._capacity_s = capacity_s
         self._closed = False
 
@@ -54,7 +54,7 @@ class ClientCalls(HttpClient):
             except (aiohttp.ClientError, OSError) as error:  # OSError: also a TimeoutError
                 refusal, again = GatewayError(f"no response from the gateway at {self._url}: {error!r}"), True
             lost_s, waited_s = time() - answered, time() - began
-            if not again or lost_s > self._timeout_s or waited_s > self._timeout_s + self._capacity_s:
+            if not again or lost_s > self.timeout_s or waited_s > self.timeout_s + self._capacity_s:
                 raise refusal
             await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
             failures += 1

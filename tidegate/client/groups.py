@@ -17,6 +17,8 @@ from tidegate.client.calls import POLL_S, ClientCalls
 from tidegate.errors import GatewayError, GroupRefusedError
 
 LEAVE_S = 5.0
+FIRST_RETRIES, RETRY_S = 4, 6.0
+"""The SDK waits 0.5, 1, 2 and 4 s before its first retries, and 6 to 8 s before each later one."""
 TRAINED = ("stepped", "trained")
 
 
@@ -179,8 +181,13 @@ class ClientEpisode:
         return self
 
     def openai(self) -> AsyncOpenAI:
-        """Returns an OpenAI client of the episode, closed at its end."""
-        self._openai = self._openai or AsyncOpenAI(base_url=self.base_url, api_key=self.api_key)
+        """Returns an OpenAI client of the episode, closed at its end.
+
+        Its calls are repeated for about `timeout_s` of the `Client`, so that a restart of the run fails none.
+        """
+        if self._openai is None:
+            retries = FIRST_RETRIES + math.ceil(self._group._http.timeout_s / RETRY_S)
+            self._openai = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=retries)
         return self._openai
 
     async def __aexit__(
