@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,8 @@ CONFIG = Path(__file__).with_name("config.toml")
 KILLS = ((0.2, "gateway"), (0.4, "engine"), (0.6, "trainer"))
 """Shares of the steps after which a process is killed."""
 QUESTIONS = 200
+Hook = Callable[[str], Awaitable[object]]
+"""Is called with the gateway's URL."""
 
 
 @dataclass
@@ -112,8 +114,13 @@ async def serving(overrides: Sequence[str], keys: Path) -> AsyncIterator[Service
         await reading
 
 
-async def run(overrides: Sequence[str]) -> Outcome:
-    """Run the demo. Raises what a user of the service meets."""
+async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Outcome:
+    """Run the demo. Raises what a user of the service meets.
+
+    Args:
+        overrides: Settings as `--section.key value`.
+        at_first_step: Called with the gateway's URL after the first step.
+    """
     settings = load_settings(CONFIG, overrides)
     run_dir = settings.run_dir.absolute()
     set_aside(run_dir)
@@ -125,7 +132,7 @@ async def run(overrides: Sequence[str]) -> Outcome:
         outcome.before = await users.exam(QUESTIONS)
         print(f"held out, before: {outcome.before:.1%} right", flush=True)
         talking = asyncio.create_task(users.run())
-        watching = asyncio.create_task(_kill(service, run_dir, settings.trainer.steps))
+        watching = asyncio.create_task(_watch(service, run_dir, settings.trainer.steps, at_first_step))
         done, _ = await asyncio.wait((talking, watching), return_when=asyncio.FIRST_COMPLETED)
         for task in (talking, watching):
             task.cancel()
@@ -142,8 +149,11 @@ async def run(overrides: Sequence[str]) -> Outcome:
     return outcome
 
 
-async def _kill(service: Service, run_dir: Path, steps: int) -> None:
+async def _watch(service: Service, run_dir: Path, steps: int, at_first_step: Hook | None) -> None:
     """Kill the processes in turn, then wait for the end of the training."""
+    if at_first_step is not None:
+        await service.until_step(1)
+        await at_first_step(await service.address())
     for share, name in KILLS:
         await service.until_step(round(share * steps))
         pid = json.loads((run_dir / "logs" / f"{name}.address").read_text())["pid"]

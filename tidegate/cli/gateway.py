@@ -124,6 +124,7 @@ def _options(
         client_deadline_s=clients.deadline_s,
         conversation_idle_s=gateway.conversation_idle_s,
         feedback_window_s=gateway.feedback_window_s,
+        reward_range=gateway.reward_range,
         journal=journal,
         pool=PoolOptions(shards=shards),
         id_prefix=id_prefix(index) if shards > 1 else "",

@@ -25,6 +25,9 @@ def add(subparsers: Subparsers) -> None:
         one = verbs.add_parser(verb, help=text, description=f"{text.capitalize()}.")
         if verb != "list":
             one.add_argument("name", metavar="NAME", help="name of the key, as of a program or a team")
+        if verb == "create":
+            one.add_argument("--calls-per-minute", type=int, metavar="N", help="limit of its model calls")
+            one.add_argument("--no-train", action="store_true", help="never train on its calls")
         one.add_argument("--file", type=Path, default=FILE, metavar="FILE", help=f"by default {FILE}")
     parser.set_defaults(run=run)
 
@@ -34,11 +37,20 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
     file = arguments.file
     if arguments.verb == "create":
-        print(create_key(file, arguments.name))
+        print(
+            create_key(
+                file,
+                arguments.name,
+                calls_per_minute=arguments.calls_per_minute,
+                train=not arguments.no_train,
+            )
+        )
         print(f"{file} has its hash; the key itself is shown only now", file=sys.stderr)
     elif arguments.verb == "revoke":
         revoke_key(file, arguments.name)
     else:
         for key in read_keys(file).values():
-            print(f"{key.name:<32} {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(key.created))}")
+            created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(key.created))
+            limit = "" if key.calls_per_minute is None else f"  {key.calls_per_minute} calls a minute"
+            print(f"{key.name:<32} {created}{limit}{'' if key.train else '  not trained on'}")
     return 0

@@ -37,6 +37,8 @@ class GatewayOptions:
     """Time after the last call or feedback at which a conversation with feedback ends."""
     feedback_window_s: float = 3600.0
     """Time after the last call at which a conversation without feedback ends."""
+    reward_range: tuple[float, float] | None = None
+    """Least and largest reward that a client may give; None: any."""
     tool_parser: str = "auto"
     """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
     the chat template writes; `none`: tool calls stay text."""

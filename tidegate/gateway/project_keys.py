@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidegate.errors import ConfigError
@@ -27,6 +27,10 @@ class ProjectKey:
     """SHA-256 of the key, hexadecimal."""
     created: float
     """Unix time."""
+    calls_per_minute: int | None = None
+    """Limit of its model calls; None: none."""
+    train: bool = True
+    """Whether its calls may be trained on."""
 
 
 def check_name(name: str) -> None:
@@ -48,14 +52,16 @@ def read_keys(file: Path) -> dict[str, ProjectKey]:
         raise ConfigError(f"{file} holds no project keys: {error!r}") from None
 
 
-def create_key(file: Path, name: str) -> str:
+def create_key(file: Path, name: str, *, calls_per_minute: int | None = None, train: bool = True) -> str:
     """Adds a key to a file, which is created if necessary, and returns the key. Raises ConfigError."""
     check_name(name)
+    if calls_per_minute is not None and calls_per_minute < 1:
+        raise ConfigError(f"calls_per_minute = {calls_per_minute}: a key may make one call a minute or more")
     keys = read_keys(file) if file.exists() else {}
     if name in keys:
         raise ConfigError(f"{file} has a key {name!r} already; revoke it first, or choose another name")
     key = new_key(_PREFIX)
-    _write(file, {**keys, name: ProjectKey(name, hash_key(key).hex(), time.time())})
+    _write(file, {**keys, name: ProjectKey(name, hash_key(key).hex(), time.time(), calls_per_minute, train)})
     return key
 
 
@@ -69,7 +75,7 @@ def revoke_key(file: Path, name: str) -> None:
 
 
 def _write(file: Path, keys: dict[str, ProjectKey]) -> None:
-    rows = [{"name": key.name, "hash": key.hash, "created": key.created} for key in keys.values()]
+    rows = [asdict(key) for key in keys.values()]
     part = file.with_name(f".{file.name}.partial")
     try:
         part.unlink(missing_ok=True)
@@ -86,14 +92,19 @@ class KeyFile:
     def __init__(self, file: Path | None) -> None:
         """`file` None: there are no keys. Raises ConfigError if the file cannot be read."""
         self._file = file
-        self._names: dict[bytes, str] = {}
+        self._keys: dict[bytes, ProjectKey] = {}
         self._state = self._stat()
         if file is not None:
-            self._names = _by_hash(file)
+            self._keys = _by_hash(file)
 
     def name_of(self, key: str) -> str | None:
         """Returns the name of a key; None if there is no such key."""
-        return self._names.get(hash_key(key))
+        found = self._keys.get(hash_key(key))
+        return None if found is None else found.name
+
+    def named(self, name: str) -> ProjectKey | None:
+        """Returns the key of this name; None if it was revoked."""
+        return next((key for key in self._keys.values() if key.name == name), None)
 
     def reload(self) -> None:
         """Reads the file again if it has changed. While it cannot be read, no key is accepted."""
@@ -102,9 +113,9 @@ class KeyFile:
             return
         self._state = state
         try:
-            self._names = _by_hash(self._file)
+            self._keys = _by_hash(self._file)
         except ConfigError as error:
-            self._names = {}
+            self._keys = {}
             log.error("no project key is accepted: %s", error)
 
     def _stat(self) -> tuple[int, int, int] | None:
@@ -115,5 +126,5 @@ class KeyFile:
         return stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def _by_hash(file: Path) -> dict[bytes, str]:
-    return {bytes.fromhex(key.hash): key.name for key in read_keys(file).values()}
+def _by_hash(file: Path) -> dict[bytes, ProjectKey]:
+    return {bytes.fromhex(key.hash): key for key in read_keys(file).values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -118,8 +118,16 @@ class ServedGateway(SettingsSection):
     """Time after the last call or feedback at which a client's conversation with feedback ends."""
     feedback_window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Time after the last call at which a client's conversation without feedback ends, `unrewarded`."""
+    reward_range: tuple[float, float] | None = None
+    """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
     untrained_models: list[str] = []
     """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(f"reward_range = {list(self.reward_range)}: the first number must be the less")
+        return self
 
     @property
     def on_loopback(self) -> bool:

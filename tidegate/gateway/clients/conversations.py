@@ -18,6 +18,7 @@ from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
+from tidegate.gateway.clients.protection import CallRates
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
@@ -53,6 +54,7 @@ class Conversations:
     """The conversations of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
+        self.rates = CallRates()
         self._gateway = gateway
         self._open: dict[str, Conversation] = {}
         """By session id."""

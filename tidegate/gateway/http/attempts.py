@@ -8,6 +8,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
@@ -69,6 +70,8 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
         raise GatewayError("this session is finished by the process that opened it", status=403)
     if session.ending is not None and session.ending.imposed:
         raise GatewayError(f"the episode has ended: {session.ending.error}", status=410)
+    if session.client is not None:
+        check_reward(report.reward, gateway.options.reward_range)
     trajectory = await gateway.finish(session.id, report.report(), wait_s=ACCEPT_S)
     row: dict[str, object] = {"state": session.state}
     if trajectory is not None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.clients.groups import ClientGroups
+from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
@@ -48,6 +49,7 @@ class ClientRoutes:
     async def feedback(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
         body = schemas.read(schemas.Feedback, await read_body(receive))
+        check_reward(body.reward(), gateway.options.reward_range)
         group = await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
         await respond(send, 200, orjson.dumps({"group": group}))
 

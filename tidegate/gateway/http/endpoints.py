@@ -40,11 +40,13 @@ class DialectEndpoint:
         try:
             headers = dict(scope["headers"])
             if (client := client_of(gateway, scope, headers)) is not None:
+                self._check_rate(client)
                 body = await read_body(receive)
                 session = await self._conversations.session_of(client, self._dialect, body, headers)
                 receive = replay(body, receive)
             else:
                 session = authenticate(gateway, scope, headers)
+                self._check_rate(session.client)
             request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return
@@ -59,6 +61,11 @@ class DialectEndpoint:
         model = ServedModel(MODEL_NAME, gateway.renderer.token_text, gateway.turns.prompts.thought_end)
         writer = ResponseWriter(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
         await writer.run(receive, send)
+
+    def _check_rate(self, client: str | None) -> None:
+        """Counts a call of a client's key. Raises ApiError (429) above the key's limit."""
+        if client is not None and (key := self._gateway.keys.named(client)) is not None:
+            self._conversations.rates.check(key)
 
     async def _read_request(
         self, session: GatewaySession, headers: dict[bytes, bytes], receive: Receive
@@ -83,7 +90,7 @@ class DialectEndpoint:
                 lambda request: request.turn_requests,
             )
             await gateway.turns.wait_for_closed_streams(session, turn_requests=request.turn_requests)
-            exempt = exemption_reason(session, parsed.value, headers)
+            exempt = exemption_reason(session, parsed.value, headers) or untrained_key(gateway, session)
             try:
                 for index, turn_request in enumerate(request.turn_requests):
                     position = b"%s/%d/" % (dialect_name, index)
@@ -163,6 +170,12 @@ def exemption_reason(
         return f"header {TRAIN_HEADER.decode()}: no" if value.lower() == b"no" else None
     model = payload.get("model")
     return f"model name {model!r}" if model in session.untrained_models else None
+
+
+def untrained_key(gateway: Gateway, session: GatewaySession) -> str | None:
+    """Returns the reason that a client's calls are not trained on, or None; no header overrides it."""
+    key = gateway.keys.named(session.client) if session.client is not None else None
+    return None if key is None or key.train else f"key {key.name!r}, which is not trained on"
 
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:

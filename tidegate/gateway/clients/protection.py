@@ -1,0 +1,54 @@
+"""Limits of clients: the calls of a key in a minute, and the range of rewards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.project_keys import ProjectKey
+
+MINUTE_S = 60.0
+
+
+class CallRates:
+    """Counts the calls of each key by the token-bucket rule.
+
+    A key may make `calls_per_minute` calls at once, and this number in any minute on average.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """By the key's name: the calls that it may still make, and when that was so."""
+
+    def check(self, key: ProjectKey) -> None:
+        """Count a call. Raises ApiError (429) if the key has made too many."""
+        limit = key.calls_per_minute
+        if limit is None:
+            return
+        now = self._clock()
+        left, then = self._buckets.get(key.name, (float(limit), now))
+        left = min(float(limit), left + (now - then) * limit / MINUTE_S)
+        if left < 1:
+            self._buckets[key.name] = left, now
+            wait_s = math.ceil((1 - left) * MINUTE_S / limit)
+            raise ApiError(
+                f"key {key.name!r} may make {limit} calls a minute; try again in {wait_s} s",
+                status=429,
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                retryable=True,
+            )
+        self._buckets[key.name] = left - 1, now
+
+
+def check_reward(value: object, limits: tuple[float, float] | None) -> None:
+    """Raises GatewayError (400) if a client's reward is outside the declared range."""
+    if limits is not None and isinstance(value, int | float) and not limits[0] <= value <= limits[1]:
+        raise GatewayError(
+            f"the reward {value:g} is outside gateway.reward_range = [{limits[0]:g}, {limits[1]:g}]",
+            status=400,
+        )
