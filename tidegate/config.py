@@ -418,9 +418,16 @@ class Settings(SettingsSection):
             )
         if source != "client" and gateway.keys is not None:
             raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')
-        only_clients = self.trainer.other_than_default("max_client_share", "max_stale_share")
+        only_clients = [
+            f"{section}.{name}"
+            for section, settings, names in (
+                ("trainer", self.trainer, ("max_client_share", "max_stale_share")),
+                ("gateway", gateway, ("redact", "reward_range")),
+            )
+            for name in settings.other_than_default(*names)
+        ]
         if source != "client" and only_clients:
-            raise ValueError(f'trainer.{only_clients[0]} is for agent.source = "client"')
+            raise ValueError(f'{only_clients[0]} is for agent.source = "client"')
         sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
         for name, section in sections.items() if source == "client" else ():
             if idle := section.other_than_default(*type(section).model_fields):

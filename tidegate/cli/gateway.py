@@ -94,6 +94,7 @@ def _options(
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.sessions.limits import SessionLimits
     from tidegate.gateway.sharding.shard import id_prefix, journal_of
+    from tidegate.loading import load_object
     from tidegate.types import Sampling
 
     gateway, env, clients = settings.gateway, settings.env, settings.clients
@@ -125,6 +126,7 @@ def _options(
         conversation_idle_s=gateway.conversation_idle_s,
         feedback_window_s=gateway.feedback_window_s,
         reward_range=gateway.reward_range,
+        redact=None if gateway.redact is None else load_object(gateway.redact, {}, "redaction"),
         journal=journal,
         pool=PoolOptions(shards=shards),
         id_prefix=id_prefix(index) if shards > 1 else "",

@@ -10,6 +10,7 @@ from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.groups.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits
+from tidegate.gateway.turns.redaction import Redaction
 from tidegate.types import Sampling
 
 
@@ -39,6 +40,8 @@ class GatewayOptions:
     """Time after the last call at which a conversation without feedback ends."""
     reward_range: tuple[float, float] | None = None
     """Least and largest reward that a client may give; None: any."""
+    redact: Redaction | None = None
+    """Redacts the texts of requests before anything is recorded."""
     tool_parser: str = "auto"
     """Name of the model's tool-call format in `tidegate.gateway.parsing.tool_calls`; `auto`: the format that
     the chat template writes; `none`: tool calls stay text."""

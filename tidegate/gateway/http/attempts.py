@@ -15,6 +15,7 @@ from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.http.response import respond, unless_disconnected
 from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.service.api_key import ApiKey
 from tidegate.types import MODEL_NAME
@@ -72,6 +73,9 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
         raise GatewayError(f"the episode has ended: {session.ending.error}", status=410)
     if session.client is not None:
         check_reward(report.reward, gateway.options.reward_range)
+    if (redaction := gateway.options.redact) is not None:
+        report.output = report.output and redact_text(report.output, redaction)
+        report.error = report.error and redact_text(report.error, redaction)
     trajectory = await gateway.finish(session.id, report.report(), wait_s=ACCEPT_S)
     row: dict[str, object] = {"state": session.state}
     if trajectory is not None:

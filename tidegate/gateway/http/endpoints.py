@@ -19,7 +19,8 @@ from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.intake import Intake
-from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.gateway.turns.redaction import redact_body
+from tidegate.gateway.turns.request_body import LARGE, ClientGone, read_body
 from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
@@ -41,12 +42,14 @@ class DialectEndpoint:
             headers = dict(scope["headers"])
             if (client := client_of(gateway, scope, headers)) is not None:
                 self._check_rate(client)
-                body = await read_body(receive)
+                body = await redacted(gateway, await read_body(receive))
                 session = await self._conversations.session_of(client, self._dialect, body, headers)
                 receive = replay(body, receive)
             else:
                 session = authenticate(gateway, scope, headers)
                 self._check_rate(session.client)
+                if gateway.options.redact is not None:
+                    receive = replay(await redacted(gateway, await read_body(receive)), receive)
             request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return
@@ -119,6 +122,8 @@ class CountEndpoint:
         gateway, session = self._gateway, None
         try:
             session = authenticate(gateway, scope, dict(scope["headers"]))
+            if gateway.options.redact is not None:
+                receive = replay(await redacted(gateway, await read_body(receive)), receive)
             async with Intake(session, gateway.turns, gateway.threads) as intake:
                 body = await intake.body(receive)
                 parsed = await intake.parse(body)
@@ -198,6 +203,14 @@ def _key(headers: dict[bytes, bytes]) -> str:
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
     return key.strip().decode("latin-1")
+
+
+async def redacted(gateway: Gateway, body: RawBody) -> RawBody:
+    """Returns a request body as `gateway.redact` leaves it. Raises ApiError."""
+    redaction = gateway.options.redact
+    if redaction is None:
+        return body
+    return await gateway.threads.run(len(body) > LARGE, redact_body, body, redaction)
 
 
 def replay(body: RawBody, receive: Receive) -> Receive:

@@ -1,0 +1,155 @@
+"""`gateway.redact`: what it is given, that nothing of the original is kept, and how its failure ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, BadRequestError
+
+from tests.fakes import Stage, staged
+from tests.integration.gateway.test_clients import call as group_call
+from tests.integration.gateway.test_conversations import feedback, say, sessions
+from tests.tiny_tokenizer import make_model_dir, make_tokenizer
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.project_keys import create_key
+from tidegate.gateway.turns.redaction import redact_body, redact_value
+
+SECRET = "anna@example.org"
+
+
+def without_addresses(text: str) -> str:
+    if "fail" in text:
+        raise KeyError(text)
+    return re.sub(r"[a-z]+@[a-z.]+", "(address)", text)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    return create_key(tmp_path / "keys.json", "me")
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, key: str) -> AsyncIterator[Stage]:
+    model = make_model_dir(tmp_path / "tiny")
+    async with staged(
+        model, keys=tmp_path / "keys.json", journal=tmp_path / "journal", conversation_idle_s=0.2,
+        redact=without_addresses,
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.fixture
+async def user(stage: Stage, key: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0) as made:
+        yield made
+
+
+def prompts(stage: Stage) -> list[str]:
+    """What the engine was asked, as text."""
+    tokenizer = make_tokenizer()
+    return [tokenizer.decode(node.turn.delta_ids) for one in sessions(stage) for node in one.tree.nodes]
+
+
+def kept(directory: Path) -> list[str]:
+    """The journal's files that contain the secret."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert files
+    return [str(path) for path in files if SECRET.encode() in path.read_bytes()]
+
+
+async def test_no_dialect_leaves_a_trace_of_what_was_redacted(
+    stage: Stage, user: AsyncOpenAI, key: str, tmp_path: Path
+) -> None:
+    text = f"write to {SECRET} now"
+    messages: list[Any] = []
+    reply = await say(user, messages, text)
+    await say(user, messages, "and again to " + SECRET)
+    assert [len(one.tree.nodes) for one in sessions(stage)] == [2], "the quoted history is recognised"
+    await user.responses.create(model="m", instructions=SECRET, input=text, metadata={"mail": SECRET})
+    await user.completions.create(model="m", prompt=text)
+    async with AsyncAnthropic(base_url=stage.url, api_key=key, max_retries=0) as claude:
+        ask: list[Any] = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        await claude.messages.create(model="m", max_tokens=8, system=SECRET, messages=ask)
+    assert len(sessions(stage)) == 4
+    asked = prompts(stage)
+    assert len(asked) == 5
+    assert all("(address)" in one and SECRET not in one for one in asked)
+    async with aiohttp.ClientSession() as http:
+        row: Any = await group_call(http, stage, "POST", "g/episodes", key, {"task_id": "t"})
+        async with AsyncOpenAI(base_url=row["base_url"], api_key=row["api_key"], max_retries=0) as agent:
+            await say(agent, [], text)
+        report = {"reward": 1.0, "output": SECRET, "error": None}
+        headers = {"Authorization": f"Bearer {row['api_key']}"}
+        url = f"{stage.url}/s/{row['episode']}/finish"
+        async with http.post(url, json=report, headers=headers) as response:
+            assert response.status == 200
+    await feedback(stage, key, reply.id, "up")
+    [group] = await stage.client.lease(1, 1, wait_s=10)
+    assert SECRET not in json.dumps(group.trajectories[0].messages)
+    assert kept(tmp_path / "journal") == []
+
+
+async def test_a_failing_redaction_refuses_the_call_and_records_nothing(
+    stage: Stage, user: AsyncOpenAI, tmp_path: Path
+) -> None:
+    with pytest.raises(BadRequestError, match=r"gateway.redact failed with KeyError; nothing") as refused:
+        await say(user, [], f"fail {SECRET}")
+    assert refused.value.code == "redaction_failed"
+    assert SECRET not in str(refused.value.body)
+    assert sessions(stage) == []
+    assert kept(tmp_path / "journal") == []
+
+
+def test_structure_is_left_alone() -> None:
+    body = {
+        "model": "a", "tools": [{"name": "a", "description": "a"}], "prompt": ["a", 7],
+        "messages": [
+            {"role": "a", "tool_call_id": "a", "content": [{"type": "a", "text": "a"}, {"data": "a"}]},
+            {"tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "a"}}]},
+        ],
+    }  # fmt: skip
+    redacted = json.loads(redact_body(json.dumps(body).encode(), lambda text: text + "!"))
+    assert redacted == {
+        "model": "a", "tools": [{"name": "a", "description": "a"}], "prompt": ["a!", 7],
+        "messages": [
+            {"role": "a", "tool_call_id": "a", "content": [{"type": "a", "text": "a!"}, {"data": "a"}]},
+            {"tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "a!"}}]},
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"messages": 3}'])
+def test_what_is_no_request_is_left_to_the_parser(body: bytes) -> None:
+    assert json_or_bytes(redact_body(body, str.upper)) == json_or_bytes(body)
+
+
+def json_or_bytes(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
+
+
+def test_depth_is_bounded_without_recursion() -> None:
+    deep: Any = "a"
+    for _ in range(100_000):
+        deep = [deep]
+    redact_value(deep, str.upper)
+    while isinstance(deep, list):
+        deep = deep[0]
+    assert deep == "A"
+    nested = b'{"messages": ' + b"[" * 500 + b"]" * 500 + b"}"
+    with pytest.raises(ApiError, match="cannot be redacted"):
+        redact_body(nested, str.upper)
+
+
+def test_a_result_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ApiError, match="returned NoneType, not a text"):
+        redact_value(["a"], lambda _: None)  # type: ignore[arg-type,return-value]
