@@ -229,8 +229,10 @@ class Chaos:
         self.kill("trainer", counted=False)  # a process of an earlier phase has none of these armed
         while time.monotonic() < until:
             if self.process is None:
-                self.steps = max(steps, last_step(self.run_dir))
-                self.start({one: 1 for one in places if one not in self.passed})
+                left = [one for one in places if one not in self.passed]
+                # A run without a step left has nothing to write at its end.
+                self.steps = max(steps, last_step(self.run_dir) + bool(left))
+                self.start(dict.fromkeys(left, 1))
             if self.ended(1.0) and self.exits[0] > complete:
                 return True
         return False
