@@ -42,6 +42,8 @@ class Users:
         self.headers = {"Authorization": f"Bearer {key}"}
         self.llm = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=30)
         self.accepted: dict[str, float] = {}
+        self.groups: dict[str, str] = {}
+        self.erased: set[str] = set()
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(headers=self.headers) as self.http, asyncio.TaskGroup() as group:
@@ -73,10 +75,16 @@ class Users:
                     assert response.status in (200, 503), answer
                     if response.status == 200:
                         self.accepted[question] = value
+                        self.groups[question] = answer["group"]
                         return
             except aiohttp.ClientError:
                 pass  # the gateway is restarting
             await asyncio.sleep(0.1)
+
+    async def erase(self, question: str) -> None:
+        async with self.http.delete(f"{self.url}/v1/conversations/{self.groups[question]}") as response:
+            assert response.status == 200
+        self.erased.add(question)
 
 
 async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: Path) -> None:
@@ -92,6 +100,8 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
         try:
             for step, name in ((2, "gateway"), (3, "engine"), (5, "trainer"), (7, "gateway")):
                 await asyncio.to_thread(run.until_step, step)
+                if name == "trainer":  # it forgets as well what it reads again after its restart
+                    await users.erase(trained_questions(run_dir)[0])
                 os.kill(run.owned(name), signal.SIGKILL)
             await asyncio.to_thread(run.until_said, "training has ended")
             asked = len(users.accepted)
@@ -164,6 +174,13 @@ def server(verb: str, folder: Path, *arguments: str) -> Iterator[str]:
         process.wait()
 
 
+def trained_questions(run_dir: Path) -> list[str]:
+    """The first messages of the conversations that were trained on, in the order of the steps."""
+    paths = sorted((run_dir / "trajectories").glob("step_*.jsonl"))
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [line["messages"][0]["content"] for line in lines if line["state"] == "stepped"]
+
+
 def check_books(run_dir: Path, users: Users) -> None:
     """Checks that each conversation was trained on at most once, with its user's feedback."""
     audit = held(run_dir)
@@ -174,11 +191,17 @@ def check_books(run_dir: Path, users: Users) -> None:
         for line in path.read_text().splitlines()
         if (episode := json.loads(line))["state"] == "stepped"
     ]
-    assert len(trained) == STEPS * 8
     questions = [episode["messages"][0]["content"] for episode in trained]
+    ended = {
+        line["id"]: line["state"] for line in ledger(run_dir) if line["kind"] == "group" and "state" in line
+    }
+    gone = [question for question in users.erased if ended.get(f"shop.{users.groups[question]}") == "stepped"]
+    assert len(trained) == STEPS * 8 - len(gone)
     assert max(Counter(questions).values()) == 1, "a conversation was trained on twice"
     rewards = {question: one["reward"] for question, one in zip(questions, trained, strict=True)}
     assert rewards == {question: users.accepted[question] for question in questions}
     assert all(len(one["turns"]) == 2 for one in trained), "both calls are one conversation"
-    states = Counter(line["state"] for line in ledger(run_dir) if line["kind"] == "group" and "state" in line)
-    assert set(states) <= {"stepped", "stale", "cancelled"}
+    assert set(ended.values()) <= {"stepped", "stale", "cancelled"}
+    texts = [path.read_text() for path in (run_dir / "trajectories").rglob("*.jsonl")]
+    for question in users.erased:
+        assert not any(json.dumps(question) in text for text in texts), "an erased conversation is in a file"

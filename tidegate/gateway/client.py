@@ -264,6 +264,10 @@ class GatewayClient(HttpClient):
     async def list_groups(self) -> list[GroupRow]:
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
 
+    async def erased_groups(self) -> list[str]:
+        """Returns the ids of the groups that clients erased, as far as the gateway remembers them."""
+        return list((await self._json("GET", "/groups/erased"))["groups"])
+
     async def begin_epoch(self, epoch: int) -> None:
         """Announces a trainer: leases of older trainers are released and their sessions cancelled.
 

@@ -312,14 +312,23 @@ class Gateway:
         """Ends a group and all of its sessions; returns what they recorded. Idempotent."""
         await self.groups.begin_epoch(epoch)
         why = "its group was dropped"
-        for session in self.sessions.of_group(group_id):
-            session.stop(why)
+        self._stop_sessions(group_id, why)
         result = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
         recorded = []
         for session in await self.groups.drop(group_id, epoch):
             recorded.append(session.trajectory or trajectory_of(session, result))
             self.sessions.forget(session)
         return recorded
+
+    async def erase(self, group_id: str) -> None:
+        """Deletes all that is recorded of a group, which may have ended. Idempotent."""
+        self._stop_sessions(group_id, "its client erased it")
+        for session in await self.groups.erase(group_id):
+            self.sessions.forget(session)
+
+    def _stop_sessions(self, group_id: str, why: str) -> None:
+        for session in self.sessions.of_group(group_id):
+            session.stop(why)
 
     # -- engines ---------------------------------------------------------------------------------
 

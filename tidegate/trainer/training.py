@@ -30,6 +30,7 @@ from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.dead_letters import DeadLetters
+from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -120,6 +121,7 @@ class Training:
         self.recorder = Recorder(
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version
         )
+        self.erasure = Erasure(self.gateway, files, ledger.record, start.past.erased, observer.note)
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._set_serving
         self.engines.set_publisher(self.publisher)
@@ -140,6 +142,9 @@ class Training:
         if self.settings.agent.source == "remote":
             set_connected = partial(self._set_serving, missing=NO_WORKER)
             supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
+        if self._by_clients:
+            self.erasure.repeat()
+            supervisor.watch(self.erasure.watch(), "erasure")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")

@@ -208,8 +208,8 @@ class Conversations:
             GatewayError: 404 without such a reply or conversation, 410 if it has ended.
         """
         self._update()
-        reply = self._by_reply.get((client, about.rpartition("-")[2].rpartition("_")[2]))
-        conversation = reply[0] if reply is not None else self._by_name.get((client, about))
+        reply = self._by_reply.get((client, _reply_id(about)))
+        conversation = self._named(client, about)
         if conversation is None:
             raise GatewayError(
                 f"there is no reply and no conversation {about!r} of this key, or it has ended"[:300],
@@ -221,6 +221,42 @@ class Conversations:
         await self._gateway.post_reward(conversation.session.id, name, value, index)
         conversation.used = asyncio.get_running_loop().time()
         return (conversation.session.group_id or "").rpartition(".")[2]
+
+    # -- erasure ---------------------------------------------------------------------------------
+
+    async def erase(self, client: str, about: str) -> str:
+        """Delete all that is recorded of a conversation or group of a client.
+
+        Args:
+            client: Name of the project key.
+            about: Id of a reply or name of a conversation that has not ended, or the name of a group.
+
+        Returns:
+            The name of the group.
+
+        Raises:
+            GatewayError: 404 if the key has none of these.
+        """
+        self._update()
+        conversation = self._named(client, about)
+        group_id = f"{client}.{about}" if conversation is None else conversation.session.group_id or ""
+        groups = self._gateway.groups
+        known = (
+            groups.get(group_id) or groups.end_reason(group_id) or self._gateway.sessions.of_group(group_id)
+        )
+        if not known:
+            raise GatewayError(
+                f"there is no reply, conversation or group {about!r} of this key"[:300], status=404
+            )
+        await self._gateway.erase(group_id)
+        for one in [one for one in self._open.values() if one.session.group_id == group_id]:
+            self._forget(one)
+        return group_id.rpartition(".")[2]
+
+    def _named(self, client: str, about: str) -> Conversation | None:
+        """Return the conversation with a reply of this id, or with this name."""
+        reply = self._by_reply.get((client, _reply_id(about)))
+        return reply[0] if reply is not None else self._by_name.get((client, about))
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -272,3 +308,8 @@ class Conversations:
                 having[:] = [one for one in having if one is not conversation]
                 if not having:
                     del self._by_history[key]
+
+
+def _reply_id(about: str) -> str:
+    """Return a reply's id without the prefix that its dialect gives it."""
+    return about.rpartition("-")[2].rpartition("_")[2]

@@ -20,6 +20,8 @@ from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Group
 
 T = TypeVar("T")
+ERASED = "erased"
+"""End reason of a group whose client erased it; no other end replaces it."""
 
 
 class _Recent(OrderedDict[str, str]):
@@ -197,7 +199,20 @@ class GroupStore:
         await self._notify()
         return members
 
+    async def erase(self, group_id: str) -> list[GatewaySession]:
+        """End a group as erased, whether it has ended or not; returns its sessions. Idempotent."""
+        async with self._changing:
+            members = await self._end(group_id, ERASED)
+        await self._notify()
+        return members
+
+    def erased(self) -> list[str]:
+        """Return the groups that clients erased, as far as they are remembered."""
+        return [group_id for group_id, why in self._ended_groups.items() if why == ERASED]
+
     async def _end(self, group_id: str, why: str) -> list[GatewaySession]:
+        if self._ended_groups.get(group_id) == ERASED:
+            why = ERASED
         entry = self._entries.get(group_id)
         lease_id = entry.lease_id if entry is not None else None
         members = self._members(group_id)

@@ -197,6 +197,11 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     async def list_groups() -> dict[str, Any]:
         return {"groups": schemas.group_rows(gateway.sessions, gateway.groups)}
 
+    @app.get("/groups/erased")
+    async def erased_groups() -> dict[str, list[str]]:
+        """Groups that clients erased, whose files the trainer erases."""
+        return {"groups": gateway.groups.erased()}
+
     @app.post("/groups/lease", response_class=openapi.Msgpack)
     async def lease(request: Request, body: schemas.Lease) -> Response:
         """A long poll."""

@@ -32,6 +32,7 @@ def routes(gateway: Gateway, conversations: Conversations) -> list[Route]:
     calls = ClientRoutes(ClientGroups(gateway), conversations)
     return [
         Route("/v1/feedback", JsonEndpoint(gateway, calls.feedback), methods=["POST"]),
+        Route("/v1/conversations/{name}", JsonEndpoint(gateway, calls.erase), methods=["DELETE"]),
         Route("/v1/groups/{group}/episodes", JsonEndpoint(gateway, calls.open_episode), methods=["POST"]),
         Route("/v1/groups/{group}/seal", JsonEndpoint(gateway, calls.seal), methods=["POST"]),
         Route("/v1/groups/{group}", JsonEndpoint(gateway, calls.show), methods=["GET"]),
@@ -51,6 +52,12 @@ class ClientRoutes:
         body = schemas.read(schemas.Feedback, await read_body(receive))
         check_reward(body.reward(), gateway.options.reward_range)
         group = await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
+        await respond(send, 200, orjson.dumps({"group": group}))
+
+    async def erase(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        client = _client(gateway, scope)
+        await read_body(receive)
+        group = await self._conversations.erase(client, str(scope["path_params"]["name"]))
         await respond(send, 200, orjson.dumps({"group": group}))
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:

@@ -73,6 +73,7 @@ def _json_routes() -> dict[str, dict[str, Schema]]:
         ("post", "/attempts/leave", WORKER, schemas.WorkerName),
         ("post", "/s/{session_id}/finish", SESSION, schemas.WorkerFinish),
         ("post", "/v1/feedback", PROJECT, schemas.Feedback),
+        ("delete", "/v1/conversations/{name}", PROJECT, None),
         ("post", f"{group}/episodes", PROJECT, schemas.ClientEpisodeRequest),
         ("post", f"{group}/seal", PROJECT, schemas.SealClientGroup),
         ("get", group, PROJECT, None),

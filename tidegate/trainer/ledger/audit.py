@@ -100,6 +100,7 @@ class _LedgerCheck:
         self.last_version = -1
         self.versions: list[tuple[int, int]] = []
         self.abandoned: set[int] = set()
+        self.erased: set[str] = set()
         self.expected_seq = 0
         self.finished = False
         self.paused = False
@@ -129,6 +130,8 @@ class _LedgerCheck:
             if "rules" in line:
                 self.rules = _Rules(**line["rules"])
             self._resume(line)
+        elif event == "erased":
+            self.erased.add(line["group"])
         elif event == "publishing":
             if line["version"] <= self.last_version:
                 self.report(f"version {line['version']} was published after {self.last_version}")
@@ -371,7 +374,7 @@ def _check_recorded(run_dir: Path, check: _LedgerCheck, recorded: Counter[tuple[
     A start that undoes the step may have moved the file and crashed before it recorded that.
     """
     for name, group in check.groups.items():
-        if group.ended is None or not group.stepped or group.abandoned:
+        if group.ended is None or not group.stepped or group.abandoned or name in check.erased:
             continue
         step, trained = group.ended["step"], check.trained_attempts(name)
         moved = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))

@@ -40,6 +40,7 @@ class LedgerEntry(TypedDict, total=False):
     * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
     * run quarantined / lifted: `task`, `why`
+    * run erased: `group`, of which its client had all texts and tokens deleted
     * run paused / resumed: `why`; an outage began or ended, and no group starts in between
     * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if started also `rules`, which may
       differ from earlier ones, and `position`, the ledger's position in the marker it resumed from
@@ -49,7 +50,16 @@ class LedgerEntry(TypedDict, total=False):
     time: float
     kind: Kind
     event: Literal[
-        "issued", "ended", "put_back", "started", "publishing", "quarantined", "lifted", "paused", "resumed"
+        "issued",
+        "ended",
+        "put_back",
+        "started",
+        "publishing",
+        "quarantined",
+        "lifted",
+        "erased",
+        "paused",
+        "resumed",
     ]
     id: str
     state: str

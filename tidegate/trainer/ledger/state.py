@@ -58,6 +58,8 @@ class LedgerState:
     """The entries of starts and publishes; each has a version."""
     end: LedgerEntry | None = None
     """The run's end; None while it runs, or if it was killed."""
+    erased: set[str] = field(default_factory=set)
+    """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -97,6 +99,8 @@ class LedgerState:
             self.quarantines[line["task"]] = line
         if event == "lifted":
             self.quarantines.pop(line["task"], None)
+        if event == "erased":
+            self.erased.add(line["group"])
         if event in ("started", "publishing"):
             self.publishes.append(line)
         if event in ("started", "ended"):

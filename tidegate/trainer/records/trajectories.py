@@ -33,6 +33,8 @@ class TrajectoryFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / "trajectories"
+        self.erased: set[str] = set()
+        """Ids of groups that are never written."""
         self._undone = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
         self._unleased = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
@@ -83,11 +85,28 @@ class TrajectoryFiles:
 
     def append(self, trajectory: Trajectory, state: State) -> None:
         """Append an episode that failed, or became stale before its group was leased."""
+        if trajectory.group_id in self.erased:
+            return
         attempt = trajectory.metadata.get("attempt")
         with failpoints.around(f"trajectories.{state}"), open(self._unleased[state], "ab") as file:
             file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
 
+    def erase(self, groups: Collection[str]) -> None:
+        """Remove the episodes of these groups from every file, and never write them again. Idempotent."""
+        self.erased.update(groups)
+        names = [name.encode() for name in groups]
+        for path in [*self.directory.glob("*.jsonl"), *self._undone.glob("*.jsonl")]:
+            lines = path.read_bytes().splitlines(keepends=True)
+            named = [line for line in lines if any(name in line for name in names)]
+            erased = {line for line in named if orjson.loads(line).get("group_id") in groups}
+            if erased:
+                part = path.with_name(f"{path.name}.part")
+                with failpoints.around("trajectories.erased"):
+                    part.write_bytes(b"".join(line for line in lines if line not in erased))
+                    part.replace(path)
+
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+        lines = [line for line in lines if line["group_id"] not in self.erased]
         part = self.directory / f"{name}.part"
         with failpoints.around(f"trajectories.{name.partition('_')[0]}"):
             part.write_bytes(b"".join(map(_line, lines)))

@@ -1,0 +1,94 @@
+"""Erasure of clients' conversations from a run's files: what is removed, kept, repeated and never written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.errors import GatewayError
+from tidegate.trainer.ledger.entries import State, entry
+from tidegate.trainer.ledger.state import LedgerState
+from tidegate.trainer.records.erasure import Erasure
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+
+
+@dataclass
+class Gateway:
+    erased: list[str] = field(default_factory=list)
+    down: bool = False
+
+    async def erased_groups(self) -> list[str]:
+        if self.down:
+            raise GatewayError("it restarts")
+        return self.erased
+
+
+def save(files: TrajectoryFiles, *groups: str) -> None:
+    for group in groups:
+        trajectory = make_trajectory([make_turn(0, None, [1], [2])])
+        trajectory.group_id = group
+        trajectory.metadata = {"mentions": "me.1"}
+        files.append(trajectory, State.STALE)
+
+
+def step_file(files: TrajectoryFiles, name: str, *groups: str) -> Path:
+    path = files.directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"group_id": group, "state": "stepped"}) + "\n" for group in groups))
+    return path
+
+
+def groups_in(path: Path) -> list[str]:
+    return [json.loads(line)["group_id"] for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TrajectoryFiles:
+    return TrajectoryFiles(tmp_path)
+
+
+def erasure(gateway: Gateway, files: TrajectoryFiles, book: list[Any], *done: str) -> Erasure:
+    return Erasure(cast(Any, gateway), files, book.append, set(done), lambda _: None)
+
+
+async def test_a_group_is_removed_from_every_file_and_never_written_again(files: TrajectoryFiles) -> None:
+    save(files, "me.1", "me.2", "me.11")
+    step = step_file(files, "step_000001.jsonl", "me.1", "me.2")
+    undone = step_file(files, "taken_back/2_step_000002.jsonl", "me.1")
+    untouched = step_file(files, "step_000003.jsonl", "me.3")
+    before, book = untouched.stat().st_mtime_ns, []
+    await erasure(Gateway(["me.1"]), files, book).poll()
+    stale = files.directory / "stale.jsonl"
+    assert groups_in(stale) == ["me.2", "me.11"], "others whose lines contain the id are kept"
+    assert (groups_in(step), groups_in(undone)) == (["me.2"], [])
+    assert untouched.stat().st_mtime_ns == before
+    save(files, "me.1", "me.4")
+    assert groups_in(stale) == ["me.2", "me.11", "me.4"]
+    assert book == [entry("run", "erased", group="me.1")]
+    assert not list(files.directory.rglob("*.part"))
+
+
+async def test_each_group_has_one_entry_and_a_gateway_that_restarts_is_asked_again(
+    files: TrajectoryFiles,
+) -> None:
+    gateway, book = Gateway(["me.1"]), []
+    following = erasure(gateway, files, book)
+    await following.poll()
+    gateway.down = True
+    await following.poll()
+    gateway.down, gateway.erased = False, ["me.1", "me.2"]
+    await following.poll()
+    assert [line["group"] for line in book] == ["me.1", "me.2"]
+
+
+def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(files: TrajectoryFiles) -> None:
+    past = LedgerState()
+    past.apply(entry("run", "erased", group="me.1"))
+    step = step_file(files, "step_000001.jsonl", "me.1", "me.2")
+    erasure(Gateway(), files, [], *past.erased).repeat()
+    assert groups_in(step) == ["me.2"]
