@@ -9,6 +9,7 @@ from tidegate.cli.commands import Subparsers, run_directory
 
 DESCRIPTION = """\
 Write a run's training episodes for other tools. --sft writes chats (JSONL, one conversation per line);
+--corrections writes those that users corrected, with the correction as the last reply;
 --parquet writes token sequences with mask, logprobs, versions and advantages (one row per sequence).
 """
 
@@ -20,6 +21,9 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--sft", action="store_true", help="write chats for supervised fine-tuning")
+    kind.add_argument(
+        "--corrections", action="store_true", help="write chats that end in a user's correction"
+    )
     kind.add_argument("--parquet", action="store_true", help="write token sequences")
     parser.add_argument(
         "--min-reward", type=float, default=1.0, help="with --sft: lowest reward to include (1.0)"
@@ -29,13 +33,15 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    from tidegate.trainer.records.export import write_parquet, write_sft
+    from tidegate.trainer.records.export import write_corrections, write_parquet, write_sft
 
     run_dir = run_directory(arguments.run_dir)
     suffix = "parquet" if arguments.parquet else "jsonl"
     out = arguments.out or run_dir / f"export.{suffix}"
     if arguments.parquet:
         print(f"{write_parquet(run_dir, out)} sequences in {out}")
+    elif arguments.corrections:
+        print(f"{write_corrections(run_dir, out)} corrected conversations in {out}")
     else:
         print(f"{write_sft(run_dir, out, arguments.min_reward)} conversations in {out}")
     return 0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -202,8 +202,18 @@ class Gateway:
             raise GatewayError(f"there is no session {session_id}", status=404)
         return session
 
-    async def post_reward(self, session_id: str, name: str, value: float, turn: int | None = None) -> None:
-        """Records a part of a session's or a turn's reward; a repeated name replaces the earlier value."""
+    async def post_reward(
+        self,
+        session_id: str,
+        name: str,
+        value: float,
+        turn: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Records a part of a session's or a turn's reward; a repeated name replaces the earlier value.
+
+        `metadata` is added to the session's.
+        """
         session = self.session(session_id)
         if session.closed is not None:
             raise GatewayError(f"session {session_id} is over ({session.closed})", status=410)
@@ -216,7 +226,8 @@ class Gateway:
             raise GatewayError(
                 f"session {session_id} has no turn {turn}; it has {len(session.tree.nodes)}", status=400
             )
-        await self.journal.rewarded(session, name, value, turn)
+        session.metadata |= metadata or {}
+        await self.journal.rewarded(session, name, value, turn, annotated=bool(metadata))
 
     async def finish(
         self, session_id: str, report: FinishReport, epoch: int | None = None, wait_s: float | None = None

@@ -18,6 +18,7 @@ from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.clients import conversations
+from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.project_keys import create_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Group, Outcome
@@ -181,7 +182,7 @@ async def test_feedback_is_for_the_conversation_or_one_reply_and_a_name_replaces
         ("c1", True, {}, 400, "value"),
         ("c1", None, {}, 400, "value"),
         ("", "up", {}, 400, "id: String should have at least 1 character"),
-        ("c1", "up", {"comment": "x"}, 400, "comment: Extra inputs"),
+        ("c1", "up", {"remark": "x"}, 400, "remark: Extra inputs"),
     ],
 )
 async def test_wrong_feedback_is_refused_and_loses_nothing(
@@ -220,6 +221,59 @@ async def test_a_key_reaches_its_own_conversations_only(
         with pytest.raises(APIStatusError) as refused:
             await say(nobody, [])
     assert refused.value.status_code == 401
+
+
+async def test_tokens_are_counted_without_beginning_a_conversation(stage: Stage, key: str) -> None:
+    ask: list[Any] = [{"role": "user", "content": "hello"}]
+    async with AsyncAnthropic(base_url=stage.url, api_key=key, max_retries=0) as claude:
+        counted = await claude.messages.count_tokens(model="m", messages=ask)
+        assert sessions(stage) == []
+        reply = await claude.messages.create(model="m", max_tokens=8, messages=ask)
+    assert counted.input_tokens == reply.usage.input_tokens
+    [gauge] = [one for one in collect(stage.gateway) if one.name == "tidegate_gateway_conversations"]
+    assert [sample.value for sample in gauge.samples] == [1]
+
+
+async def test_comments_and_corrections_are_kept_with_the_conversation(
+    stage: Stage, user: AsyncOpenAI, key: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    messages: list[Any] = []
+    first = await say(user, messages, "one")
+    last = await say(user, messages, "two")
+    await feedback(stage, key, first.id, "down", name="a", comment="wrong", correction="1, of course")
+    await feedback(stage, key, last.id, "down", name="b", correction="a draft")
+    await feedback(stage, key, last.id, 0.5, name="b", correction="2")
+    copy = killed(tmp_path, "after")
+    group = await leased(stage)
+    expected = {
+        "comments": {"a": "wrong"},
+        "corrections": {
+            "a": [messages[0], {"role": "assistant", "content": "1, of course"}],
+            "b": [*messages[:3], {"role": "assistant", "content": "2"}],
+        },
+    }
+    assert group.trajectories[0].metadata == expected
+    assert group.trajectories[0].reward == 0.5
+    async with staged(tmp_path / "tiny", journal=copy, **options) as after:
+        assert (await leased(after)).trajectories[0].metadata == expected
+
+
+async def test_what_cannot_be_kept_is_refused_and_changes_nothing(
+    stage: Stage, user: AsyncOpenAI, key: str
+) -> None:
+    reply = await say(user, [])
+    for number in range(conversations.MAX_NOTES):
+        await feedback(stage, key, reply.id, 0, name=f"n{number}", comment="c")
+    [session] = sessions(stage)
+    before = dict(session.metadata), dict(session.rewards)
+    refused = [
+        await feedback(stage, key, reply.id, 1, name="more", comment="c"),
+        await feedback(stage, key, reply.id, 1, comment="c" * 10_001),
+        await feedback(stage, key, reply.id, 1, correction=""),
+    ]
+    assert [status for status, _ in refused] == [400] * 3, refused
+    assert "keeps 16 comments and corrections at most" in refused[0][1]
+    assert (dict(session.metadata), dict(session.rewards)) == before
 
 
 async def test_without_feedback_a_conversation_ends_unrewarded(

@@ -90,9 +90,9 @@ async def test_no_dialect_leaves_a_trace_of_what_was_redacted(
         url = f"{stage.url}/s/{row['episode']}/finish"
         async with http.post(url, json=report, headers=headers) as response:
             assert response.status == 200
-    await feedback(stage, key, reply.id, "up")
+    await feedback(stage, key, reply.id, "up", comment=text, correction=text)
     [group] = await stage.client.lease(1, 1, wait_s=10)
-    assert SECRET not in json.dumps(group.trajectories[0].messages)
+    assert SECRET not in json.dumps([group.trajectories[0].messages, group.trajectories[0].metadata])
     assert kept(tmp_path / "journal") == []
 
 

@@ -33,6 +33,8 @@ TASK = "conversation"
 """Task id of every conversation."""
 MAX_CONVERSATIONS = 10_000
 """Limit of the conversations that have not ended, of all clients together."""
+MAX_NOTES = 16
+"""Limit of a conversation's comments, and of its corrections."""
 Key = tuple[str, object]
 """Client, and what identifies a reply or a conversation among the client's."""
 
@@ -191,7 +193,16 @@ class Conversations:
 
     # -- feedback --------------------------------------------------------------------------------
 
-    async def feedback(self, client: str, about: str, name: str, value: float, turn: bool) -> str:
+    async def feedback(
+        self,
+        client: str,
+        about: str,
+        name: str,
+        value: float,
+        turn: bool,
+        comment: str | None = None,
+        correction: str | None = None,
+    ) -> str:
         """Reward a conversation, or with `turn` one reply. A repeated name replaces the earlier value.
 
         Args:
@@ -200,6 +211,8 @@ class Conversations:
             name: Name of the reward.
             value: The reward.
             turn: Whether the reward is for the reply alone.
+            comment: A text that is kept with the conversation.
+            correction: What the reply (or the newest one) should have been; kept as a demonstration.
 
         Returns:
             The name of the conversation's group, by which its end can be read.
@@ -218,7 +231,9 @@ class Conversations:
         if turn and reply is None:
             raise GatewayError("a reward for one reply needs the reply's id", status=400)
         index = reply[1] if turn and reply is not None else None
-        await self._gateway.post_reward(conversation.session.id, name, value, index)
+        session, about_turn = conversation.session, -1 if reply is None else reply[1]
+        notes = _notes(session, name, about_turn, comment, correction)
+        await self._gateway.post_reward(session.id, name, value, index, notes)
         conversation.used = asyncio.get_running_loop().time()
         return (conversation.session.group_id or "").rpartition(".")[2]
 
@@ -308,6 +323,27 @@ class Conversations:
                 having[:] = [one for one in having if one is not conversation]
                 if not having:
                     del self._by_history[key]
+
+
+def _notes(
+    session: GatewaySession, name: str, turn: int, comment: str | None, correction: str | None
+) -> dict[str, Any]:
+    """Return the session's metadata with a comment and a correction of a turn, by the feedback's name.
+
+    Raises GatewayError (400) if the session has too many of them or no reply.
+    """
+    notes: dict[str, Any] = {}
+    if comment is not None:
+        notes["comments"] = {**session.metadata.get("comments", {}), name: comment}
+    if correction is not None:
+        if not session.tree.nodes:
+            raise GatewayError("the conversation has no reply to correct", status=400)
+        history = session.tree.history(session.tree.nodes[turn].turn.index)
+        demonstration = [*history[:-1], {"role": "assistant", "content": correction}]
+        notes["corrections"] = {**session.metadata.get("corrections", {}), name: demonstration}
+    if any(len(named) > MAX_NOTES for named in notes.values()):
+        raise GatewayError(f"a conversation keeps {MAX_NOTES} comments and corrections at most", status=400)
+    return notes
 
 
 def _reply_id(about: str) -> str:

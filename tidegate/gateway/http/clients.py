@@ -20,6 +20,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
 from tidegate.gateway.http.response import respond
+from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.types import MODEL_NAME
 
@@ -51,7 +52,10 @@ class ClientRoutes:
         client = _client(gateway, scope)
         body = schemas.read(schemas.Feedback, await read_body(receive))
         check_reward(body.reward(), gateway.options.reward_range)
-        group = await self._conversations.feedback(client, body.id, body.name, body.reward(), body.reply_only)
+        comment, correction = (_kept(gateway, text) for text in (body.comment, body.correction))
+        group = await self._conversations.feedback(
+            client, body.id, body.name, body.reward(), body.reply_only, comment, correction
+        )
         await respond(send, 200, orjson.dumps({"group": group}))
 
     async def erase(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,6 +117,14 @@ def _authenticate(gateway: Gateway, scope: Scope) -> tuple[str, str]:
     if not _GROUP.fullmatch(group):
         raise GatewayError(f"a group's name has 1 to 64 letters, digits, - or _; not {group!r}", status=400)
     return client, group
+
+
+def _kept(gateway: Gateway, text: str | None) -> str | None:
+    """Returns a text as it may be recorded."""
+    if text is None:
+        return None
+    text, redaction = schemas.storable(text), gateway.options.redact
+    return text if redaction is None else redact_text(text, redaction)
 
 
 def _client(gateway: Gateway, scope: Scope) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +122,11 @@ class CountEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, session = self._gateway, None
         try:
-            session = authenticate(gateway, scope, dict(scope["headers"]))
+            headers = dict(scope["headers"])
+            if client_of(gateway, scope, headers) is None:
+                session = authenticate(gateway, scope, headers)
+            else:  # a prompt of a conversation counts as if it began one
+                session = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=math.inf)
             if gateway.options.redact is not None:
                 receive = replay(await redacted(gateway, await read_body(receive)), receive)
             async with Intake(session, gateway.turns, gateway.threads) as intake:

@@ -19,7 +19,9 @@ def collect(gateway: Gateway) -> Iterator[Metric]:
     """Yields all metrics of a gateway."""
     metrics, groups, pool = gateway.metrics, gateway.groups, gateway.pool
     engines = pool.engines()
-    states = Counter(session.state for session in gateway.sessions.all())
+    sessions = gateway.sessions.all()
+    states = Counter(session.state for session in sessions)
+    conversations = sum(session.conversation is not None and session.ending is None for session in sessions)
     group_states = Counter(row["state"] for row in group_rows(gateway.sessions, groups))
     acked: Counter[str] = Counter()
     for outcome, count in groups.acked.items():  # any text: bound the number of labels
@@ -31,6 +33,7 @@ def collect(gateway: Gateway) -> Iterator[Metric]:
     yield counter(f"{PREFIX}_dropped_frames", gateway.renderer.invalidated_templates)
     yield gauge(f"{PREFIX}_sessions", states, "state")
     yield gauge(f"{PREFIX}_groups", group_states, "state")
+    yield gauge(f"{PREFIX}_conversations", conversations)
     yield counter(f"{PREFIX}_groups_sealed", groups.sealed)
     yield counter(f"{PREFIX}_groups_acked", acked, "outcome")
     yield gauge(f"{PREFIX}_stuck_rewards", gateway.scorer.stuck)

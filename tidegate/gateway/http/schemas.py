@@ -93,6 +93,9 @@ class Feedback(Body):
     """A repeated name replaces the earlier value."""
     reply_only: bool = False
     """Rewards the reply alone instead of the conversation."""
+    comment: Annotated[str, Field(max_length=10_000)] | None = None
+    correction: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """What the reply should have been; kept as a demonstration (`tidegate export --corrections`)."""
 
     def reward(self) -> float:
         return {"up": 1.0, "down": 0.0}[self.value] if isinstance(self.value, str) else self.value

@@ -78,8 +78,13 @@ class Journal:
     def sent(self, session: GatewaySession, index: int) -> None:
         """Record that the reply of a turn was sent; written in the background."""
 
-    async def rewarded(self, session: GatewaySession, name: str, value: float, turn: int | None) -> None:
-        """Write a posted reward of a turn, or of the session if `turn` is None."""
+    async def rewarded(
+        self, session: GatewaySession, name: str, value: float, turn: int | None, *, annotated: bool
+    ) -> None:
+        """Write a posted reward of a turn, or of the session if `turn` is None.
+
+        `annotated`: the session's metadata changed as well.
+        """
 
     async def closing(self, session: GatewaySession) -> None:
         """Write a session's `ending`, and which of its turns were delivered."""

@@ -113,9 +113,16 @@ class DiskJournal(Journal):
             # A failed write leaves the turns in doubt, which later requests resolve.
             done.add_done_callback(lambda future: future.cancelled() or future.exception())
 
-    async def rewarded(self, session: GatewaySession, name: str, value: float, turn: int | None) -> None:
+    async def rewarded(
+        self, session: GatewaySession, name: str, value: float, turn: int | None, *, annotated: bool
+    ) -> None:
         row = (session.number, schema.WHOLE_SESSION if turn is None else turn, name, value)
-        await self._writer.write("rewarded", ("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", [row]))
+        about = [(schema.session_row(session), session.number)] if annotated else []
+        await self._writer.write(
+            "rewarded",
+            ("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", [row]),
+            ("UPDATE sessions SET about = ? WHERE number = ?", about),
+        )
 
     async def closing(self, session: GatewaySession) -> None:
         assert session.ending is not None, "a session closes with an ending"

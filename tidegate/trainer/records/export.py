@@ -43,6 +43,30 @@ def write_sft(run_dir: Path, out: Path, min_reward: float) -> int:
     return written
 
 
+def write_corrections(run_dir: Path, out: Path) -> int:
+    """Write users' corrections as JSONL: `messages`, which end in the corrected reply, `name` and `step`.
+
+    They are of conversations that the trainer accepted.
+
+    Args:
+        run_dir: Directory of the run.
+        out: File to write; it stays unchanged if an error occurs.
+
+    Returns:
+        Number of lines.
+
+    Raises:
+        TidegateError: As in `write_sft`.
+    """
+    written = 0
+    with _replacing(out) as part, part.open("wb") as file:
+        for step, line in _episodes(run_dir):
+            for name, messages in line["metadata"].get("corrections", {}).items():
+                file.write(orjson.dumps({"messages": messages, "name": name, "step": step}) + b"\n")
+                written += 1
+    return written
+
+
 def write_parquet(run_dir: Path, out: Path) -> int:
     """Write a Parquet table with a row per token sequence of every episode.
 

@@ -50,6 +50,21 @@ def test_sft_holds_the_conversations_that_earned_it(tmp_path: Path) -> None:
     assert all(line["reward"] >= 0.5 for line in lines)
 
 
+def test_corrections_are_demonstrations(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_dashboard_run(run_dir)
+    assert main(["export", str(run_dir), "--corrections"]) == 0
+    assert (run_dir / "export.jsonl").read_text() == ""
+    step, path = next(iter(step_files(run_dir).items()))
+    line, *others = path.read_text().splitlines()
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so"}]
+    episode = json.loads(line) | {"metadata": {"corrections": {"expert": chat}}}
+    path.write_text("\n".join([json.dumps(episode), *others, ""]))
+    assert main(["export", str(run_dir), "--corrections"]) == 0
+    written = json.loads((run_dir / "export.jsonl").read_text())
+    assert written == {"messages": chat, "name": "expert", "step": step}
+
+
 def test_parquet_holds_every_sequence_with_its_tokens(tmp_path: Path) -> None:
     write_dashboard_run(tmp_path / "run")
     out = tmp_path / "all.parquet"
