@@ -15,12 +15,16 @@ from pathlib import Path
 import aiohttp
 
 from tests.fakes import Stage, staged
+from tests.fuzzing.clients import ClientStory
 from tests.fuzzing.dialects import DIALECTS
 from tests.fuzzing.stories import Case, Failure, PromptEngine, Story
 from tests.fuzzing.values import smaller
+from tidegate.gateway.project_keys import create_key
 from tidegate.types import Task
 
 CASES_A_STORY = 40
+CLIENT_STORIES = 5
+"""One story in so many is that of a client with a project key."""
 _AT_ONCE = 16
 _SHRINKING = 300  # cases
 
@@ -40,7 +44,10 @@ class Plan:
 async def fuzzed(model: Path) -> AsyncIterator[tuple[Stage, aiohttp.ClientSession]]:
     """A gateway to be fuzzed, its journal beside the model, and a client without limits; at the end the
     gateway must be well."""
-    async with staged(model, engine_type=PromptEngine, journal=model.parent / "journal") as stage:
+    keys = model.parent / "keys.json"
+    create_key(keys, "none")
+    options = {"keys": keys, "conversation_idle_s": 3600.0}
+    async with staged(model, engine_type=PromptEngine, journal=model.parent / "journal", **options) as stage:
         stage.engine.encode = stage.gateway.renderer.encode
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -77,6 +84,9 @@ async def _tell(
     stage: Stage, http: aiohttp.ClientSession, plan: Plan, numbers: Iterator[int], seen: Counter[str]
 ) -> None:
     for number in numbers:
+        if number % CLIENT_STORIES == CLIENT_STORIES - 1:
+            await _tell_client(stage, http, plan, number, seen)
+            continue
         dialect = list(DIALECTS.values())[number % len(DIALECTS)]
         access = await stage.client.open_session(task=Task("t", "none", [], answer="4711"))
         story = Story(stage, access, http, dialect, f"{plan.seed}/{number}")
@@ -88,6 +98,22 @@ async def _tell(
                 failure.case = await _shrunk(stage, http, failure.case)
             raise
         seen += story.seen
+
+
+async def _tell_client(
+    stage: Stage, http: aiohttp.ClientSession, plan: Plan, number: int, seen: Counter[str]
+) -> None:
+    """A story of a client with a project key; its failures are not made smaller."""
+    name = f"client{number}"
+    key = create_key(stage.gateway.options.keys or Path(), name)
+    stage.gateway.keys.reload()
+    story = ClientStory(stage, http, name, key, f"{plan.seed}/{number}")
+    try:
+        await story.run(plan.cases)
+    except Failure as failure:
+        failure.where = f"--template {plan.template} --seed {plan.seed} --story {number}"
+        raise
+    seen += story.seen
 
 
 async def _shrunk(stage: Stage, http: aiohttp.ClientSession, case: Case) -> Case:
