@@ -170,6 +170,9 @@ class ClientStory:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise Failure(f"{method} {path}: {error!r}", case) from error
         self.seen[str(status)] += 1
-        if status not in _STATUSES or b"internal gateway error" in answer:
-            raise Failure(f"{method} {path[:200]}: {status} {answer[:500]!r}", case)
+        what = f"{method} {path[:200]}: {status} {answer[:500]!r}"
+        if b"internal gateway error" in answer:
+            raise Failure(f"the gateway failed inside: {what}", case)
+        if status not in _STATUSES:
+            raise Failure(what, case)
         return status, answer

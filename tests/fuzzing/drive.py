@@ -103,7 +103,7 @@ async def _tell(
 async def _tell_client(
     stage: Stage, http: aiohttp.ClientSession, plan: Plan, number: int, seen: Counter[str]
 ) -> None:
-    """A story of a client with a project key; its failures are not made smaller."""
+    """A story of a client with a project key."""
     name = f"client{number}"
     key = create_key(stage.gateway.options.keys or Path(), name)
     stage.gateway.keys.reload()
@@ -112,6 +112,8 @@ async def _tell_client(
         await story.run(plan.cases)
     except Failure as failure:
         failure.where = f"--template {plan.template} --seed {plan.seed} --story {number}"
+        if failure.case is not None:
+            failure.case = await _shrunk(stage, http, failure.case)
         raise
     seen += story.seen
 

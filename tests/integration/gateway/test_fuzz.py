@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.fuzzing.drive import Plan, drive, told
+from tests.fuzzing.drive import CLIENT_STORIES, Plan, drive, told
 from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
+from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.sessions.pending_turns import PendingTurns
 from tidegate.gateway.turns.prompts import PromptBuilder
 from tidegate.gateway.turns.request_body import parse
@@ -96,3 +97,14 @@ async def test_an_idempotency_key_that_is_not_honoured_is_found(
     monkeypatch.setattr(PendingTurns, "find_repeated", lambda *_: None)
     with pytest.raises(Failure, match="Idempotency-Key"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))
+
+
+async def test_feedback_that_is_accepted_and_not_recorded_is_found(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def post_reward(*_: Any) -> None:
+        """Forgets it."""
+
+    monkeypatch.setattr(Gateway, "post_reward", post_reward)
+    with pytest.raises(Failure, match=r"accepted feedback .* is not recorded"):
+        await drive(tiny, Plan(seed=1, template="qwen2", count=4 * CLIENT_STORIES, first=4))
