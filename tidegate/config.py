@@ -108,7 +108,7 @@ class TrainerSettings(SettingsSection):
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
     """Groups in one batch."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch."""
+    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch or key."""
     min_group_size: Annotated[int, Field(ge=1)] | None = None
     """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2
@@ -151,9 +151,10 @@ class TrainerSettings(SettingsSection):
     """Coefficient of the penalty KL(π_θ‖π_ref)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
-    baseline: Literal["group", "leave_one_out", "batch"] = "group"
+    baseline: Literal["group", "leave_one_out", "batch", "key"] = "group"
     """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
-    (RLOO), or of the batch (REINFORCE++)."""
+    (RLOO), of the batch (REINFORCE++), or of the other episodes so far of its project key, or of its task if
+    it has none."""
     max_client_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Largest share of a batch that the groups and conversations of one project key may have."""
     max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -161,7 +162,7 @@ class TrainerSettings(SettingsSection):
     stale. None: publishes do not wait."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
-    on, except with `baseline` = batch, to which such groups contribute."""
+    on, except with `baseline` = batch or key, to which such groups contribute."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
     none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
@@ -205,13 +206,15 @@ class TrainerSettings(SettingsSection):
     @property
     def scale(self) -> str:
         """`advantage_scale`, or the default of the baseline or the loss."""
-        by_baseline = {"group": self.loss.advantage_scale, "leave_one_out": "none", "batch": "batch"}
+        by_baseline = {
+            "group": self.loss.advantage_scale, "leave_one_out": "none", "batch": "batch", "key": "batch",
+        }  # fmt: skip
         return self.advantage_scale or by_baseline[self.baseline]
 
     @property
     def filters_equal_rewards(self) -> bool:
         """Whether groups whose rewards are all equal are replaced."""
-        return self.dynamic_sampling is not False and self.baseline != "batch"
+        return self.dynamic_sampling is not False and self.compares_in_groups
 
     @property
     def may_filter(self) -> bool:
@@ -264,21 +267,26 @@ class TrainerSettings(SettingsSection):
         self._check_loss()
         return self
 
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether an episode is compared with those of its group alone."""
+        return self.baseline in ("group", "leave_one_out")
+
     def _check_baseline(self) -> None:
         """Raises ValueError if the baseline contradicts the groups, their scale or their filter."""
-        if self.smallest_group == 1 and self.baseline != "batch":
+        if self.smallest_group == 1 and self.compares_in_groups:
             raise ValueError(
                 f"baseline = {self.baseline!r} has nothing to compare a single episode of a group with: set "
-                "baseline to 'batch', or group_size and min_group_size to 2 or more"
+                "baseline to 'batch' or 'key', or group_size and min_group_size to 2 or more"
             )
-        if self.baseline == "batch" and self.advantage_scale == "group":
+        if not self.compares_in_groups and self.advantage_scale == "group":
             raise ValueError(
-                "advantage_scale = 'group' contradicts baseline = 'batch': set it to batch or none"
+                f"advantage_scale = 'group' contradicts baseline = {self.baseline!r}: set it to batch or none"
             )
-        if self.baseline == "batch" and self.dynamic_sampling:
+        if not self.compares_in_groups and self.dynamic_sampling:
             raise ValueError(
-                "dynamic_sampling has no effect with baseline = 'batch', which trains on groups with equal "
-                "rewards as well: remove one of the two"
+                f"dynamic_sampling has no effect with baseline = {self.baseline!r}, which trains on groups with "
+                "equal rewards as well: remove one of the two"
             )
 
     def _force(self, name: str, value: int) -> None:

@@ -71,6 +71,8 @@ class Replay:
         saved = checkpoints.committed(self.run_dir)
         versions = _versions(self.run_dir)
         credit = GroupCredit(self.settings.trainer)
+        if self.first:
+            credit.means.restore(checkpoints.read(saved[self.first]).state.get("baseline", {}))
         for step in self.steps():
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")

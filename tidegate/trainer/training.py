@@ -15,6 +15,7 @@ from tidegate.errors import NoUsableEpisodesError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import Credit, GroupCredit
+from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.ledger.entries import State, entry
@@ -121,6 +122,9 @@ class Training:
         self.recorder = Recorder(
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version
         )
+        self._means = credit.means if isinstance(credit, GroupCredit) else RunningMeans()
+        if start.checkpoint is not None:
+            self._means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(self.gateway, files, ledger.record, start.past.erased, observer.note)
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._set_serving
@@ -193,6 +197,7 @@ class Training:
             "epoch": self.admission.epoch,
             "version": self.admission.version,
             "highest_version": self.admission.version,
+            "baseline": self._means.state(),
             "cursor": progress.cursor,
             "tickets": [asdict(ticket) for ticket in progress.tickets],
         }

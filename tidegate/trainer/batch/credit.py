@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from tidegate.trainer.batch.advantage import (
     leave_one_out,
     scaled,
 )
+from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.types import Group, Outcome, Trajectory
 
 Advantage = float | list[float] | None
@@ -26,7 +27,8 @@ Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
 
 @dataclass(frozen=True, slots=True)
 class GroupCredit:
-    """Credit relative to the other attempts at the same task (GRPO, RLOO) or to the batch (REINFORCE++).
+    """Credit relative to the other attempts at the same task (GRPO, RLOO), to the batch (REINFORCE++) or to
+    earlier episodes of the same key.
 
     The return of a turn is the episode's reward plus the rewards of this and all later turns. Its advantage
     is the return minus the baseline's mean at the same turn, ÷ a standard deviation. Without rewards of
@@ -34,12 +36,16 @@ class GroupCredit:
     """
 
     settings: TrainerSettings
+    means: RunningMeans = field(default_factory=RunningMeans)
+    """State of the baseline `key`."""
 
     def __call__(self, groups: Sequence[Group]) -> list[list[Advantage]]:
         if self.settings.baseline == "batch":
             merged = Group("", "", [trajectory for group in groups for trajectory in group.trajectories])
             ends = np.cumsum([len(group.trajectories) for group in groups])[:-1]
             advantages = np.split(centred(self._returns(merged)), ends)
+        elif self.settings.baseline == "key":
+            advantages = self._against_means(groups)
         else:
             advantages = [centred(self._returns(group)) for group in groups]
         if self.settings.scale == "group":
@@ -50,6 +56,18 @@ class GroupCredit:
         if self.settings.baseline == "leave_one_out":  # last: the deviation is that of the rewards
             advantages = [leave_one_out(group) for group in advantages]
         return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
+
+    def _against_means(self, groups: Sequence[Group]) -> list[npt.NDArray[np.float64]]:
+        """Return the groups' returns minus the running mean of their client's key or their task."""
+        returns = [self._returns(group) for group in groups]
+        sizes = [len(group.trajectories) for group in groups]
+        keys = [group.client or group.task_id for group in groups]
+        rewards = np.concatenate([values[:, 0] for values in returns])
+        if not np.isfinite(rewards).all():
+            raise ValueError(f"returns must be finite numbers, not {rewards.tolist()}")
+        baselines = np.array(self.means.baselines(np.repeat(keys, sizes).tolist(), rewards.tolist()))
+        split = np.split(baselines, np.cumsum(sizes)[:-1])
+        return [values - own[:, None] for values, own in zip(returns, split, strict=True)]
 
     def should_train(self, group: Group) -> bool:
         """Whether to train on a ready group.

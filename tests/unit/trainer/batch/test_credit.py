@@ -1,5 +1,7 @@
 """Credit by episode and by turn, against plain sums."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.credit import GroupCredit
 from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.batch.running_means import MEMORY, RunningMeans
 from tidegate.types import Group, Outcome, Trajectory
 
 
@@ -154,3 +157,52 @@ def test_length_is_penalised_softly():
 def test_an_episode_without_turns_is_in_its_group():
     none = episode(0.0, ())
     assert credit(advantage_scale="none")([group(none, episode(1.0))]) == [[0.0, 0.5]]
+
+
+def by_key(key: str, *rewards: float) -> Group:
+    episodes = [episode(reward) for reward in rewards]
+    for one in episodes:
+        one.client = key
+    return group(*episodes)
+
+
+def test_a_key_is_compared_with_its_other_episodes_so_far():
+    plain = credit(baseline="key", group_size=1, advantage_scale="none")
+    assert plain([by_key("a", 1.0), by_key("b", 5.0), by_key("a", 0.0), by_key("a", 0.5)]) == [
+        [1.0 - 0.25], [0.0], [0.0 - 0.75], [0.5 - 0.5],
+    ]  # fmt: skip
+    assert plain([by_key("a", 1.0), by_key("b", 6.0)]) == [[1.0 - 0.5], [6.0 - 5.0]]
+    tasks = [group(episode(1)), group(episode(0))]
+    assert plain(tasks) == [[1.0], [-1.0]], "without a key, by task"
+
+
+def test_the_first_episode_of_a_key_and_turns_of_their_own():
+    plain = credit(baseline="key", group_size=1, advantage_scale="none")
+    assert plain([by_key("a", 3.0)]) == [[0.0]]
+    later = by_key("a", 1.0)
+    later.trajectories[0] = episode(1.0, turns=(0.5, 0.25))
+    later.trajectories[0].client = "a"
+    assert plain([later]) == [[[1.75 - 3.0, 1.25 - 3.0]]]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.floats(-9, 9)), min_size=1, max_size=6), max_size=5)
+)
+def test_running_means_equal_plain_sums_and_survive_a_checkpoint(batches):
+    means, before = RunningMeans(), []
+    for batch in batches:
+        found = means.baselines([key for key, _ in batch], [reward for _, reward in batch])
+        for index, (key, reward) in enumerate(batch):
+            others = [r for k, r in before if k == key]
+            others += [r for at, (k, r) in enumerate(batch) if k == key and at != index]
+            assert found[index] == pytest.approx(sum(others) / len(others) if others else reward, abs=1e-9)
+        before += batch
+        state, means = json.loads(json.dumps(means.state())), RunningMeans()
+        means.restore(state)
+
+
+def test_the_mean_follows_a_policy_that_improves():
+    means = RunningMeans()
+    means.baselines(["a"] * 5000, [0.0] * 5000)
+    means.baselines(["a"] * 1000, [1.0] * 1000)
+    assert means.state()["a"] == [MEMORY, pytest.approx(0.5)]
