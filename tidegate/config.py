@@ -285,8 +285,8 @@ class TrainerSettings(SettingsSection):
             )
         if not self.compares_in_groups and self.dynamic_sampling:
             raise ValueError(
-                f"dynamic_sampling has no effect with baseline = {self.baseline!r}, which trains on groups with "
-                "equal rewards as well: remove one of the two"
+                f"dynamic_sampling has no effect with baseline = {self.baseline!r}: it trains on groups with "
+                "equal rewards as well; remove one of the two"
             )
 
     def _force(self, name: str, value: int) -> None:

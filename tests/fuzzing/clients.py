@@ -48,7 +48,7 @@ class ClientStory:
             self._call, self._call, self._call, self._feedback, self._feedback, self._open, self._seal,
             self._show, self._erase, self._finish,
         ]  # fmt: skip
-        for _ in range(cases):
+        while self.seen.total() < cases:
             await self._rng.choice(moves)()
         for session in self._stage.gateway.sessions.all():
             if session.client == self._name:
