@@ -78,11 +78,11 @@ class StandingService:
             stack.push_async_callback(supervisor.close)  # before the processes stop: it would restart them
             processes: list[Service | TrainerProcess] = [*servers, trainer]
             for process in processes:
-                supervisor.watch(self._keep(process), process.name)
+                supervisor.watch(self.keep(process), process.name)
             await supervisor.run(self.stop.wait())
             self._note("stopping: the trainer ends its step and writes a checkpoint")
 
-    async def _keep(self, process: Service | TrainerProcess) -> None:
+    async def keep(self, process: Service | TrainerProcess) -> None:
         """Restarts a process whenever it exits, after a delay that grows while it exits at once."""
         failures = 0
         while True:
@@ -99,7 +99,7 @@ class StandingService:
                 try:
                     await process.restart()
                     why = None
-                except StartError as error:
+                except (StartError, OSError) as error:  # OSError: the trainer removed the weights meanwhile
                     why = str(error)
             self._note(f"the {process.name} is back")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tidegate.config import load_settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.processes import standing as standing_module
 from tidegate.trainer.processes.standing import ENDLESS, StandingService
 from tidegate.trainer.processes.trainer_process import TrainerProcess
 
@@ -69,3 +72,47 @@ async def test_a_trainer_that_refuses_its_settings_is_not_restarted(tmp_path: Pa
     with pytest.raises(ConfigError, match="the trainer ended with exit code 2: its settings were refused"):
         await trainer.wait_for_exit()
     assert not trainer.finished()
+
+
+class Flaky:
+    """A server that exits twice and whose restarts fail twice, each in its own way."""
+
+    name = "engine"
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self.exits = iter(["it was killed", "it ended"])
+        self.failures = iter([FileNotFoundError("the weights are gone"), StartError("no memory"), None, None])
+        self.stop = stop
+        self.restarts = 0
+
+    async def wait_for_exit(self) -> str:
+        if (why := next(self.exits, None)) is None:
+            self.stop.set()
+            await asyncio.Event().wait()
+        return str(why)
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        if (failure := next(self.failures)) is not None:
+            raise failure
+
+
+async def test_an_exited_process_is_restarted_until_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing_module, "FIRST_S", 0.0)
+    monkeypatch.setattr(standing_module, "LONGEST_S", 0.0)
+    notes: list[str] = []
+    service = StandingService(load_settings(None, [*CLIENT, f"--run.dir={tmp_path}"]), notes.append)
+    flaky = Flaky(service.stop)
+    keeping = asyncio.create_task(service.keep(cast(Any, flaky)))
+    async with asyncio.timeout(10):
+        await service.stop.wait()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert flaky.restarts == 4
+    assert notes == [
+        "it was killed; starting it again", "the weights are gone; starting it again",
+        "no memory; starting it again", "the engine is back",
+        "it ended; starting it again", "the engine is back",
+    ]  # fmt: skip
