@@ -7,6 +7,7 @@ settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -160,6 +161,8 @@ class TrainerSettings(SettingsSection):
     max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the clients' unfinished conversations above which a publish waits that would make them too
     stale. None: publishes do not wait."""
+    max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """Longest wait of a publish for such conversations."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
     on, except with `baseline` = batch or key, to which such groups contribute."""
@@ -258,10 +261,11 @@ class TrainerSettings(SettingsSection):
             )
         if not self.kl_coef and self.other_than_default("kl_estimator"):
             raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")
-        if self.max_client_share * min(self.part_sizes) < 1:
+        smallest = min(self.part_sizes)
+        if self.max_client_share * smallest < 1:
             raise ValueError(
                 f"max_client_share = {self.max_client_share:g} admits no group of a client to a batch or "
-                f"minibatch of {min(self.part_sizes)}: raise it to at least {1 / min(self.part_sizes):.2g}"
+                f"minibatch of {smallest}: raise it to at least {math.ceil(1000 / smallest) / 1000:g}"
             )
         self._check_baseline()
         self._check_loss()
@@ -330,10 +334,12 @@ class TrainerSettings(SettingsSection):
                 f"several steps. For one step per minibatch use smaller batches: groups_per_batch = "
                 f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
             )
-        if "batch" in (self.baseline, self.scale):
-            name = "baseline" if self.baseline == "batch" else "advantage_scale"
+        if not self.compares_in_groups or self.scale == "batch":
+            name, value = (
+                ("advantage_scale", "batch") if self.compares_in_groups else ("baseline", self.baseline)
+            )
             raise ValueError(
-                f"{name} = 'batch' needs all rewards of a batch at once, but streaming trains on "
+                f"{name} = {value!r} needs all rewards of a batch at once, but streaming trains on "
                 "minibatches as they become ready"
             )
 
@@ -429,7 +435,7 @@ class Settings(SettingsSection):
         only_clients = [
             f"{section}.{name}"
             for section, settings, names in (
-                ("trainer", self.trainer, ("max_client_share", "max_stale_share")),
+                ("trainer", self.trainer, ("max_client_share", "max_stale_share", "max_gate_s")),
                 ("gateway", gateway, ("redact", "reward_range")),
             )
             for name in settings.other_than_default(*names)

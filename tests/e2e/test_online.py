@@ -107,6 +107,9 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
             asked = len(users.accepted)
             await eventually(lambda: talking.done() or len(users.accepted) > asked + 12, 60)
             assert not talking.done(), talking
+            late = trained_questions(run_dir)[-1]
+            await users.erase(late)
+            await eventually(lambda: late not in trained_questions(run_dir), 60)
         finally:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)

@@ -81,6 +81,8 @@ class GroupRow:
     state: str
     oldest_version: int | None
     sessions: list[str]
+    unended: int = 0
+    """Number of its sessions that have not ended."""
 
 
 class GatewayClient(HttpClient):

@@ -8,6 +8,7 @@ other settings a replay trains on the same batches with another loss or learning
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +70,18 @@ class Replay:
         rows = {row["step"]: row for row in read_metrics(self.run_dir)}
         files = step_files(self.run_dir)
         saved = checkpoints.committed(self.run_dir)
-        versions = _versions(self.run_dir)
+        versions, erased = _versions(self.run_dir), _erased(self.run_dir)
         credit = GroupCredit(self.settings.trainer)
         if self.first:
             credit.means.restore(checkpoints.read(saved[self.first]).state.get("baseline", {}))
         for step in self.steps():
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
+            if step in erased:
+                raise TidegateError(
+                    f"{self.run_dir}: step {step} cannot be replayed: clients erased {erased[step]} of its "
+                    "groups"
+                )
             groups = batch_groups(files[step])
             published = step == 1 or self.settings.trainer.is_publish_step(step - 1)
             version = versions[step] if published else UNPUBLISHED_VERSION
@@ -122,6 +128,13 @@ class Replay:
         policy = Policy.load(base, settings.trainer, settings.run.seed)
         checkpoints.load(checkpoints.read(saved[self.first]), policy)
         return policy
+
+
+def _erased(run_dir: Path) -> Counter[int]:
+    """Return the number of erased groups by step."""
+    past = read_ledger_state(run_dir / "ledger.jsonl")
+    groups = [past.groups[name] for name in past.erased if name in past.groups]
+    return Counter(group.step for group in groups if group.step is not None)
 
 
 def _versions(run_dir: Path) -> dict[int, int]:

@@ -50,7 +50,8 @@ async def take_over(
     await gateway.begin_epoch(epoch)
     groups = await gateway.list_groups()
     await asyncio.to_thread(files.set_aside, start.step, epoch)
-    kept = await asyncio.to_thread(files.read_set_aside, start.open_groups())
+    erased = start.past.erased.union(await gateway.erased_groups())
+    kept = await asyncio.to_thread(files.read_set_aside, start.open_groups() - erased)
     ready = {group.id for group in groups if group.state != "live"}
     resumed = restore_admission(start, record, rules, kept, ready)
     admitted = resumed.admission.groups

@@ -125,15 +125,19 @@ class Training:
         self._means = credit.means if isinstance(credit, GroupCredit) else RunningMeans()
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))
-        self.erasure = Erasure(self.gateway, files, ledger.record, start.past.erased, observer.note)
+        self.erasure = Erasure(
+            self.gateway, files, ledger.record, start.past.erased, observer.note, self.batches.withdraw
+        )
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._set_serving
         self.engines.set_publisher(self.publisher)
         trainer = settings.trainer
-        gate = PublishGate(self.gateway, trainer.staleness_bound, trainer.max_stale_share, stop)
+        self.gate = PublishGate(
+            self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.max_gate_s, stop
+        )
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, gate.wait, start.step, stop,
+            self._checkpoint, self._evaluate, credit, self.gate.wait, start.step, stop,
         )  # fmt: skip
 
     async def open(self, supervisor: TaskSupervisor) -> None:
@@ -147,7 +151,6 @@ class Training:
             set_connected = partial(self._set_serving, missing=NO_WORKER)
             supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
         if self._by_clients:
-            self.erasure.repeat()
             supervisor.watch(self.erasure.watch(), "erasure")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
@@ -268,8 +271,8 @@ class Training:
         self.rollout.wake()
 
     def _last_progress(self) -> float:
-        if self.pause.active or (self._by_clients and self.batches.waiting):
-            return time.monotonic()  # a pause has its own limit, and clients come whenever they like
+        if self.pause.active or self.gate.waiting or (self._by_clients and self.batches.waiting):
+            return time.monotonic()  # the first two have limits of their own; clients come when they like
         return max(
             self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
         )

@@ -17,7 +17,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import ConfigError
 from tidegate.gateway.clients.protection import CallRates
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.project_keys import ProjectKey, create_key
+from tidegate.gateway.project_keys import ProjectKey, create_key, revoke_key
 
 
 @pytest.fixture
@@ -97,6 +97,11 @@ async def test_a_reward_outside_the_range_is_refused_and_changes_nothing(
             status, message = await feedback(stage, keys["free"], reply.id, value)
             assert (status, "is outside gateway.reward_range = [-1, 1]" in message) == (400, True), message
         assert sessions(stage)[0].rewards == {}
+        await feedback(stage, keys["free"], reply.id, 0.75, name="a")
+        for more in ({"name": "b"}, {"name": "a", "reply_only": True}):
+            status, message = await feedback(stage, keys["free"], reply.id, 0.75, **more)
+            assert (status, message.startswith("the reward 1.5 is outside")) == (400, True), "the sum"
+        await feedback(stage, keys["free"], reply.id, 0, name="a")
         assert "group" in await feedback(stage, keys["free"], reply.id, -1)
         [group] = await stage.client.lease(1, 1, wait_s=10)
         assert group.trajectories[0].reward == -1.0
@@ -112,6 +117,19 @@ async def test_what_a_key_calls_that_is_not_trained_on_is_exempt(stage: Stage, k
         assert session.trajectory is not None
         assert not session.trajectory.outcome.trainable
     assert await stage.client.lease(1, 1) == []
+
+
+async def test_what_is_called_after_a_key_was_revoked_is_not_trained_on(
+    stage: Stage, keys: dict[str, str], file: Path
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        row: Any = await group_call(http, stage, "POST", "g/episodes", keys["private"], {"task_id": "t"})
+    revoke_key(file, "private")
+    stage.gateway.keys.reload()
+    async with AsyncOpenAI(base_url=row["base_url"], api_key=row["api_key"], max_retries=0) as agent:
+        await say(agent, [])
+    [session] = sessions(stage)
+    assert session.tree.nodes[0].turn.exempt == "key 'private', which is not valid any more"
 
 
 @pytest.mark.parametrize("number", [0, -3])

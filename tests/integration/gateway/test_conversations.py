@@ -246,11 +246,13 @@ async def test_comments_and_corrections_are_kept_with_the_conversation(
     copy = killed(tmp_path, "after")
     group = await leased(stage)
     expected = {
-        "comments": {"a": "wrong"},
-        "corrections": {
-            "a": [messages[0], {"role": "assistant", "content": "1, of course"}],
-            "b": [*messages[:3], {"role": "assistant", "content": "2"}],
-        },
+        "feedback": {
+            "0.a": {
+                "comment": "wrong",
+                "correction": [messages[0], {"role": "assistant", "content": "1, of course"}],
+            },
+            "1.b": {"correction": [*messages[:3], {"role": "assistant", "content": "2"}]},
+        }
     }
     assert group.trajectories[0].metadata == expected
     assert group.trajectories[0].reward == 0.5
@@ -272,7 +274,7 @@ async def test_what_cannot_be_kept_is_refused_and_changes_nothing(
         await feedback(stage, key, reply.id, 1, correction=""),
     ]
     assert [status for status, _ in refused] == [400] * 3, refused
-    assert "keeps 16 comments and corrections at most" in refused[0][1]
+    assert "from 16 feedbacks at most" in refused[0][1]
     assert (dict(session.metadata), dict(session.rewards)) == before
 
 

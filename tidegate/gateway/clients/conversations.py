@@ -18,7 +18,7 @@ from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
-from tidegate.gateway.clients.protection import CallRates
+from tidegate.gateway.clients.protection import CallRates, check_total
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
@@ -34,7 +34,9 @@ TASK = "conversation"
 MAX_CONVERSATIONS = 10_000
 """Limit of the conversations that have not ended, of all clients together."""
 MAX_NOTES = 16
-"""Limit of a conversation's comments, and of its corrections."""
+"""Limit of a conversation's comments and corrections."""
+NOTES = "feedback"
+"""Field of a session's metadata with its comments and corrections."""
 Key = tuple[str, object]
 """Client, and what identifies a reply or a conversation among the client's."""
 
@@ -231,8 +233,9 @@ class Conversations:
         if turn and reply is None:
             raise GatewayError("a reward for one reply needs the reply's id", status=400)
         index = reply[1] if turn and reply is not None else None
-        session, about_turn = conversation.session, -1 if reply is None else reply[1]
-        notes = _notes(session, name, about_turn, comment, correction)
+        session = conversation.session
+        check_total(session, name, value, index, self._gateway.options.reward_range)
+        notes = _notes(session, name, None if reply is None else reply[1], comment, correction)
         await self._gateway.post_reward(session.id, name, value, index, notes)
         conversation.used = asyncio.get_running_loop().time()
         return (conversation.session.group_id or "").rpartition(".")[2]
@@ -314,7 +317,8 @@ class Conversations:
         self._forget(conversation)
 
     def _forget(self, conversation: Conversation) -> None:
-        del self._open[conversation.session.id]
+        if self._open.pop(conversation.session.id, None) is None:
+            return  # it was erased meanwhile
         self._calling.discard(conversation)
         for key in conversation.keys:
             for index in (self._by_name, self._by_reply, self._by_digest):
@@ -326,24 +330,38 @@ class Conversations:
 
 
 def _notes(
-    session: GatewaySession, name: str, turn: int, comment: str | None, correction: str | None
+    session: GatewaySession, name: str, turn: int | None, comment: str | None, correction: str | None
 ) -> dict[str, Any]:
-    """Return the session's metadata with a comment and a correction of a turn, by the feedback's name.
+    """Return the session's metadata with a comment and a correction, by the turn and the feedback's name.
 
-    Raises GatewayError (400) if the session has too many of them or no reply.
+    Args:
+        session: The session.
+        name: Name of the feedback.
+        turn: Turn of the reply that it is about; None: the newest one.
+        comment: The comment.
+        correction: The correction.
+
+    Raises:
+        GatewayError: 400 if the session has too many of them, or no reply to correct.
     """
-    notes: dict[str, Any] = {}
-    if comment is not None:
-        notes["comments"] = {**session.metadata.get("comments", {}), name: comment}
+    if comment is None and correction is None:
+        return {}
+    newest = session.tree.newest()
+    if turn is None and newest is not None:
+        turn = newest.turn.index
+    if turn is None:
+        raise GatewayError("the conversation has no reply to comment on or to correct", status=400)
+    notes: dict[str, dict[str, Any]] = {**session.metadata.get(NOTES, {})}
+    note: dict[str, Any] = {"comment": comment}
     if correction is not None:
-        if not session.tree.nodes:
-            raise GatewayError("the conversation has no reply to correct", status=400)
-        history = session.tree.history(session.tree.nodes[turn].turn.index)
-        demonstration = [*history[:-1], {"role": "assistant", "content": correction}]
-        notes["corrections"] = {**session.metadata.get("corrections", {}), name: demonstration}
-    if any(len(named) > MAX_NOTES for named in notes.values()):
-        raise GatewayError(f"a conversation keeps {MAX_NOTES} comments and corrections at most", status=400)
-    return notes
+        reply = {"role": "assistant", "content": correction}
+        note["correction"] = [*session.tree.history(turn)[:-1], reply]
+    notes[f"{turn}.{name}"] = {key: value for key, value in note.items() if value is not None}
+    if len(notes) > MAX_NOTES:
+        raise GatewayError(
+            f"a conversation keeps comments and corrections from {MAX_NOTES} feedbacks at most", status=400
+        )
+    return {NOTES: notes}
 
 
 def _reply_id(about: str) -> str:

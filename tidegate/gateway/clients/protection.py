@@ -9,8 +9,11 @@ from collections.abc import Callable
 from tidegate.errors import GatewayError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.project_keys import ProjectKey
+from tidegate.gateway.sessions.session import GatewaySession
 
 MINUTE_S = 60.0
+MAX_REWARDS = 64
+"""Limit of the rewards of a conversation and its replies."""
 
 
 class CallRates:
@@ -52,3 +55,25 @@ def check_reward(value: object, limits: tuple[float, float] | None) -> None:
             f"the reward {value:g} is outside gateway.reward_range = [{limits[0]:g}, {limits[1]:g}]",
             status=400,
         )
+
+
+def check_total(
+    session: GatewaySession, name: str, value: float, turn: int | None, limits: tuple[float, float] | None
+) -> None:
+    """Raises GatewayError (400) if a further reward makes a session's total leave the declared range.
+
+    Also if the session would have more than MAX_REWARDS.
+
+    Args:
+        session: The session.
+        name: Name of the reward.
+        value: The reward.
+        turn: The turn that it is for; None: the session.
+        limits: The range.
+    """
+    parts = [(None, session.rewards), *session.turn_rewards.items()]
+    rewards = {(index, one): given for index, named in parts for one, given in named.items()}
+    rewards[turn, name] = value
+    if len(rewards) > MAX_REWARDS:
+        raise GatewayError(f"a conversation has {MAX_REWARDS} rewards at most", status=400)
+    check_reward(sum(rewards.values()), limits)

@@ -20,7 +20,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
 from tidegate.gateway.http.response import respond
-from tidegate.gateway.turns.redaction import redact_text
+from tidegate.gateway.turns.redaction import redact_text, redact_value
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.types import MODEL_NAME
 
@@ -33,7 +33,7 @@ def routes(gateway: Gateway, conversations: Conversations) -> list[Route]:
     calls = ClientRoutes(ClientGroups(gateway), conversations)
     return [
         Route("/v1/feedback", JsonEndpoint(gateway, calls.feedback), methods=["POST"]),
-        Route("/v1/conversations/{name}", JsonEndpoint(gateway, calls.erase), methods=["DELETE"]),
+        Route("/v1/conversations/{name:path}", JsonEndpoint(gateway, calls.erase), methods=["DELETE"]),
         Route("/v1/groups/{group}/episodes", JsonEndpoint(gateway, calls.open_episode), methods=["POST"]),
         Route("/v1/groups/{group}/seal", JsonEndpoint(gateway, calls.seal), methods=["POST"]),
         Route("/v1/groups/{group}", JsonEndpoint(gateway, calls.show), methods=["GET"]),
@@ -68,7 +68,7 @@ class ClientRoutes:
         client, group = _authenticate(gateway, scope)
         body = schemas.read(schemas.ClientEpisodeRequest, await read_body(receive))
         session, key = await self._groups.open_episode(
-            client, group, schemas.storable(body.task_id), body.metadata, body.key
+            client, group, schemas.storable(body.task_id), _redacted(gateway, body.metadata), body.key
         )
         root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
         row = {
@@ -117,6 +117,14 @@ def _authenticate(gateway: Gateway, scope: Scope) -> tuple[str, str]:
     if not _GROUP.fullmatch(group):
         raise GatewayError(f"a group's name has 1 to 64 letters, digits, - or _; not {group!r}", status=400)
     return client, group
+
+
+def _redacted(gateway: Gateway, metadata: dict[str, Any]) -> dict[str, Any]:
+    redaction = gateway.options.redact
+    if redaction is None:
+        return metadata
+    redacted: dict[str, Any] = redact_value(metadata, redaction, free=True)
+    return redacted
 
 
 def _kept(gateway: Gateway, text: str | None) -> str | None:

@@ -183,9 +183,16 @@ def exemption_reason(
 
 
 def untrained_key(gateway: Gateway, session: GatewaySession) -> str | None:
-    """Returns the reason that a client's calls are not trained on, or None; no header overrides it."""
-    key = gateway.keys.named(session.client) if session.client is not None else None
-    return None if key is None or key.train else f"key {key.name!r}, which is not trained on"
+    """Returns the reason that a client's calls are not trained on, or None; no header overrides it.
+
+    Calls of a key that was revoked since, or while the keys cannot be read, are not trained on either.
+    """
+    if session.client is None:
+        return None
+    key = gateway.keys.named(session.client)
+    if key is None:
+        return f"key {session.client!r}, which is not valid any more"
+    return None if key.train else f"key {key.name!r}, which is not trained on"
 
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:

@@ -202,15 +202,25 @@ def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any
     for group_id, members in sessions.groups().items():
         if groups.get(group_id) is None:
             versions = [version for session in members if (version := session.oldest_version()) is not None]
-            rows.append(_group_row(group_id, "live", min(versions, default=None), [m.id for m in members]))
+            unended = sum(member.ending is None for member in members)
+            oldest = min(versions, default=None)
+            rows.append(_group_row(group_id, "live", oldest, [m.id for m in members], unended))
     for entry in groups.entries():
         ids = [trajectory.session_id for trajectory in entry.group.trajectories]
         rows.append(_group_row(entry.group.id, entry.state, entry.group.oldest_version(), ids))
     return rows
 
 
-def _group_row(group_id: str, state: str, oldest: int | None, sessions: list[str]) -> dict[str, Any]:
-    return {"id": group_id, "state": state, "oldest_version": oldest, "sessions": sessions}
+def _group_row(
+    group_id: str, state: str, oldest: int | None, sessions: list[str], unended: int = 0
+) -> dict[str, Any]:
+    return {
+        "id": group_id,
+        "state": state,
+        "oldest_version": oldest,
+        "sessions": sessions,
+        "unended": unended,
+    }
 
 
 B = TypeVar("B", bound=Body)

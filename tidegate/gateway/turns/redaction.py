@@ -22,10 +22,14 @@ Redaction = Callable[[str], str]
 TEXTS = frozenset(("messages", "input", "instructions", "system", "prompt", "suffix", "metadata", "user"))
 """Fields of a request with the client's texts, in any dialect."""
 STRUCTURE = frozenset((
-    "type", "role", "id", "call_id", "tool_call_id", "tool_use_id", "name", "status", "session_id",
-    "signature", "encrypted_content", "media_type", "data", "format",
+    "type", "role", "id", "call_id", "tool_call_id", "tool_use_id", "status", "signature", "media_type",
+    "data", "encrypted_content", "format",
 ))  # fmt: skip
-"""Fields within them whose values are no texts."""
+"""Fields of messages and their parts whose values are no texts; nor is `name`, except beside `role`."""
+FREE = frozenset(("metadata", "input", "arguments"))
+"""Fields with a client's own data: all texts in them are redacted, and the names of their fields."""
+DEEPEST = 200
+"""Limit of the nesting; the gateway's own, for the calls that follow, is lower."""
 
 
 def redact_body(body: RawBody, redaction: Redaction) -> bytes:
@@ -42,27 +46,55 @@ def redact_body(body: RawBody, redaction: Redaction) -> bytes:
         return bytes(body)
     if not isinstance(value, dict):
         return bytes(body)
+    metadata = value.get("metadata")
+    name_of_conversation = metadata.pop("session_id", None) if isinstance(metadata, dict) else None
     for name in value.keys() & TEXTS:
-        value[name] = redact_value(value[name], redaction)
+        value[name] = redact_value(value[name], redaction, free=name == "metadata")
+    if name_of_conversation is not None:
+        value["metadata"]["session_id"] = name_of_conversation
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
         raise ApiError(f"the body cannot be redacted: {error}"[:300], code="redaction_failed") from None
 
 
-def redact_value(value: Any, redaction: Redaction) -> Any:
-    """Return JSON data with redacted texts. Raises ApiError if the redaction fails."""
-    root: list[Any] = [value]
-    remaining: list[Any] = [root]  # no recursion: the depth is the client's
-    while remaining:
-        container = remaining.pop()
-        items = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, item in list(items):
-            if isinstance(item, dict | list):
-                remaining.append(item)
-            elif isinstance(item, str) and key not in STRUCTURE:
-                container[key] = redact_text(item, redaction)
-    return root[0]
+def redact_value(value: Any, redaction: Redaction, *, free: bool = False, depth: int = 0) -> Any:
+    """Return JSON data with redacted texts.
+
+    Args:
+        value: The data.
+        redaction: The function.
+        free: Whether it is a client's own data, without structure.
+        depth: Depth of the data in a request.
+
+    Raises:
+        ApiError: The redaction failed, or the data is nested too deeply.
+    """
+    if depth > DEEPEST:
+        raise ApiError(
+            f"the body is nested more than {DEEPEST} levels and cannot be redacted", code="redaction_failed"
+        )
+    if isinstance(value, str):
+        return redact_text(value, redaction)
+    if isinstance(value, list):
+        return [redact_value(item, redaction, free=free, depth=depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if free:
+        return {
+            redact_text(name, redaction): redact_value(item, redaction, free=True, depth=depth + 1)
+            for name, item in value.items()
+        }
+    return {
+        name: item
+        if isinstance(item, str) and _is_structure(name, value)
+        else redact_value(item, redaction, free=name in FREE and isinstance(item, dict), depth=depth + 1)
+        for name, item in value.items()
+    }
+
+
+def _is_structure(name: str, part: dict[str, Any]) -> bool:
+    return name in STRUCTURE or (name == "name" and "role" not in part)
 
 
 def redact_text(text: str, redaction: Redaction) -> str:

@@ -6,13 +6,13 @@ A batch has exactly `groups_per_batch` groups, none staler than the bound when t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.state import BatchSelection, GroupState
+from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
 from tidegate.trainer.ledger.entries import State
@@ -187,6 +187,14 @@ class Batcher:
         self.tokens.record_wasted(sampled, state, len(group.trajectories))
         await self._ack(group, state)
         return group, state
+
+    async def withdraw(self, groups: Collection[str]) -> None:
+        """End those of these groups that wait for a batch as `filtered`; their client erased them."""
+        for group_id in groups:
+            state = self.admission.groups.get(group_id)
+            if state is not None and state.phase is Phase.LEASED:
+                self.admission.filter_group(group_id)
+                await self._drop(group_id, State.FILTERED)
 
     async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
         if group.lease_id:

@@ -15,14 +15,19 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, StartError
+from tidegate.gateway.client import GatewayClient
 from tidegate.service.backoff import backoff_s
 from tidegate.service.process import run_together
 from tidegate.service.service import Service
 from tidegate.settings import sections
+from tidegate.trainer.ledger.ledger import Ledger
+from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.trainer.records.erasure import Erasure
+from tidegate.trainer.records.trajectories import TrajectoryFiles
 
 STEADY_S = 60.0
 """A process that has run for this long before it exits is restarted at once."""
@@ -90,6 +95,7 @@ class StandingService:
             why: str | None = await process.wait_for_exit()
             if isinstance(process, TrainerProcess) and process.finished():
                 self._note(f"{why}: training has ended, and clients are served by its last version")
+                await self._erase()
                 return
             failures = 0 if time.monotonic() - began > STEADY_S else failures
             while why is not None:
@@ -102,6 +108,14 @@ class StandingService:
                 except (StartError, OSError) as error:  # OSError: the trainer removed the weights meanwhile
                     why = str(error)
             self._note(f"the {process.name} is back")
+
+    async def _erase(self) -> None:
+        """Erases what clients erase, as the trainer did before its end."""
+        past = await asyncio.to_thread(read_ledger_state, self._dir / "ledger.jsonl")
+        async with GatewayClient(self.gateway.url, self._key) as client:
+            with Ledger(self._dir / "ledger.jsonl") as ledger:
+                files = TrajectoryFiles(self._dir)
+                await Erasure(client, files, ledger.record, past.erased, self._note).watch()
 
     def newest_weights(self) -> tuple[Path, int]:
         """Returns the newest published weights, with which engines start, and their version."""

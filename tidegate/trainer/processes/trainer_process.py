@@ -14,7 +14,7 @@ from tidegate.gateway.client import ADMIN_KEY
 from tidegate.service.process import OwnedProcess
 from tidegate.service.serve import write_atomically
 
-STOP_S = 60.0
+STOP_S = 300.0
 """Time limit of its last step and checkpoint."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from dataclasses import dataclass
 
 from tidegate.errors import GatewayError
@@ -15,26 +17,40 @@ POLL_S = 1.0
 class PublishGate:
     """Traffic cannot be told to wait, so a publish waits instead; the bound stays hard in any case.
 
-    A conversation that gets feedback is trained on, and one that gets none ends after
-    `gateway.feedback_window_s`. So the wait is bounded by that time.
-
     Args:
         gateway: Client of the gateway.
         bound: `max_staleness`; None if there is no bound.
         share: Share of the unfinished conversations that a publish may make too stale; None: any.
+        longest_s: Longest wait.
         stop: Set when the run is to end; the gate then opens.
+
+    Attributes:
+        waiting: Whether a publish waits.
     """
 
     gateway: GatewayClient
     bound: int | None
     share: float | None
+    longest_s: float
     stop: asyncio.Event
+    waiting: bool = False
 
     async def wait(self, version: int) -> None:
-        """Wait until `version` may be published."""
+        """Wait until `version` may be published, at most `longest_s`."""
+        if self.bound is None or self.share is None:
+            return
+        self.waiting = True
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.longest_s):
+                    await self._wait(version, self.share)
+        finally:
+            self.waiting = False
+
+    async def _wait(self, version: int, share: float) -> None:
         while not self.stop.is_set():
             try:
-                if await self.lost_share(version) <= (1.0 if self.share is None else self.share):
+                if await self.lost_share(version) <= share:
                     return
             except GatewayError:
                 pass  # it is restarting, and counted again
@@ -42,11 +58,10 @@ class PublishGate:
 
     async def lost_share(self, version: int) -> float:
         """Return the share of the unfinished conversations that `version` would make too stale."""
-        if self.bound is None or self.share is None:
-            return 0.0
-        live = [group.oldest_version for group in await self.gateway.list_groups() if group.state == "live"]
-        lost = sum(oldest is not None and version - oldest > self.bound for oldest in live)
-        return lost / len(live) if live else 0.0
+        bound = math.inf if self.bound is None else self.bound
+        unended = [group.oldest_version for group in await self.gateway.list_groups() if group.unended]
+        lost = sum(oldest is not None and version - oldest > bound for oldest in unended)
+        return lost / len(unended) if unended else 0.0
 
 
 async def _unless_set(stop: asyncio.Event, seconds: float) -> None:

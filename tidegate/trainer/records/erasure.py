@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from tidegate.errors import GatewayError
@@ -18,7 +18,7 @@ POLL_S = 5.0
 class Erasure:
     """Follows the gateway's list of erased groups.
 
-    The ledger gets its entry first: a crash before the files are rewritten is made good by `repeat`.
+    The ledger gets its entry first: a crash before the files are rewritten is made good by the next start.
 
     Args:
         gateway: Client of the gateway.
@@ -33,14 +33,13 @@ class Erasure:
     record: Callable[[LedgerEntry], None]
     done: set[str]
     note: Callable[[str], None]
-
-    def repeat(self) -> None:
-        """Erase again what an earlier start of the run was to erase."""
-        if self.done:
-            self.files.erase(self.done)
+    withdraw: Callable[[Collection[str]], Awaitable[None]] | None = None
+    """Withdraws groups that wait for a batch."""
 
     async def watch(self) -> None:
-        """Poll for ever."""
+        """Erase again what an earlier start of the run was to erase, then poll for ever."""
+        if self.done:
+            await self.files.erase(self.done)
         while True:
             await self.poll()
             await asyncio.sleep(POLL_S)
@@ -55,5 +54,7 @@ class Erasure:
             self.record(entry("run", "erased", group=group))
         if new:
             self.done |= new
-            self.files.erase(new)  # on the event loop, as its other writers are
+            if self.withdraw is not None:
+                await self.withdraw(new)
+            await self.files.erase(new)
             self.note(f"erased {len(new)} conversations or groups of clients")

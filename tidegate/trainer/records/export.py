@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,21 @@ def write_corrections(run_dir: Path, out: Path) -> int:
     written = 0
     with _replacing(out) as part, part.open("wb") as file:
         for step, line in _episodes(run_dir):
-            for name, messages in line["metadata"].get("corrections", {}).items():
+            for name, messages in _corrections(line["metadata"]):
                 file.write(orjson.dumps({"messages": messages, "name": name, "step": step}) + b"\n")
                 written += 1
     return written
+
+
+def _corrections(metadata: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the name of each feedback with a correction, and the chat.
+
+    Groups that clients form have metadata of their own, which may look like anything.
+    """
+    notes = metadata.get("feedback")
+    for key, note in notes.items() if isinstance(notes, dict) else ():
+        if isinstance(note, dict) and isinstance(note.get("correction"), list):
+            yield key.partition(".")[2], note["correction"]
 
 
 def write_parquet(run_dir: Path, out: Path) -> int:

@@ -7,6 +7,9 @@ reinstates. A resume moves the files of undone steps to `taken_back/`.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -91,19 +94,13 @@ class TrajectoryFiles:
         with failpoints.around(f"trajectories.{state}"), open(self._unleased[state], "ab") as file:
             file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
 
-    def erase(self, groups: Collection[str]) -> None:
+    async def erase(self, groups: Collection[str]) -> None:
         """Remove the episodes of these groups from every file, and never write them again. Idempotent."""
         self.erased.update(groups)
-        names = [name.encode() for name in groups]
-        for path in [*self.directory.glob("*.jsonl"), *self._undone.glob("*.jsonl")]:
-            lines = path.read_bytes().splitlines(keepends=True)
-            named = [line for line in lines if any(name in line for name in names)]
-            erased = {line for line in named if orjson.loads(line).get("group_id") in groups}
-            if erased:
-                part = path.with_name(f"{path.name}.part")
-                with failpoints.around("trajectories.erased"):
-                    part.write_bytes(b"".join(line for line in lines if line not in erased))
-                    part.replace(path)
+        appended = [path for path in self._unleased.values() if path.exists()]
+        written = set(self.directory.glob("*.jsonl")).difference(appended)
+        await asyncio.to_thread(_erase, [*written, *self._undone.glob("*.jsonl")], frozenset(groups))
+        _erase(appended, frozenset(groups))  # not in a thread: `append` must not write meanwhile
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         lines = [line for line in lines if line["group_id"] not in self.erased]
@@ -111,6 +108,23 @@ class TrajectoryFiles:
         with failpoints.around(f"trajectories.{name.partition('_')[0]}"):
             part.write_bytes(b"".join(map(_line, lines)))
             part.replace(self.directory / name)
+
+
+_GROUP_IDS = re.compile(rb'"group_id":\s*"((?:[^"\\\\]|\\\\.)*)"')
+
+
+def _erase(paths: Iterable[Path], groups: Collection[str]) -> None:
+    """Remove the lines of these groups from files, each of which is replaced if it has any."""
+    names = {json.dumps(group, ensure_ascii=False)[1:-1].encode() for group in groups}
+    for path in paths:
+        lines = path.read_bytes().splitlines(keepends=True)
+        named = [line for line in lines if not names.isdisjoint(_GROUP_IDS.findall(line))]
+        erased = {line for line in named if orjson.loads(line).get("group_id") in groups}
+        if erased:
+            part = path.with_name(f"{path.name}.part")
+            with failpoints.around("trajectories.erased"):
+                part.write_bytes(b"".join(line for line in lines if line not in erased))
+                part.replace(path)
 
 
 def bounded_answer(answer: Any) -> Any:

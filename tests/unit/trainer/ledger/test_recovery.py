@@ -14,6 +14,7 @@ import pytest
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, LedgerError
+from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import BatchSelection, Phase, TaskTicket
 from tidegate.trainer.batch.batcher import Batch, Batcher
@@ -232,6 +233,10 @@ class Gateway:
     epochs: list[int] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     acked: list[str] = field(default_factory=list)
+    erased: list[str] = field(default_factory=list)
+
+    async def erased_groups(self) -> list[str]:
+        return self.erased
 
     async def begin_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
@@ -289,6 +294,36 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     await batches.stepped(batch, 2)
     assert gateway.acked == ["lease-c"], "`b` has no lease any more"
     assert opened.admission.group_counts["stepped"] == 2
+
+
+@pytest.mark.parametrize("known", ["ledger", "gateway"])
+async def test_what_a_client_erased_is_not_trained_on_again(tmp_path: Path, known: str) -> None:
+    files = TrajectoryFiles(tmp_path)
+    files.batch(Batch(BatchSelection(0, ["b"], [0]), [tokens("b", 0)], [], 0.0, 0.0, [[1.0, -1.0]]), 2)
+    first = [started(1), *stepped("done", 1, index=0)]
+    entries = [*first, *stepped("b", 2, index=1)]
+    gateway = Gateway({}, erased=["b"] if known == "gateway" else [])
+    start, book = start_of(entries, len(first), cursor=4), list[LedgerEntry]()
+    if known == "ledger":
+        start.past.erased.add("b")
+    opened = await take_over(start, cast(Any, gateway), files, book.append, RULES)
+    assert opened.leased == []
+    assert ends(book) == {"b": "stale"}
+
+
+async def test_an_erased_group_that_waits_for_a_batch_ends_filtered(tmp_path: Path) -> None:
+    gateway, book = Gateway({}), list[LedgerEntry]()
+    gateway.epochs.append(1)
+    admission = Admission(RULES, book.append)
+    batches = Batcher(cast(Any, gateway), admission, lambda: None, lambda _: True)
+    group = tokens("waits", 0)
+    for trajectory in group.trajectories:
+        trajectory.client = "me"
+    assert admission.accept(group) is None
+    batches.add(group)
+    await batches.withdraw(["waits", "unknown"])
+    assert ends(book) == {"waits": "filtered"}
+    assert admission.outstanding() == 0
 
 
 def settings(tmp_path: Path) -> Settings:

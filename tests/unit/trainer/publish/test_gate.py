@@ -26,11 +26,16 @@ class Listing:
         now = self.listings.pop(0) if len(self.listings) > 1 else self.listings[0]
         if isinstance(now, GatewayError):
             raise now
-        return [GroupRow(f"g{number}", *row, []) for number, row in enumerate(now)]
+        return [
+            GroupRow(f"g{number}", "live" if state == "ended" else state, oldest, [], int(state == "live"))
+            for number, (state, oldest) in enumerate(now)
+        ]
 
 
-def gate(listings: list[Any], share: float | None = 0.5, bound: int | None = 2) -> PublishGate:
-    return PublishGate(cast(Any, Listing(listings)), bound, share, asyncio.Event())
+def gate(
+    listings: list[Any], share: float | None = 0.5, bound: int | None = 2, longest_s: float = 600.0
+) -> PublishGate:
+    return PublishGate(cast(Any, Listing(listings)), bound, share, longest_s, asyncio.Event())
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,7 @@ def gate(listings: list[Any], share: float | None = 0.5, bound: int | None = 2) 
         ([("live", 2), ("live", 3), ("live", None)], 1 / 3),
         ([("live", 3)], 0.0),
         ([("ready", 1), ("leased", 1), ("live", 3)], 0.0),
+        ([("ended", 1), ("live", 3)], 0.0),
         ([("live", 1), ("live", 2)], 1.0),
     ],
 )
@@ -61,6 +67,7 @@ async def test_the_end_of_the_run_opens_it() -> None:
     closed = gate([[("live", 0)]])
     waiting = asyncio.create_task(closed.wait(5))
     await cast(Listing, closed.gateway).asked.wait()
+    assert closed.waiting, "the watchdog must know"
     assert not waiting.done()
     closed.stop.set()
     async with asyncio.timeout(10):
@@ -71,3 +78,10 @@ async def test_the_end_of_the_run_opens_it() -> None:
 async def test_without_share_or_bound_it_is_open(share: float | None, bound: int | None) -> None:
     async with asyncio.timeout(10):
         await gate([[("live", 0)]], share, bound).wait(5)
+
+
+async def test_it_opens_after_its_longest_wait() -> None:
+    closed = gate([[("live", 0)]], longest_s=0.01)
+    async with asyncio.timeout(10):
+        await closed.wait(5)
+    assert not closed.waiting

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +23,10 @@ from tidegate.trainer.records.trajectories import TrajectoryFiles
 class Gateway:
     erased: list[str] = field(default_factory=list)
     down: bool = False
+    on_call: Callable[[], object] = lambda: None
 
     async def erased_groups(self) -> list[str]:
+        self.on_call()
         if self.down:
             raise GatewayError("it restarts")
         return self.erased
@@ -86,9 +90,28 @@ async def test_each_group_has_one_entry_and_a_gateway_that_restarts_is_asked_aga
     assert [line["group"] for line in book] == ["me.1", "me.2"]
 
 
-def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(files: TrajectoryFiles) -> None:
+async def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(files: TrajectoryFiles) -> None:
     past = LedgerState()
     past.apply(entry("run", "erased", group="me.1"))
     step = step_file(files, "step_000001.jsonl", "me.1", "me.2")
-    erasure(Gateway(), files, [], *past.erased).repeat()
+    polled = asyncio.Event()
+    gateway = Gateway()
+    gateway.on_call = polled.set
+    watching = asyncio.create_task(erasure(gateway, files, [], *past.erased).watch())
+    async with asyncio.timeout(10):
+        await polled.wait()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
     assert groups_in(step) == ["me.2"]
+
+
+async def test_a_group_that_waits_for_a_batch_is_withdrawn(files: TrajectoryFiles) -> None:
+    withdrawn: list[str] = []
+
+    async def withdraw(groups: Collection[str]) -> None:
+        withdrawn.extend(groups)
+
+    following = erasure(Gateway(["me.1"]), files, [])
+    following.withdraw = withdraw
+    await following.poll()
+    assert withdrawn == ["me.1"]

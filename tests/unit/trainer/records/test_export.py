@@ -58,7 +58,11 @@ def test_corrections_are_demonstrations(tmp_path: Path) -> None:
     step, path = next(iter(step_files(run_dir).items()))
     line, *others = path.read_text().splitlines()
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so"}]
-    episode = json.loads(line) | {"metadata": {"corrections": {"expert": chat}}}
+    notes = {"1.expert": {"comment": "no", "correction": chat}, "0.a": {"comment": "fine"}, "x": []}
+    episode = json.loads(line) | {"metadata": {"feedback": notes}}
+    others = [
+        json.dumps(json.loads(other) | {"metadata": {"feedback": ["a client's own"]}}) for other in others
+    ]
     path.write_text("\n".join([json.dumps(episode), *others, ""]))
     assert main(["export", str(run_dir), "--corrections"]) == 0
     written = json.loads((run_dir / "export.jsonl").read_text())
