@@ -247,6 +247,7 @@ async def test_leases_are_gathered_and_never_too_many(site: Site) -> None:
         await site.client.ack(epoch, group.lease_id, "trained")
         await site.client.ack(epoch, group.lease_id, "trained")
     assert await site.client.list_groups() == []
+    assert await site.client.erased_groups() == []
     with pytest.raises(GatewayError, match="there is no lease"):
         await site.client.ack(epoch, "7.unknown", "trained")
 

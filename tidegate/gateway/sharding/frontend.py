@@ -70,6 +70,7 @@ class ShardRouter:
                 ("GET DELETE", "/sessions/{id}", forwarded(self._shard_of_session)),
                 ("GET POST", "/sessions/{id}/{call}", forwarded(self._shard_of_session)),
                 ("GET", "/groups", keyed(self._groups)),
+                ("GET", "/groups/erased", keyed(self._groups)),
                 ("POST", "/groups/lease", keyed(self._lease)),
                 ("POST", "/groups/ack", forwarded(self._shard_of_lease)),
                 ("POST", "/groups/{id:path}/seal", forwarded(self._shard_of_group)),
@@ -161,7 +162,7 @@ class ShardRouter:
     # -- calls that go to all shards -------------------------------------------------------------
 
     async def _groups(self, request: Request) -> Response:
-        answers = await self.fleet.call_all("GET", "/groups", None, _authorization(request))
+        answers = await self.fleet.call_all("GET", request.url.path, None, _authorization(request))
         return _json({"groups": [row for answer in answers for row in answer.json()["groups"]]})
 
     async def _lease(self, request: Request) -> Response:
