@@ -28,6 +28,7 @@ FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
+    "tests/unit/trainer/admission/test_clients.py",
     "tests/unit/trainer/ledger/test_recovery.py",
 ]
 DEADLINE_S = 300

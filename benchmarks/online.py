@@ -61,35 +61,35 @@ async def learn(directory: Path, steps: int) -> tuple[dict[str, Any], list[Check
     bound = load_settings(demo.CONFIG, overrides).trainer.staleness_bound
     foreign, errors = Foreign(), 0
     try:
-        outcome = await demo.run(overrides, foreign.offer)
+        result = await demo.run(overrides, foreign.offer)
     except* Exception as failures:  # noqa: BLE001 - counted and shown
         print(repr(failures), file=sys.stderr)
         errors = len(failures.exceptions)
-        outcome = demo.Outcome(directory / "online")
-    run_dir, metrics = outcome.run_dir, lines(outcome.run_dir / "metrics.jsonl")
+        result = demo.Result(directory / "online")
+    run_dir, metrics = result.run_dir, lines(result.run_dir / "metrics.jsonl")
     ledger = lines(run_dir / "ledger.jsonl")
     put_back = {line["id"] for line in ledger if line["event"] == "put_back"}
     rewards = {episode["group_id"]: episode["reward"] for _, episode in trained(run_dir)}
     lost = [
         group
-        for group, end in outcome.ends.items()
+        for group, end in result.ends.items()
         if end.isdigit()
         or (end == "stepped" and f"shop.{group}" not in put_back
-            and rewards.get(f"shop.{group}") != outcome.thumbs[group])
+            and rewards.get(f"shop.{group}") != result.thumbs[group])
     ]  # fmt: skip
     times = Counter(episode["group_id"] for _, episode in trained(run_dir))
     stepped = [line for line in ledger if line["kind"] == "group" and line.get("state") == "stepped"]
     findings = audit_run(run_dir).findings
     row = {
-        "run": "users", "before": outcome.before, "after": outcome.after, "seconds": outcome.seconds,
-        "thumbs": len(outcome.thumbs), "ends": dict(Counter(outcome.ends.values())),
+        "run": "users", "before": result.before, "after": result.after, "seconds": result.seconds,
+        "thumbs": len(result.thumbs), "ends": dict(Counter(result.ends.values())),
     }  # fmt: skip
     checks = [
-        Check("before", outcome.before, "<=", 0.5),
-        Check("after", outcome.after, ">=", 0.85),
-        Check("seconds", outcome.seconds, "<=", 360),
+        Check("before", result.before, "<=", 0.5),
+        Check("after", result.after, ">=", 0.85),
+        Check("seconds", result.seconds, "<=", 360),
         Check("client_errors", errors, "==", 0),
-        Check("feedback", len(outcome.thumbs), ">=", 100 * steps),
+        Check("feedback", len(result.thumbs), ">=", 100 * steps),
         Check("feedback_lost", len(lost), "==", 0),
         Check("feedback_doubled", sum(number > 1 for number in times.values()), "==", 0),
         Check("bound_broken", sum(line["staleness"] > (bound or 0) for line in stepped), "==", 0),

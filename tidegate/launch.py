@@ -152,10 +152,15 @@ def set_aside(run_dir: Path) -> Path | None:
 
 async def _with_signals(launched: Launch) -> int:
     """Runs it; Ctrl-C or SIGTERM stops it."""
+    stop_on_signals(launched.stop)
+    return await launched.run()
+
+
+def stop_on_signals(stop: Callable[[], object]) -> None:
+    """Calls `stop` on Ctrl-C or SIGTERM, from now on."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, launched.stop)
-    return await launched.run()
+        loop.add_signal_handler(number, stop)
 
 
 def _info(settings: Settings, run: Run) -> dict[str, object]:

@@ -36,7 +36,7 @@ Hook = Callable[[str], Awaitable[object]]
 
 
 @dataclass
-class Outcome:
+class Result:
     """What the users met.
 
     Attributes:
@@ -114,7 +114,7 @@ async def serving(overrides: Sequence[str], keys: Path) -> AsyncIterator[Service
         await reading
 
 
-async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Outcome:
+async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Result:
     """Run the demo. Raises what a user of the service meets.
 
     Args:
@@ -126,11 +126,11 @@ async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Ou
     set_aside(run_dir)
     keys = run_dir / "keys.json"
     run_dir.mkdir(parents=True)
-    key, outcome, began = create_key(keys, "shop"), Outcome(run_dir), time.monotonic()
+    key, result, began = create_key(keys, "shop"), Result(run_dir), time.monotonic()
     async with serving(overrides, keys) as service:
         users = Users(await service.address(), key)
-        outcome.before = await users.exam(QUESTIONS)
-        print(f"held out, before: {outcome.before:.1%} right", flush=True)
+        result.before = await users.exam(QUESTIONS)
+        print(f"held out, before: {result.before:.1%} right", flush=True)
         talking = asyncio.create_task(users.run())
         watching = asyncio.create_task(_watch(service, run_dir, settings.trainer.steps, at_first_step))
         done, _ = await asyncio.wait((talking, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -139,14 +139,14 @@ async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Ou
         await asyncio.gather(talking, watching, return_exceptions=True)
         for task in done:
             task.result()
-        outcome.after = await users.exam(QUESTIONS)
-        outcome.seconds = time.monotonic() - began
-        outcome.thumbs = users.thumbs
-        outcome.ends = await _ends(users)
-    print(f"held out, after: {outcome.after:.1%} right ({outcome.before:.1%} before)")
-    counted = Counter(outcome.ends.values())
-    print(f"{outcome.seconds:.0f} s; {len(users.thumbs)} thumbs, whose conversations ended: {dict(counted)}")
-    return outcome
+        result.after = await users.exam(QUESTIONS)
+        result.seconds = time.monotonic() - began
+        result.thumbs = users.thumbs
+        result.ends = await _ends(users)
+    print(f"held out, after: {result.after:.1%} right ({result.before:.1%} before)")
+    counted = Counter(result.ends.values())
+    print(f"{result.seconds:.0f} s; {len(users.thumbs)} thumbs, whose conversations ended: {dict(counted)}")
+    return result
 
 
 async def _watch(service: Service, run_dir: Path, steps: int, at_first_step: Hook | None) -> None:

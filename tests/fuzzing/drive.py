@@ -84,12 +84,11 @@ async def _tell(
     stage: Stage, http: aiohttp.ClientSession, plan: Plan, numbers: Iterator[int], seen: Counter[str]
 ) -> None:
     for number in numbers:
+        story: Story | ClientStory
         if number % CLIENT_STORIES == CLIENT_STORIES - 1:
-            await _tell_client(stage, http, plan, number, seen)
-            continue
-        dialect = list(DIALECTS.values())[number % len(DIALECTS)]
-        access = await stage.client.open_session(task=Task("t", "none", [], answer="4711"))
-        story = Story(stage, access, http, dialect, f"{plan.seed}/{number}")
+            story = _client_story(stage, http, plan.seed, number)
+        else:
+            story = await _session_story(stage, http, plan.seed, number)
         try:
             await story.run(plan.cases)
         except Failure as failure:
@@ -100,22 +99,17 @@ async def _tell(
         seen += story.seen
 
 
-async def _tell_client(
-    stage: Stage, http: aiohttp.ClientSession, plan: Plan, number: int, seen: Counter[str]
-) -> None:
-    """A story of a client with a project key."""
+async def _session_story(stage: Stage, http: aiohttp.ClientSession, seed: int, number: int) -> Story:
+    dialect = list(DIALECTS.values())[number % len(DIALECTS)]
+    access = await stage.client.open_session(task=Task("t", "none", [], answer="4711"))
+    return Story(stage, access, http, dialect, f"{seed}/{number}")
+
+
+def _client_story(stage: Stage, http: aiohttp.ClientSession, seed: int, number: int) -> ClientStory:
     name = f"client{number}"
     key = create_key(stage.gateway.options.keys or Path(), name)
     stage.gateway.keys.reload()
-    story = ClientStory(stage, http, name, key, f"{plan.seed}/{number}")
-    try:
-        await story.run(plan.cases)
-    except Failure as failure:
-        failure.where = f"--template {plan.template} --seed {plan.seed} --story {number}"
-        if failure.case is not None:
-            failure.case = await _shrunk(stage, http, failure.case)
-        raise
-    seen += story.seen
+    return ClientStory(stage, http, name, key, f"{seed}/{number}")
 
 
 async def _shrunk(stage: Stage, http: aiohttp.ClientSession, case: Case) -> Case:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers, takes_settings
@@ -52,13 +51,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 async def _serve(service: StandingService) -> int:
+    from tidegate.launch import stop_on_signals
+
     def stop() -> None:
         if service.stop.is_set():
             os._exit(STOPPED)  # the processes exit when their stdin closes
         service.stop.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    stop_on_signals(stop)
     await service.run()
     return 0

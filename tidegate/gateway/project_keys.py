@@ -92,19 +92,25 @@ class KeyFile:
     def __init__(self, file: Path | None) -> None:
         """`file` None: there are no keys. Raises ConfigError if the file cannot be read."""
         self._file = file
-        self._keys: dict[bytes, ProjectKey] = {}
+        self._keys: dict[str, ProjectKey] = {}
+        """By name."""
+        self._names: dict[str, str] = {}
+        """By the key's hash."""
         self._state = self._stat()
         if file is not None:
-            self._keys = _by_hash(file)
+            self._set(read_keys(file))
+
+    def _set(self, keys: dict[str, ProjectKey]) -> None:
+        self._keys = keys
+        self._names = {key.hash: key.name for key in keys.values()}
 
     def name_of(self, key: str) -> str | None:
         """Returns the name of a key; None if there is no such key."""
-        found = self._keys.get(hash_key(key))
-        return None if found is None else found.name
+        return self._names.get(hash_key(key).hex())
 
     def named(self, name: str) -> ProjectKey | None:
         """Returns the key of this name; None if it was revoked."""
-        return next((key for key in self._keys.values() if key.name == name), None)
+        return self._keys.get(name)
 
     def reload(self) -> None:
         """Reads the file again if it has changed. While it cannot be read, no key is accepted."""
@@ -113,9 +119,9 @@ class KeyFile:
             return
         self._state = state
         try:
-            self._keys = _by_hash(self._file)
+            self._set(read_keys(self._file))
         except ConfigError as error:
-            self._keys = {}
+            self._set({})
             log.error("no project key is accepted: %s", error)
 
     def _stat(self) -> tuple[int, int, int] | None:
@@ -124,7 +130,3 @@ class KeyFile:
         except OSError:
             return None
         return stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-
-
-def _by_hash(file: Path) -> dict[bytes, ProjectKey]:
-    return {bytes.fromhex(key.hash): key for key in read_keys(file).values()}

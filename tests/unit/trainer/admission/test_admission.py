@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.core import Admission
@@ -17,7 +16,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start
-from tidegate.types import Group, Outcome
+from tidegate.types import Outcome
 
 
 def rules(**changes: object) -> Rules:
@@ -496,63 +495,3 @@ def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() 
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
     driver.core.mark_live(version)
     assert driver.core.blocked_by() is None
-
-
-@pytest.mark.parametrize(
-    ("versions", "refusal"),
-    [
-        ((1, 1), None),
-        ((1, 2), "it has tokens of version 2, which this run has not published"),
-        ((2, 2), "it has tokens of version 2, which this run has not published"),
-        ((0, 1), "stale: its oldest token is of version 0, the trainer is at version 1"),
-        ((1,), "it has 1 episodes, and the run takes 2"),
-    ],
-)
-def test_a_clients_group_enters_the_ledger_or_is_refused(
-    versions: tuple[int, ...], refusal: str | None
-) -> None:
-    driver = Driver(max_staleness=0)
-    driver.publish(1)
-    driver.book.clear()
-    group = Group("c1", "t", [make_trajectory([make_turn(0, None, [1], [2], version=v)]) for v in versions])
-    why = driver.core.accept(group)
-    assert why is None if refusal is None else refusal in (why or "")
-    issued = [(line["kind"], line["id"]) for line in driver.book]
-    assert bool(issued) == (refusal is None), "what is refused is in no entry"
-    assert driver.core.outstanding() == (refusal is None)
-
-
-def offer(driver: Driver, name: str, client: str) -> str | None:
-    """Offers a client's group of two episodes on the live version."""
-    episodes = [make_trajectory([make_turn(0, None, [1], [2], version=driver.core.version)]) for _ in "ab"]
-    for episode in episodes:
-        episode.client = client
-    return driver.core.accept(Group(name, "t", episodes))
-
-
-def test_one_client_has_at_most_its_share_of_a_batch() -> None:
-    driver = Driver(groups_per_batch=4, client_share=0.5, max_staleness=None)
-    for number in range(5):
-        assert offer(driver, f"loud{number}", "loud") is None
-    assert driver.core.select_batch() is None, "two of the loud one are no batch"
-    own = driver.ready(0)
-    assert driver.core.select_batch() is None
-    assert offer(driver, "quiet0", "quiet") is None
-    selection = driver.core.select_batch()
-    assert selection is not None
-    assert selection.groups == ["loud0", "loud1", own, "quiet0"], "in order, the loud one's others wait"
-    assert offer(driver, "quiet1", "quiet") is None
-    assert driver.core.select_batch() is None
-    assert offer(driver, "quiet2", "quiet") is None
-    assert (batch := driver.core.select_batch()) is not None
-    assert batch.groups == ["loud2", "loud3", "quiet1", "quiet2"]
-
-
-def test_a_client_that_waits_for_its_share_is_refused_at_a_limit() -> None:
-    driver = Driver(groups_per_batch=4, client_share=0.5, max_staleness=1)
-    refusals = [offer(driver, f"loud{number}", "loud") for number in range(5)]
-    assert refusals[:4] == [None] * 4, "two batches' worth: the capacity of the bound"
-    assert refusals[4] == "4 groups of loud wait, and trainer.max_client_share = 0.5 admits 2 to a batch"
-    assert offer(driver, "quiet", "quiet") is None
-    unlimited = Driver(groups_per_batch=4, max_staleness=1)
-    assert [offer(unlimited, f"loud{number}", "loud") for number in range(20)] == [None] * 20
