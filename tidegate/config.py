@@ -154,15 +154,15 @@ class TrainerSettings(SettingsSection):
     """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
     baseline: Literal["group", "leave_one_out", "batch", "key"] = "group"
     """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
-    (RLOO), of the batch (REINFORCE++), or of the other episodes so far of its project key, or of its task if
-    it has none."""
+    (RLOO), or of the batch (REINFORCE++). key: the running mean of the episodes of its project key, or of its
+    task if the trainer issued it."""
     max_client_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Largest share of a batch that the groups and conversations of one project key may have."""
     max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the clients' unfinished conversations above which a publish waits that would make them too
-    stale. None: publishes do not wait."""
+    """A publish waits while it would make more than this share of the clients' open conversations exceed the
+    staleness bound. None: publishes do not wait."""
     max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
-    """Longest wait of a publish for such conversations."""
+    """Time limit of the wait that `max_stale_share` causes."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
     on, except with `baseline` = batch or key, to which such groups contribute."""

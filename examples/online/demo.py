@@ -37,7 +37,7 @@ Hook = Callable[[str], Awaitable[object]]
 
 @dataclass
 class Result:
-    """What the users met.
+    """Measurements of one run of the demo.
 
     Attributes:
         before: Share of right answers to held-out questions before the first step.

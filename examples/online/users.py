@@ -26,7 +26,7 @@ UNTRAINED = {"x-tidegate-train": "no"}
 
 
 class Users:
-    """What the users do, and how content they are.
+    """Simulated users, and the feedback that they gave.
 
     Attributes:
         thumbs: The accepted feedback, by the group of its conversation.

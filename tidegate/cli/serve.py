@@ -1,4 +1,4 @@
-"""`tidegate serve`: serves a model to clients and trains it on what they do, until it is stopped."""
+"""`tidegate serve`: serves a model to clients and trains it on their conversations until it is stopped."""
 
 from __future__ import annotations
 

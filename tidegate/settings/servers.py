@@ -119,8 +119,8 @@ class ServedGateway(SettingsSection):
     feedback_window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Time after the last call at which a client's conversation without feedback ends, `unrewarded`."""
     redact: str | None = None
-    """Function `file.py:name` that takes a text of a request and returns it without what must not be kept.
-    Only its result is recorded and given to the model."""
+    """Function `file.py:name` that removes personal data from a text of a request. Only its result is
+    recorded and given to the model."""
     reward_range: tuple[float, float] | None = None
     """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
     untrained_models: list[str] = []

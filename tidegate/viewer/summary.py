@@ -86,6 +86,8 @@ def _scores(result: Mapping[str, object]) -> RenderableType:
 
 def _episodes(run_dir: Path) -> list[RenderableType]:
     chosen = choose(evaluations(run_dir))
+    if not chosen.pairs:
+        return []
     parts: list[RenderableType] = [Text("Episodes", f"bold {ACCENT}"), Text(chosen.how, "dim"), Text("")]
     for pair in chosen.pairs:
         parts += [as_text(pair), Text("")]

@@ -17,7 +17,7 @@ from tidegate.tracebacks import where
 
 log = logging.getLogger("tidegate.gateway")
 Redaction = Callable[[str], str]
-"""Returns a text without what must not be kept. It must return its own results unchanged."""
+"""Removes personal data from a text. It must return its own results unchanged."""
 
 TEXTS = frozenset(("messages", "input", "instructions", "system", "prompt", "suffix", "metadata", "user"))
 """Fields of a request with the client's texts, in any dialect."""
@@ -25,11 +25,11 @@ STRUCTURE = frozenset((
     "type", "role", "id", "call_id", "tool_call_id", "tool_use_id", "status", "signature", "media_type",
     "data", "encrypted_content", "format",
 ))  # fmt: skip
-"""Fields of messages and their parts whose values are no texts; nor is `name`, except beside `role`."""
+"""Fields of messages and their parts that have no free text. So has `name`, except beside `role`."""
 FREE = frozenset(("metadata", "input", "arguments"))
 """Fields with a client's own data: all texts in them are redacted, and the names of their fields."""
 DEEPEST = 200
-"""Limit of the nesting; the gateway's own, for the calls that follow, is lower."""
+"""Limit of the nesting of a body; the parser, which runs later, has a lower one."""
 
 
 def redact_body(body: RawBody, redaction: Redaction) -> bytes:

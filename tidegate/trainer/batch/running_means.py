@@ -18,10 +18,10 @@ class RunningMeans:
     def baselines(self, keys: Sequence[str], rewards: Sequence[float]) -> list[float]:
         """Return the mean of the key's other episodes for each episode of a batch, and count the batch.
 
-        The others are those of earlier batches and of this one, so that a reward is in no baseline of its
-        own: b_i = (n·m + Σ_{j≠i} r_j) ÷ (n + c − 1), with the number n and mean m of the key's earlier
-        episodes and the rewards r of its c episodes in the batch. The first episode of a key has nothing to
-        be compared with; its baseline is its own reward.
+        The other episodes are those of earlier batches and of this one. A reward is not part of its own
+        baseline, which would bias the gradient: b_i = (n·m + Σ_{j≠i} r_j) ÷ (n + c − 1), with the number n
+        and mean m of the key's earlier episodes and the rewards r of its c episodes in the batch. The
+        baseline of a key's first episode is its own reward.
 
         Args:
             keys: Key of each episode.

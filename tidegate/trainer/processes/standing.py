@@ -110,7 +110,7 @@ class StandingService:
             self._note(f"the {process.name} is back")
 
     async def _erase(self) -> None:
-        """Erases what clients erase, as the trainer did before its end."""
+        """Applies clients' erasures to the run's files, as the trainer did before it exited."""
         past = await asyncio.to_thread(read_ledger_state, self._dir / "ledger.jsonl")
         async with GatewayClient(self.gateway.url, self._key) as client:
             with Ledger(self._dir / "ledger.jsonl") as ledger:

@@ -1,4 +1,4 @@
-"""Erases from a run's files what clients erased at the gateway."""
+"""Applies clients' erasures, which the gateway records, to a run's files."""
 
 from __future__ import annotations
 
