@@ -11,7 +11,7 @@ from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
 from tidegate.settings.sections import arguments_of, differences, dump, known_keys, load, overlay, split_words
-from tidegate.settings.servers import VLLMCommand
+from tidegate.settings.servers import GatewayCommand, VLLMCommand
 
 MODEL = ["--model.path", "somewhere"]
 CLIENT = [*MODEL, "--agent.source=client", "--gateway.keys=keys.json"]
@@ -214,6 +214,15 @@ def test_settings_are_read_again_from_the_arguments_that_they_make(text: str) ->
         {"model": {"path": text}, "engine": {"python": text, "arguments": [text, "--more"]}}
     )
     assert load(VLLMCommand, None, arguments_of(settings)) == settings
+
+
+def test_a_gateways_settings_survive_its_command_line() -> None:
+    gateway = {
+        "reward_range": [-1, 1], "redact": "privacy.py:redact", "untrained_models": ["titles", "7", "a b"],
+        "public_url": "https://host:1", "conversation_idle_s": 2.5,
+    }  # fmt: skip
+    settings = GatewayCommand.model_validate({"model": {"path": "x"}, "gateway": gateway})
+    assert load(GatewayCommand, None, arguments_of(settings)) == settings
 
 
 OLD = """

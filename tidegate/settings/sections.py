@@ -106,8 +106,15 @@ def arguments_of(settings: SettingsSection, *without: str) -> list[str]:
         f"--{key}={element if _as_toml(str(element)) == element else _format(element)}"
         for key, value in changed
         if not is_within(key, without)
-        for element in (value if isinstance(value, list) else [value])
+        for element in _elements(value)
     ]
+
+
+def _elements(value: Any) -> list[Any]:
+    """Returns the values to give for a setting: each text of a list of its own, numbers as one list."""
+    if not isinstance(value, list):
+        return [value]
+    return [value] if value and all(map(_is_number, value)) else value
 
 
 def is_within(key: str, sections: Iterable[str]) -> bool:
