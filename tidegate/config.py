@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
+from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 
@@ -161,6 +162,8 @@ class TrainerSettings(SettingsSection):
     max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
     """A publish waits while it would make more than this share of the clients' open conversations exceed the
     staleness bound. None: publishes do not wait."""
+    promotion: PromotionSettings = PromotionSettings()
+    """Tests of versions before they go live."""
     max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Time limit of the wait that `max_stale_share` causes."""
     dynamic_sampling: bool | None = None
@@ -409,12 +412,33 @@ class Settings(SettingsSection):
                 'loads weights from files only; use "files"'
             )
         self._check_source()
+        self._check_promotion()
         if not self.gateway.on_loopback and self.gateway.admin_key is None:
             raise ValueError(
                 f"gateway.host = {self.gateway.host!r} accepts connections from other machines: "
                 "set gateway.admin_key"
             )
         return self
+
+    def _check_promotion(self) -> None:
+        """Raises ValueError if settings contradict `trainer.promotion`."""
+        promotion = self.trainer.promotion
+        if promotion.mode == "always":
+            return
+        source, name = self.agent.source, f'trainer.promotion.mode = "{promotion.mode}"'
+        if (source == "client") != (promotion.mode == "canary"):
+            needs = '"client"' if promotion.mode == "canary" else '"local" or "remote"'
+            raise ValueError(f'{name} needs agent.source = {needs}, not "{source}"')
+        engines = len(self.engine.urls) or self.engine.count
+        if engines <= promotion.engines:
+            raise ValueError(
+                f"{name} needs more than trainer.promotion.engines = {promotion.engines} engines, and there "
+                f"are {engines}: raise engine.count"
+            )
+        if self.gateway.shards > 1:
+            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
+        if self.trainer.publish_interval == "never":
+            raise ValueError(f'{name} has no effect with trainer.publish_interval = "never"')
 
     def _check_source(self) -> None:
         """Raises ValueError if settings contradict `agent.source`."""

@@ -83,6 +83,10 @@ class GroupRow:
     sessions: list[str]
     unended: int = 0
     """Number of its sessions that have not ended."""
+    newest_version: int | None = None
+    """Newest policy version of a group that is ready or leased."""
+    reward: float | None = None
+    """Mean reward of such a group's episodes."""
 
 
 class GatewayClient(HttpClient):
@@ -131,6 +135,7 @@ class GatewayClient(HttpClient):
         untrained_models: Sequence[str] = (),
         epoch: int | None = None,
         offer_heartbeat_s: float | None = None,
+        candidate: bool = False,
     ) -> SessionAccess:
         """Opens a session.
 
@@ -149,6 +154,7 @@ class GatewayClient(HttpClient):
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
             offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval. Its
                 deadline then starts, with a new key, when a worker takes it.
+            candidate: Whether to sample from the candidate version while there is one.
 
         Returns:
             Address and key of the session.
@@ -170,6 +176,7 @@ class GatewayClient(HttpClient):
             "untrained_models": list(untrained_models),
             "trainer_epoch": epoch,
             "offer_heartbeat_s": offer_heartbeat_s,
+            "candidate": candidate,
             "key": secrets.token_urlsafe(24),  # so that a repeated request opens no second session
         }
         return SessionAccess(**await self._json("POST", "/sessions", body))
@@ -315,6 +322,13 @@ class GatewayClient(HttpClient):
     async def admit_engine(self, url: str, admitted: bool) -> None:
         """For trainers: sets whether an engine receives calls. Raises GatewayError (404) if unknown."""
         await self._json("PATCH", "/engines", {"url": url, "admitted": admitted})
+
+    async def set_candidate(self, urls: Sequence[str], share: float = 0.0) -> None:
+        """For trainers: sets the engines with a version that is not promoted yet; none: there is none.
+
+        They serve the sessions opened with `candidate`, a `share` of the new conversations, and no others.
+        """
+        await self._json("PUT", "/engines/candidate", {"engines": list(urls), "share": share})
 
     async def remove_engine(self, url: str) -> None:
         await self._json("DELETE", "/engines", {"url": url})

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -370,6 +370,15 @@ class Gateway:
         await self.pool.add(existing.record._replace(admitted=admitted))
         await self._record_engines()
         return existing
+
+    def set_candidate(self, urls: Collection[str], share: float) -> None:
+        """Sets, for a trainer, the engines with a version that is not promoted yet; none: there is none.
+
+        A restarted gateway does not know them: the trainer repeats the call.
+        """
+        if unknown := [url for url in urls if self.pool.get(url) is None]:
+            raise GatewayError(f"there is no engine {unknown[0]}", status=404)
+        self.pool.set_candidate(urls, share)
 
     def _start_trainer_management(self, engine: EngineEndpoint | None) -> None:
         self.pool.trainer_managed = True

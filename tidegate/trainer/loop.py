@@ -15,6 +15,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.batch.credit import Credit
 from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.recorder import Recorder
 
@@ -39,6 +40,8 @@ class Loop:
     credit: Credit
     gate: Callable[[int], Awaitable[None]]
     """Waits until a version may be published."""
+    promotion: Promotion | None = None
+    """Tests versions before they go live; None: all do."""
     step: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
@@ -57,7 +60,8 @@ class Loop:
                 if self.settings.is_publish_step(self.step):
                     metrics |= await self._publish()
                 metrics |= await self.evaluate(self.step)
-            if self.step % self.settings.checkpoint_every == 0:
+            tested = self.promotion is not None and self.promotion.live_step == self.step
+            if tested or self.step % self.settings.checkpoint_every == 0:
                 await run_to_completion(self.checkpoint(self.step))
 
     @contextlib.contextmanager
@@ -126,11 +130,15 @@ class Loop:
         began = time.monotonic()
         await self.gate(self.admission.version + 1)
         opened = time.monotonic()
-        version = self.admission.reserve_version(self.step)
-        await self.publisher.publish(version)
-        self.admission.mark_live(version)
+        metrics = {}
+        if self.promotion is not None:
+            metrics = await self.promotion.publish(self.step)
+        else:
+            version = self.admission.reserve_version(self.step)
+            await self.publisher.publish(version)
+            self.admission.mark_live(version)
         self.batches.on_freed()
-        return {"time/publish_gate": opened - began, "time/publish": time.monotonic() - opened}
+        return metrics | {"time/publish_gate": opened - began, "time/publish": time.monotonic() - opened}
 
 
 async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:

@@ -16,7 +16,7 @@ from tidegate.trainer.preflight import check_model
 
 @dataclass(slots=True)
 class Start:
-    """Initial weights, the step after which they were saved, and the version they are published as."""
+    """Weights that engines start with, their version, and the step after which training continues."""
 
     weights: Path
     step: int = 0
@@ -56,7 +56,8 @@ class Start:
         if checkpoint is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
-            start = cls(checkpoint.path, checkpoint.step, version, past, checkpoint)
+            live = checkpoints.live(run_dir, checkpoint)
+            start = cls(live.path, checkpoint.step, version, past, checkpoint)
         start.least_epoch = _first(settings, 1)
         past.abandon(start.position)
         if start.step >= settings.trainer.steps and not start.open_groups():

@@ -28,7 +28,9 @@ from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
+from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
@@ -135,9 +137,10 @@ class Training:
         self.gate = PublishGate(
             self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.max_gate_s, stop
         )
+        self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, self.gate.wait, start.step, stop,
+            self._checkpoint, self._evaluate, credit, self.gate.wait, self.promotion, start.step, stop,
         )  # fmt: skip
 
     async def open(self, supervisor: TaskSupervisor) -> None:
@@ -145,6 +148,8 @@ class Training:
         if self.settings.engine.urls:
             await self.publisher.update_all()
         await self.publisher.check_samples()
+        if self.promotion is not None and self.start.checkpoint is None:
+            await self._checkpoint(0)  # to which the first version may be rolled back
         timeout_s = self.settings.patience_s
         supervisor.watch(self.engines.watch(), "engines")
         if self.settings.agent.source == "remote":
@@ -191,6 +196,27 @@ class Training:
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
+    def _promotion(self) -> Promotion:
+        settings = self.settings.trainer.promotion
+        engines = CandidateEngines(
+            self.gateway, self.engines, self.publisher, settings.engines,
+            settings.share if settings.mode == "canary" else 0.0,
+        )  # fmt: skip
+        checkpoint = self.start.checkpoint
+        return Promotion(
+            settings, self.admission, self.publisher, engines, self.gateway, self.evaluator.rewards,
+            self._restore, self.observer.note, self.stop,
+            live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
+        )  # fmt: skip
+
+    async def _restore(self) -> None:
+        """Return the policy to the live version."""
+        assert self.promotion is not None, "only a promotion rolls back"
+        path = checkpoints.committed(self.dir)[self.promotion.live_step or 0]
+        checkpoint = checkpoints.read(path)
+        await asyncio.to_thread(checkpoints.load, checkpoint, self.policy)
+        self._means.restore(checkpoint.state.get("baseline", {}))
+
     async def _checkpoint(self, step: int) -> None:
         """Write a checkpoint, the commit point of all steps so far."""
         progress = self.admission.progress()
@@ -204,12 +230,18 @@ class Training:
             "cursor": progress.cursor,
             "tickets": [asdict(ticket) for ticket in progress.tickets],
         }
+        protected = set()
+        if self.promotion is not None:
+            state["live_step"] = self.promotion.live_step
+            protected = {self.promotion.live_step or 0}
         self.ledger.sync()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
         # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
-        live = {self.start.step} if self.publisher.current[0] == self.start.weights else set()
-        await asyncio.to_thread(checkpoints.prune, self.dir, self.settings.trainer.keep_checkpoints, live)
+        if self.publisher.current[0] == self.start.weights and self.start.checkpoint is not None:
+            protected.add(checkpoints.live(self.dir, self.start.checkpoint).step)
+        keep = self.settings.trainer.keep_checkpoints
+        await asyncio.to_thread(checkpoints.prune, self.dir, keep, protected)
 
     async def _initial_evaluation(self) -> None:
         """Evaluate before the first step, unless an earlier start of the run did."""
@@ -271,8 +303,10 @@ class Training:
         self.rollout.wake()
 
     def _last_progress(self) -> float:
-        if self.pause.active or self.gate.waiting or (self._by_clients and self.batches.waiting):
-            return time.monotonic()  # the first two have limits of their own; clients come when they like
+        testing = self.promotion is not None and self.promotion.active
+        waits = self.pause.active or self.gate.waiting or testing
+        if waits or (self._by_clients and self.batches.waiting):
+            return time.monotonic()  # these have limits of their own, and clients come when they like
         return max(
             self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
         )

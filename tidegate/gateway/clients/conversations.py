@@ -148,12 +148,14 @@ class Conversations:
                 code="too_many_conversations",
                 retryable=True,
             )
+        group_id = f"{client}.{secrets.token_hex(8)}"
         request = SessionRequest(
             task=Task(TASK, "", []),
             sampling=self._gateway.options.client_sampling,
             deadline_s=math.inf,
-            group_id=f"{client}.{secrets.token_hex(8)}",
+            group_id=group_id,
             slot=0,
+            candidate=self._gateway.pool.draws_candidate(group_id),
         )
         session, _ = await self._gateway.open_session(request, client, call.name or "")
         found = self._add(session, client, asyncio.get_running_loop().time())

@@ -4,12 +4,15 @@ A session stays on one engine while that engine is healthy, because its cache ho
 that engine is at capacity and another has a free slot, the call goes there: a prefill is cheaper than a wait.
 Otherwise the call waits in a bounded queue that is fair between sessions. Calls that arrived while no engine
 was in rotation wait for any engine, ahead of later calls that wait for a particular one.
+
+Engines with a candidate version serve the sessions that are to sample from it, and no others. Without such
+engines these sessions are served by the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,8 +43,10 @@ class Dispatcher:
         self.waiting = 0
         self._max_waiting = max_waiting
         self._tickets = Tickets()
-        self._queues: dict[EngineEndpoint | None, FairQueue[_Waiter]] = {None: FairQueue()}
-        """Waiting calls by preferred engine; None: no engine was in rotation."""
+        self._queues: dict[EngineEndpoint, FairQueue[_Waiter]] = {}
+        """Waiting calls by preferred engine."""
+        self._unassigned: dict[bool, FairQueue[_Waiter]] = {False: FairQueue(), True: FairQueue()}
+        """Calls that found no engine in rotation, by whether they wait for one with the candidate."""
 
     def add(self, engine: EngineEndpoint) -> None:
         self.engines[engine.url] = engine
@@ -58,9 +63,14 @@ class Dispatcher:
 
     def assign(self, affinity: Affinity) -> EngineEndpoint | None:
         """Return the engine of a session, assigning one if needed; None if no engine is in rotation."""
-        if affinity.engine is not None and affinity.engine.serves:
+        if affinity.engine is not None and self._suits(affinity.engine, affinity):
             return affinity.engine
-        loads = {url: engine.assigned_sessions for url, engine in self.engines.items() if engine.serves}
+        candidate = self._takes_candidate(affinity)
+        loads = {
+            url: engine.assigned_sessions
+            for url, engine in self.engines.items()
+            if engine.serves and engine.candidate == candidate
+        }
         if not loads:
             return None
         engine = self.engines[place(affinity.key, loads)]
@@ -71,7 +81,8 @@ class Dispatcher:
         """Wait for a slot on an engine; the caller gives it back with `release`. Raises QueueFullError if the
         queue is full and the call is `fresh`; a call that was admitted before is never refused."""
         assigned = self.assign(affinity)
-        engine = assigned if assigned is not None and assigned.has_free_slot else self._least_busy()
+        free = assigned is not None and assigned.has_free_slot
+        engine = assigned if free else self._least_busy(self._takes_candidate(affinity))
         if engine is not None:
             engine.busy += 1
             return engine
@@ -95,16 +106,14 @@ class Dispatcher:
 
     def dispatch_waiting(self, engine: EngineEndpoint) -> None:
         """Assign an engine's free slots to waiting calls: first calls of its own sessions and of sessions
-        without an engine, then any; the lowest ticket first."""
-        while engine.has_free_slot and self.waiting:
-            preferred = [queue for queue in (self._queues.get(engine), self._queues[None]) if queue]
-            queue = min(preferred or filter(None, self._queues.values()), key=lambda queue: queue.first)
-            waiter = queue.pop()
+        without an engine, then any that it may serve; the lowest ticket first."""
+        while engine.has_free_slot and (queues := self._waiting_for(engine)):
+            waiter = min(queues, key=lambda queue: queue.first).pop()
             self.waiting -= 1
             self._tickets.served(waiter.affinity.flow, waiter.ticket)
             if waiter.slot.done():
                 continue  # cancelled, but its task has not run since
-            if waiter.affinity.engine is None or not waiter.affinity.engine.serves:
+            if waiter.affinity.engine is None or not self._suits(waiter.affinity.engine, waiter.affinity):
                 waiter.affinity.assign(engine)
             engine.busy += 1
             waiter.slot.set_result(engine)
@@ -115,17 +124,51 @@ class Dispatcher:
             self.waiting -= 1
             self._enqueue(self.assign(waiter.affinity), waiter)
 
-    def _least_busy(self) -> EngineEndpoint | None:
-        free = [engine for engine in self.engines.values() if engine.has_free_slot]
+    def regroup(self, candidates: Collection[str]) -> None:
+        """Set which engines have the candidate version, and move the waiting calls accordingly."""
+        for url, engine in self.engines.items():
+            engine.candidate = url in candidates
+        waiters = [waiter for queue in self._all_queues() for waiter in queue.drain()]
+        self.waiting -= len(waiters)
+        for waiter in waiters:
+            self._enqueue(self.assign(waiter.affinity), waiter)
+        for engine in self.engines.values():
+            self.dispatch_waiting(engine)
+
+    def _all_queues(self) -> list[FairQueue[_Waiter]]:
+        return [*self._queues.values(), *self._unassigned.values()]
+
+    def _takes_candidate(self, affinity: Affinity) -> bool:
+        """Whether the session's calls go to an engine with the candidate version."""
+        return affinity.candidate and any(engine.candidate for engine in self.engines.values())
+
+    def _suits(self, engine: EngineEndpoint, affinity: Affinity) -> bool:
+        """Whether an engine may serve the session's calls."""
+        return engine.serves and engine.candidate == self._takes_candidate(affinity)
+
+    def _waiting_for(self, engine: EngineEndpoint) -> list[FairQueue[_Waiter]]:
+        """Return the queues from which the engine takes its next call; none if no call waits for it."""
+        if not self.waiting:
+            return []
+        own = [queue for queue in (self._queues.get(engine), self._unassigned[engine.candidate]) if queue]
+        return own or [
+            queue for other, queue in self._queues.items() if queue and other.candidate == engine.candidate
+        ]
+
+    def _least_busy(self, candidate: bool) -> EngineEndpoint | None:
+        engines = self.engines.values()
+        free = [engine for engine in engines if engine.has_free_slot and engine.candidate == candidate]
         return min(free, key=lambda engine: engine.busy / engine.limit, default=None)
 
     def _enqueue(self, engine: EngineEndpoint | None, waiter: _Waiter) -> None:
         waiter.affinity.disruptions += engine is None
-        self._queues[engine].push(waiter.ticket, waiter)
+        candidate = self._takes_candidate(waiter.affinity)
+        queue = self._unassigned[candidate] if engine is None else self._queues[engine]
+        queue.push(waiter.ticket, waiter)
         self.waiting += 1
 
     def _withdraw(self, waiter: _Waiter) -> None:
-        for queue in self._queues.values():
+        for queue in self._all_queues():
             if queue.discard(waiter.ticket):
                 self.waiting -= 1
                 self._tickets.withdraw(waiter.affinity.flow)

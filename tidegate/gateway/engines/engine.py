@@ -46,6 +46,8 @@ class EngineEndpoint:
     """Added by a client other than the trainer and the command line."""
     admitted: bool = True
     """False until the trainer has loaded the current policy version on it."""
+    candidate: bool = False
+    """It has a version that is not promoted yet, and serves only sessions that are to sample from it."""
     healthy: bool = False
     """True after a successful probe, false in quarantine."""
     quarantined: bool = False
@@ -65,6 +67,8 @@ class EngineEndpoint:
     def state(self) -> str:
         if self.quarantined:
             return "quarantined"
+        if self.candidate:
+            return "candidate" if self.healthy else "starting"
         if not self.admitted:
             return "waiting"
         return "healthy" if self.healthy else "starting"
@@ -72,7 +76,7 @@ class EngineEndpoint:
     @property
     def serves(self) -> bool:
         """Whether it is in rotation for new calls."""
-        return self.healthy and self.admitted
+        return self.healthy and (self.admitted or self.candidate)
 
     @property
     def has_free_slot(self) -> bool:
@@ -83,8 +87,8 @@ class EngineEndpoint:
         return EngineRecord(self.url, self.control, self.joined, self.admitted)
 
     def to_wire(self) -> dict[str, Any]:
-        fields = ("url", "state", "joined", "admitted", "healthy", "quarantined", "limit", "weight_version")
-        return {name: getattr(self, name) for name in (*fields, "max_context")} | {
+        fields = ("url", "state", "joined", "admitted", "candidate", "healthy", "quarantined", "limit")
+        return {name: getattr(self, name) for name in (*fields, "weight_version", "max_context")} | {
             "control": list(self.control),
             "calls": len(self.calls),
             "sessions": self.assigned_sessions,
@@ -99,6 +103,8 @@ class Affinity:
 
     flow: str
     key: str
+    candidate: bool = False
+    """Whether the session samples from the candidate version while there is one."""
     engine: EngineEndpoint | None = None
     disruptions: int = 0
     """Calls of the session that found no engine in rotation, or whose engine failed."""

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from hashlib import blake2b
 
 import aiohttp
 
@@ -50,6 +51,7 @@ class EnginePool:
         self.trainer_managed = False
         """A trainer manages the engines: one added by another client waits until the trainer admits it."""
         self._probes: dict[EngineEndpoint, HealthProbe] = {}
+        self._candidate_share = 0.0
         self.errors = 0
         self.continued = 0
         """Engine calls that continued a reply from its tokens so far."""
@@ -101,6 +103,22 @@ class EnginePool:
 
     def engines(self) -> list[EngineEndpoint]:
         return list(self._dispatch.engines.values())
+
+    def set_candidate(self, urls: Collection[str], share: float) -> None:
+        """Sets which engines have a candidate version, and which share of the new conversations they serve.
+
+        They serve no other session, and these sessions get tokens of no other engine, except while there is
+        no such engine.
+        """
+        self._candidate_share = share
+        self._dispatch.regroup({url.rstrip("/") for url in urls})
+
+    def draws_candidate(self, key: str) -> bool:
+        """Whether a new conversation samples from the candidate version: the set share of them, by a hash."""
+        if not self._candidate_share or not any(engine.candidate for engine in self.engines()):
+            return False
+        drawn = int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) / 2**64
+        return drawn < self._candidate_share
 
     @property
     def waiting(self) -> int:

@@ -250,6 +250,12 @@ def _add_engines(app: FastAPI, gateway: Gateway) -> None:
     async def admit_engine(body: schemas.AdmitEngine) -> dict[str, Any]:
         return (await gateway.admit_engine(body.url, body.admitted)).to_wire()
 
+    @app.put("/engines/candidate")
+    async def set_candidate(body: schemas.SetCandidate) -> dict[str, str]:
+        """For trainers: the engines with a version that is not promoted yet."""
+        gateway.set_candidate(body.engines, body.share)
+        return {}
+
     @app.delete("/engines")
     async def remove_engine(body: schemas.EngineUrl) -> dict[str, str]:
         await gateway.remove_engine(body.url)

@@ -13,7 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Outcome, fields_of
+from tidegate.types import Group, Outcome, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
 
@@ -173,6 +173,13 @@ class AdmitEngine(EngineUrl):
     admitted: bool
 
 
+class SetCandidate(Body):
+    engines: list[Url] = []
+    """The engines with the candidate version; none: there is no candidate."""
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the new conversations that they serve."""
+
+
 def storable(text: str) -> str:
     """Replaces lone surrogates, which JSON permits but UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode()
@@ -207,7 +214,9 @@ def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any
             rows.append(_group_row(group_id, "live", oldest, [m.id for m in members], unended))
     for entry in groups.entries():
         ids = [trajectory.session_id for trajectory in entry.group.trajectories]
-        rows.append(_group_row(entry.group.id, entry.state, entry.group.oldest_version(), ids))
+        group = entry.group
+        row = _group_row(group.id, entry.state, group.oldest_version(), ids)
+        rows.append(row | {"newest_version": group.newest_version(), "reward": _mean_reward(group)})
     return rows
 
 
@@ -221,6 +230,11 @@ def _group_row(
         "sessions": sessions,
         "unended": unended,
     }
+
+
+def _mean_reward(group: Group) -> float | None:
+    rewards = [one.reward for one in group.trajectories if one.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 B = TypeVar("B", bound=Body)

@@ -68,6 +68,8 @@ class SessionRequest:
     offer_heartbeat_s: Seconds | None = None
     """Offers the session to workers, which send heartbeats at this interval. Its deadline then starts, with a
     new key, when a worker takes it."""
+    candidate: bool = False
+    """Samples from the candidate version while there is one."""
     key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
     """Secret part of the session's API key. A repeated request with the same key opens no other session."""
 
@@ -128,7 +130,7 @@ class GatewaySession(SessionRequest):
     """Set when its trajectory is stored or it is deleted."""
 
     def __post_init__(self) -> None:
-        self.affinity = Affinity(self.id, self.group_id or self.id)
+        self.affinity = Affinity(self.id, self.group_id or self.id, self.candidate)
 
     @property
     def state(self) -> str:

@@ -64,7 +64,8 @@ class Admission:
         self.steps_done = step
         self.epoch = epoch
         self.abandoned: set[int] = set()
-        """Versions published after a checkpoint that a later start resumed from; not admissible."""
+        """Versions whose tokens are not trained on: rolled back, or published after a checkpoint that a later
+        start resumed from."""
         self.groups: dict[str, GroupState] = {}
         self.quarantined: set[str] = set()
         self.group_counts: Counter[State] = Counter()
@@ -77,6 +78,7 @@ class Admission:
         self._cursor = 0
         self._recycled: deque[TaskTicket] = deque()
         self._reserved = version
+        self._publishing = False
         self._number = 0
         self._running = 0
         self._attempts: dict[str, tuple[str, int]] = {}
@@ -95,7 +97,7 @@ class Admission:
         """Reason why no group may start now; None if one may start."""
         if (outage := self.outage.why) is not None and (self.outage.down or self._running):
             return f"an outage pauses the run: {outage}"
-        if self._reserved > self.version:
+        if self._publishing:
             return f"version {self._reserved} is being published"
         if self.outstanding() >= self.rules.capacity:
             return f"{self.outstanding()} groups are outstanding, which is the staleness bound's capacity"
@@ -387,14 +389,35 @@ class Admission:
         if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:
             self._recycled.append(TaskTicket(ticket.index, group.id, ticket.stale_retries + 1))
 
-    def reserve_version(self, step: int) -> int:
+    def reserve_version(self, step: int, *, candidate: bool = False) -> int:
         """Reserve the next version number for the weights after `step`.
 
-        The ledger records it before any engine receives it, so that no restart can reuse it.
+        The ledger records it before any engine receives it, so that no restart can reuse it. A `candidate`
+        is tested first; groups may start meanwhile.
         """
         self._reserved += 1
-        self._record(entry("run", "publishing", version=self._reserved, step=step))
+        self._publishing = not candidate
+        tested = {"candidate": True} if candidate else {}
+        self._record(entry("run", "publishing", version=self._reserved, step=step, **tested))
         return self._reserved
+
+    def promote(self, version: int, step: int, why: str, figures: Mapping[str, float]) -> None:
+        """Record that a candidate goes live now."""
+        self._publishing = True
+        self._record(entry("run", "promoted", version=version, step=step, why=why, **figures))
+
+    def roll_back(
+        self, version: int, to: int, step: int, why: str, figures: Mapping[str, float] | None = None
+    ) -> list[str]:
+        """Give up the versions after `to` up to `version`: their tokens are not trained on any more.
+
+        Returns:
+            Ids of the leased groups that ended stale.
+        """
+        self._record(entry("run", "rolled_back", version=version, to=to, step=step, why=why, **figures or {}))
+        self.abandoned |= set(range(to + 1, version + 1))
+        self._end_unpublished()
+        return self.sweep()
 
     def mark_live(self, version: int) -> None:
         """Record that `version` is live on the engines; it is now the trainer's version."""
@@ -403,6 +426,11 @@ class Admission:
                 f"version {version} cannot go live after {self.version}; {self._reserved} was reserved"
             )
         self.version = version
+        self._publishing = False
+        self._end_unpublished()
+
+    def _end_unpublished(self) -> None:
+        """Make room for the groups that were trained on since the last publish."""
         for group_id in [g.id for g in self.groups.values() if g.phase is Phase.UNPUBLISHED]:
             del self.groups[group_id]
 

@@ -100,6 +100,15 @@ def latest(run_dir: Path) -> Checkpoint | None:
     return read(steps[max(steps)]) if steps else None
 
 
+def live(run_dir: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the weights that were live when this one was written, mostly itself.
+
+    Raises CheckpointError if its marker cannot be read.
+    """
+    step = checkpoint.state.get("live_step")
+    return checkpoint if step in (None, checkpoint.step) else read(committed(run_dir)[step])
+
+
 def load(checkpoint: Checkpoint, policy: Restorable) -> None:
     """Restore the policy; on one thread, its next step is then bit-identical.
 

@@ -6,9 +6,10 @@ It therefore follows the entries itself, and not with `LedgerState`, on which re
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,10 @@ class _LedgerCheck:
         self.members: dict[str, list[_Item]] = defaultdict(list)
         self.replaced: dict[str, str] = {}
         self.last_version = -1
+        self.candidates: set[int] = set()
         self.versions: list[tuple[int, int]] = []
-        self.abandoned: set[int] = set()
+        self.abandoned: dict[int, int] = {}
+        """Version → `seq` of the entry since which its tokens may not be trained on."""
         self.erased: set[str] = set()
         self.expected_seq = 0
         self.finished = False
@@ -130,6 +133,10 @@ class _LedgerCheck:
             if "rules" in line:
                 self.rules = _Rules(**line["rules"])
             self._resume(line)
+        elif event == "rolled_back":
+            self._abandon(range(line["to"] + 1, line["version"] + 1), line["seq"])
+        elif event == "promoted":
+            self._check_promoted(line)
         elif event == "erased":
             self.erased.add(line["group"])
         elif event == "publishing":
@@ -137,7 +144,9 @@ class _LedgerCheck:
                 self.report(f"version {line['version']} was published after {self.last_version}")
             self.last_version = line["version"]
             self.versions.append((line["seq"], line["version"]))
-            self.audit.versions += 1
+            self.audit.versions += not line.get("candidate")
+            if line.get("candidate"):
+                self.candidates.add(line["version"])
         elif event == "ended":
             self.finished = True
         elif event in ("paused", "resumed"):
@@ -157,8 +166,21 @@ class _LedgerCheck:
         position = line.get("position") or 0
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.abandoned |= item.stepped and item.seq >= position
-        self.abandoned |= {version for seq, version in self.versions if seq >= max(1, position)}
+        late = [version for seq, version in self.versions if seq >= max(1, position)]
+        self._abandon(late, line["seq"])
         self.versions.append((line["seq"], line["version"]))
+
+    def _abandon(self, versions: Iterable[int], seq: int) -> None:
+        for version in versions:
+            self.abandoned.setdefault(version, seq)
+
+    def _check_promoted(self, line: LedgerEntry) -> None:
+        """A version is promoted once, from a candidate that was not rolled back."""
+        version = line["version"]
+        if version not in self.candidates or version in self.abandoned:
+            self.report(f"version {version} was promoted, and is no candidate")
+        self.candidates.discard(version)
+        self.audit.versions += 1
 
     def _put_back(self, line: LedgerEntry) -> None:
         group = self.groups.get(line["id"])
@@ -232,7 +254,7 @@ class _LedgerCheck:
         sampled = range(oldest, (oldest if newest is None else newest) + 1)
         if line["version"] - oldest != staleness:
             self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")
-        elif (bound is None or staleness <= bound) and self.abandoned.isdisjoint(sampled):
+        elif (bound is None or staleness <= bound) and self.abandoned.keys().isdisjoint(sampled):
             self.report(f"group {line['id']} ended stale at staleness {staleness}, within the bound {bound}")
 
     # -------------------------------------------------------------- conclusions
@@ -394,7 +416,8 @@ def _check_versions(where: str, versions: set[int], check: _LedgerCheck, item: _
     recorded = item.ended.get("oldest") if item is not None and item.ended is not None else None
     if recorded != min(versions):
         check.report(f"{where} has tokens of version {min(versions)}, the ledger says {recorded}")
-    if abandoned := versions & check.abandoned:
+    ended = item.seq if item is not None else math.inf
+    if abandoned := [version for version in versions if check.abandoned.get(version, math.inf) < ended]:
         check.report(f"{where} has tokens of version {min(abandoned)}, which is abandoned")
 
 

@@ -40,9 +40,14 @@ class LedgerEntry(TypedDict, total=False):
     * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
     * run quarantined / lifted: `task`, `why`
+    * run promoted: `version`, `step`, `why`, and the figures of its test: `reward` and `episodes` of the
+      candidate, `live_reward` and `live_episodes` of the version that was live
+    * run rolled_back: `version`, `to`, `step`, `why`, and figures as above; the versions after `to` up to
+      `version` are abandoned, and the policy after `step` is that of `to`
     * run erased: `group`, of which its client had all texts and tokens deleted
     * run paused / resumed: `why`; an outage began or ended, and no group starts in between
-    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if started also `rules`, which may
+    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if publishing also `candidate` if
+      the version is tested before it goes live; if started also `rules`, which may
       differ from earlier ones, and `position`, the ledger's position in the marker it resumed from
     """
 
@@ -55,6 +60,8 @@ class LedgerEntry(TypedDict, total=False):
         "put_back",
         "started",
         "publishing",
+        "promoted",
+        "rolled_back",
         "quarantined",
         "lifted",
         "erased",
@@ -66,6 +73,11 @@ class LedgerEntry(TypedDict, total=False):
     task: str
     index: int
     version: int
+    to: int
+    candidate: bool
+    reward: float
+    live_reward: float
+    live_episodes: int
     untrained: int
     replaces: str | None
     client: str | None

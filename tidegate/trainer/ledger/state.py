@@ -51,13 +51,15 @@ class LedgerState:
     groups: dict[str, LedgerItem] = field(default_factory=dict)
     attempts: dict[str, LedgerItem] = field(default_factory=dict)
     abandoned: set[int] = field(default_factory=set)
-    """Versions published after a marker that a later start resumed from."""
+    """Versions that were rolled back, or published after a marker that a later start resumed from."""
     quarantines: dict[str, LedgerEntry] = field(default_factory=dict)
     """The entry of each quarantined task."""
     publishes: list[LedgerEntry] = field(default_factory=list)
     """The entries of starts and publishes; each has a version."""
     end: LedgerEntry | None = None
     """The run's end; None while it runs, or if it was killed."""
+    roll_backs: list[LedgerEntry] = field(default_factory=list)
+    """The roll-backs of the policy that no resume has undone."""
     erased: set[str] = field(default_factory=set)
     """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)
@@ -99,6 +101,9 @@ class LedgerState:
             self.quarantines[line["task"]] = line
         if event == "lifted":
             self.quarantines.pop(line["task"], None)
+        if event == "rolled_back":
+            self.roll_backs.append(line)
+            self.abandoned |= set(range(line["to"] + 1, line["version"] + 1))
         if event == "erased":
             self.erased.add(line["group"])
         if event in ("started", "publishing"):
@@ -114,6 +119,7 @@ class LedgerState:
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
         self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
+        self.roll_backs = [line for line in self.roll_backs if line["seq"] < position]
 
     def members(self, group: str) -> dict[str, LedgerItem]:
         """Return a group's attempts by id."""

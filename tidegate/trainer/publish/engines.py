@@ -36,6 +36,8 @@ class EngineMembership:
         """Control addresses by URL."""
         self._joining: set[str] = set()
         """Members that have loaded a version but have not been enabled yet."""
+        self.reserved: set[str] = set()
+        """Members that serve a candidate version, and not the current one."""
         self._provisional: set[str] = set()
         """Members that are rejected unless the next publish can update them."""
         self._work: dict[str, asyncio.Task[None]] = {}
@@ -57,6 +59,7 @@ class EngineMembership:
         joined are disabled until they have loaded the current version.
         """
         own = [url.rstrip("/") for url in urls]
+        await self._gateway.set_candidate([])  # of a trainer that was killed
         for row in await self._gateway.list_engines():
             if row["url"] in own:
                 continue
@@ -67,6 +70,17 @@ class EngineMembership:
         for url in own:
             self._members[url] = (url,)
             await self._gateway.add_engine(url, admitted=True)
+
+    def control(self, url: str) -> tuple[str, ...]:
+        """Return the control addresses of a member; none if it has left."""
+        return self._members.get(url, ())
+
+    async def release(self) -> None:
+        """Return the reserved engines to service, with the current version."""
+        urls = list(self.reserved)
+        self.reserved.clear()
+        for url in urls:
+            await self._resync(url)
 
     def set_publisher(self, publisher: Publisher) -> None:
         """Set the publisher. Call before `watch`."""
@@ -104,6 +118,8 @@ class EngineMembership:
                 await self._gateway.add_engine(url, admitted=self._publisher is None)
                 self._members[url] = (url,)
                 del self._members[old_url]
+                if old_url in self.reserved:
+                    self.reserved ^= {old_url, url}
                 await self._gateway.remove_engine(old_url)
         if self._group is not None:  # as a task: it may wait for a publish that waits for this engine
             self._start(self._group, url, self._resync(url))
@@ -132,6 +148,7 @@ class EngineMembership:
             self.on_poll(any(row["healthy"] and row["admitted"] for row in rows.values()))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
+                self.reserved.discard(url)
                 self._provisional.discard(url)
                 self._joining.discard(url)
                 self._note(f"engine {url} left")
@@ -141,6 +158,8 @@ class EngineMembership:
             for url, row in rows.items():
                 if url not in self._members:
                     self._start(group, url, self._join(url, tuple(row["control"])))
+                elif url in self.reserved:
+                    continue
                 elif row["healthy"] and not (row["admitted"] and row["weight_version"] == current):
                     self._start(group, url, self._resync(url))
 
@@ -193,6 +212,8 @@ class EngineMembership:
 
     async def _resync(self, url: str) -> None:
         """Update a member that has restarted or reports another version, then enable it."""
+        if url in self.reserved:
+            return
         if all([await self._active_publisher.resync(address) for address in self._members.get(url, ())]):
             await self._set_enabled(url)
 
@@ -206,6 +227,7 @@ class EngineMembership:
             control = self._members.get(url, ())
             serves = (
                 bool(control)
+                and url not in self.reserved
                 and self._active_publisher.unavailable.isdisjoint(control)
                 and await self._active_publisher.attested(control)
             )

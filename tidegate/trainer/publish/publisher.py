@@ -26,6 +26,8 @@ from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 
 KEPT_VERSIONS = 2
+VERSION, CANDIDATE = "v{:06d}", "candidate-v{:06d}"
+"""Directories of a published version and of one that is tested first."""
 ATTEMPTS_BESIDE_OTHERS = 3
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 8.0
@@ -72,9 +74,40 @@ class Publisher:
 
     async def publish(self, version: int) -> None:
         """Write the weights and load them on the engines; raises PublishError if all engines fail."""
-        weights = self.directory / f"v{version:06d}"
+        weights = self.directory / VERSION.format(version)
         with failpoints.around("publish.weights"):
             await asyncio.to_thread(self.save, weights)
+        await self._go_live(weights, version)
+
+    async def write_candidate(self, version: int) -> Path:
+        """Write the weights of a version that is tested first; engines that start get the current one."""
+        weights = self.directory / CANDIDATE.format(version)
+        with failpoints.around("publish.weights"):
+            await asyncio.to_thread(self.save, weights)
+        return weights
+
+    async def load_candidate(self, urls: Sequence[str], weights: Path, version: int) -> bool:
+        """Load a candidate on engines that do not have it; returns whether all have it now."""
+        async with self._update_lock, aiohttp.ClientSession() as http:
+            engines = [EngineControl(url, http) for url in urls]
+            labels = await asyncio.gather(*(engine.probe_label() for engine in engines))
+            without = [engine for engine, label in zip(engines, labels, strict=True) if label != str(version)]
+            errors = await asyncio.gather(*(self._load(engine, weights, version) for engine in without))
+        if refused := [error for error in errors if error is not None and not error.retryable]:
+            raise PublishError(f"candidate {version} could not be loaded: {refused[0]}")
+        return not any(errors)
+
+    async def publish_candidate(self, weights: Path, version: int) -> None:
+        """Make a candidate the current version, and load it on every engine."""
+        live = self.directory / VERSION.format(version)
+        with failpoints.around("publish.promoted"):
+            await asyncio.to_thread(weights.replace, live)
+        await self._go_live(live, version)
+
+    async def discard_candidate(self, weights: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, weights, ignore_errors=True)
+
+    async def _go_live(self, weights: Path, version: int) -> None:
         await self.cancel_stale(version)
         self.current = (weights, version)
         await self.update_all(self.sender)
@@ -231,7 +264,9 @@ class Publisher:
         await engine.load(path, version)
 
     def _prune(self) -> None:
-        """Remove all but the last two published versions, including incomplete ones of earlier starts."""
+        """Remove all but the last two published versions, also incomplete ones and candidates."""
+        for candidate in self.directory.glob("candidate-v*"):
+            shutil.rmtree(candidate, ignore_errors=True)
         published = sorted(self.directory.glob("v*"), key=lambda path: (len(path.name), path.name))
         for old in published[:-KEPT_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)

@@ -44,6 +44,7 @@ class EpisodeSource(ABC):
         slot: int | None = None,
         seed: int | None = None,
         on_open: Callable[[str], None] = lambda _: None,
+        candidate: bool = False,
     ) -> SessionSummary:
         """Run one attempt, with one deadline from set-up to reward.
 
@@ -56,6 +57,7 @@ class EpisodeSource(ABC):
             slot: Slot of the attempt in its group.
             seed: Seed of the session's sampling and of the agent.
             on_open: Called with the session's id when it is open.
+            candidate: Whether to sample from the candidate version.
 
         Raises:
             GatewayError: No other exception is raised.
@@ -63,7 +65,7 @@ class EpisodeSource(ABC):
         access = await self.gateway.open_session(
             task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
             deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
-            offer_heartbeat_s=self.offer_heartbeat_s,
+            offer_heartbeat_s=self.offer_heartbeat_s, candidate=candidate,
         )  # fmt: skip
         on_open(access.session_id)
         try:

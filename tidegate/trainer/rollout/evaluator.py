@@ -78,7 +78,34 @@ class Evaluator:
             step, [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
         )
 
-    async def _evaluate(self, step: int, plan: Sequence[tuple[str, str, list[Task]]]) -> Evaluation:
+    async def rewards(self, step: int, version: int | None) -> list[float]:
+        """Evaluate as `interim`, without a record.
+
+        Args:
+            step: Step of the evaluated weights.
+            version: The candidate version to sample from; None: the live one.
+
+        Returns:
+            The rewards, of a candidate only of the episodes with no token of another version.
+        """
+        plan = [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
+        evaluation = await self._evaluate(step, plan, candidate=version is not None, save=False)
+        return [
+            episode.reward
+            for _, _, episode in evaluation.episodes
+            if episode.reward is not None
+            and version in (None, *_versions(episode))
+            and len(set(_versions(episode))) == 1
+        ]
+
+    async def _evaluate(
+        self,
+        step: int,
+        plan: Sequence[tuple[str, str, list[Task]]],
+        *,
+        candidate: bool = False,
+        save: bool = True,
+    ) -> Evaluation:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
         reasons: Counter[str] = Counter()
         planned = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
@@ -87,7 +114,7 @@ class Evaluator:
         async def run(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
                 trajectory = await self._episode(
-                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, retry=step > 0
+                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, step > 0, candidate
                 )
             self._done += 1
             self.last_progress = time.monotonic()
@@ -108,7 +135,8 @@ class Evaluator:
             if isinstance(result, Exception):
                 raise result
         episodes = [result for result in ended if isinstance(result, tuple)]
-        self.save(step, episodes)
+        if save:
+            self.save(step, episodes)
         metrics = _metrics(plan, episodes, len(planned)) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
@@ -120,12 +148,12 @@ class Evaluator:
             left -= 0.0 if down else time.monotonic() - began
 
     async def _episode(
-        self, name: str, mode: str, task: Task, reasons: Counter[str], retry: bool
+        self, name: str, mode: str, task: Task, reasons: Counter[str], retry: bool, candidate: bool
     ) -> Trajectory | None:
         """Run an episode; with `retry`, repeat it after each `infra_error` until the evaluation ends."""
         for tries in itertools.count(1):
             try:
-                trajectory = await self._attempt(name, mode, task)
+                trajectory = await self._attempt(name, mode, task, candidate)
             except GatewayError as error:
                 reasons[str(error)] += 1
                 return None
@@ -137,7 +165,7 @@ class Evaluator:
             reasons[f"{trajectory.outcome}: {trajectory.error}"] += 1
         return trajectory
 
-    async def _attempt(self, name: str, mode: str, task: Task) -> Trajectory:
+    async def _attempt(self, name: str, mode: str, task: Task, candidate: bool) -> Trajectory:
         sampling, gateway = self.settings.sampling, self.episodes.gateway
         temperature = GREEDY if mode == "greedy" else sampling.temperature
         summary = await self.episodes.run(
@@ -146,11 +174,17 @@ class Evaluator:
             Sampling(temperature, max_tokens=sampling.max_tokens),
             "eval",
             seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # the same at every step
+            candidate=candidate,
         )
         trajectory = await gateway.trajectory(summary.session_id)
         trajectory.answer = bounded_answer(task.answer)
         await gateway.delete_session(summary.session_id)
         return trajectory
+
+
+def _versions(trajectory: Trajectory) -> list[int]:
+    """Return the policy versions of a trajectory's tokens."""
+    return [version for turn in trajectory.turns for version, _, _ in turn.version_spans]
 
 
 def _metrics(
@@ -171,7 +205,7 @@ def _metrics(
     if unparseable:
         metrics["eval/unparseable"] = float(np.mean(unparseable))
     metrics["eval/failed"] = float(planned - sum(t.reward is not None for _, _, t in episodes))
-    versions = [v for _, _, t in episodes for turn in t.turns for v, _, _ in turn.version_spans]
+    versions = [version for _, _, trajectory in episodes for version in _versions(trajectory)]
     if versions:
         metrics["eval/version_min"], metrics["eval/version_max"] = float(min(versions)), float(max(versions))
     return metrics

@@ -1,0 +1,185 @@
+"""Tests each version before it goes live, and returns the policy to the live one if it is worse.
+
+    reserve a number → write → load on some engines → evaluate, or compare rewards → go live | roll back
+
+The live version stays on the other engines, so a candidate that is rolled back costs them nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.client import GatewayClient
+from tidegate.settings.promotion import PromotionSettings
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.publish.canary import CanaryTest
+from tidegate.trainer.publish.candidate_engines import CandidateEngines
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.sequential_test import Comparison
+
+POLL_S = 1.0
+EVALUATIONS = 3
+"""Evaluations of a candidate before it is rolled back because too few of their episodes sampled from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Result of a test; `promoted` is None if the run stopped before there was one."""
+
+    promoted: bool | None
+    why: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Promotion:
+    """Publishes the versions that pass a test.
+
+    Args:
+        settings: `trainer.promotion`.
+        admission: Admission of the run.
+        publisher: Writes and loads weights.
+        engines: Engines for the candidate.
+        gateway: Client of the gateway.
+        evaluate: Step, and the candidate's version or None for the live one → its held-out rewards.
+        restore: Returns the policy and its optimiser to the live version.
+        note: Receives messages.
+        stop: Set when the run is to end; a test then ends without a result.
+        requested: Returns what a person decided about the candidate: promote (True), roll back (False), or
+            nothing so far (None).
+
+    Attributes:
+        active: Whether a candidate is tested.
+        live_step: Step whose weights are live; None before the first result.
+    """
+
+    settings: PromotionSettings
+    admission: Admission
+    publisher: Publisher
+    engines: CandidateEngines
+    gateway: GatewayClient
+    evaluate: Callable[[int, int | None], Awaitable[list[float]]]
+    restore: Callable[[], Awaitable[None]]
+    note: Callable[[str], None]
+    stop: asyncio.Event
+    requested: Callable[[], bool | None] = lambda: None
+    active: bool = False
+    live_step: int | None = None
+    _live_rewards: list[float] = field(default_factory=list)
+
+    async def publish(self, step: int) -> dict[str, float]:
+        """Test the weights after `step`; they go live, or the policy returns to the live version.
+
+        Returns:
+            Metrics of the test.
+        """
+        began, live = time.monotonic(), self.admission.version
+        version = self.admission.reserve_version(step, candidate=True)
+        weights = await self.publisher.write_candidate(version)
+        self.active = True
+        try:
+            decision = await self._test(step, version, weights)
+        finally:
+            self.active = False
+        if decision.promoted:
+            self.admission.promote(version, step, decision.why, decision.figures)
+            await self.publisher.publish_candidate(weights, version)
+            await self.engines.release()
+            self.admission.mark_live(version)
+        else:
+            await self.engines.release()
+            await self.publisher.discard_candidate(weights)
+        if decision.promoted is False:
+            await self.restore()
+            self.admission.roll_back(version, live, step, decision.why, decision.figures)
+        if decision.promoted is not None:
+            self.live_step = step
+        self.note(_message(version, live, decision))
+        return {
+            "promotion/promoted": float(bool(decision.promoted)),
+            "time/promotion": time.monotonic() - began,
+            **{f"promotion/{name}": value for name, value in decision.figures.items()},
+        }
+
+    async def _test(self, step: int, version: int, weights: Path) -> Decision:
+        if self.settings.mode == "canary":
+            decision = await self._canary(version, weights)
+        else:
+            decision = await self._evaluation(step, version, weights)
+        return Decision(None, "the run stops") if decision is None else decision
+
+    async def _evaluation(self, step: int, version: int, weights: Path) -> Decision | None:
+        """Compare held-out rewards; None if the run stops."""
+        if not self._live_rewards:
+            self._live_rewards = await self.evaluate(step, None)
+        live, margin = self._live_rewards, self.settings.margin
+        for _ in range(EVALUATIONS):
+            while not self.stop.is_set() and not await self._hold(version, weights):
+                await self._pause()
+            rewards = [] if self.stop.is_set() else await self.evaluate(step, version)
+            if self.stop.is_set():
+                return None
+            if rewards and 2 * len(rewards) >= len(live):
+                break
+        else:
+            return Decision(False, f"{EVALUATIONS} evaluations had too few episodes with its tokens alone")
+        means = [sum(values) / max(1, len(values)) for values in (rewards, live)]
+        comparison = Comparison(means[0], means[1], len(rewards), len(live), 0.0, 0.0)
+        promoted = means[0] >= means[1] - margin
+        if promoted:
+            self._live_rewards = rewards
+        return Decision(promoted, _why(comparison, margin), comparison.figures())
+
+    async def _canary(self, version: int, weights: Path) -> Decision | None:
+        """Compare the rewards of clients' conversations; None if the run stops."""
+        limit, margin = time.monotonic() + self.settings.max_wait_s, self.settings.margin
+        test: CanaryTest | None = None
+        while not self.stop.is_set():
+            await self._hold(version, weights)
+            with contextlib.suppress(GatewayError):  # it is restarting, and asked again
+                groups = await self.gateway.list_groups()
+                test = test or CanaryTest(version, {group.id for group in groups})
+                test.add(groups)
+            if test is not None:
+                comparison = test.compare(margin)
+                why, figures = _why(comparison, margin), comparison.figures()
+                if (promoted := self.requested()) is not None:
+                    return Decision(promoted, f"a person decided so: {why}", figures)
+                if (promoted := comparison.promotes(margin)) is not None:
+                    return Decision(promoted, why, figures)
+                if time.monotonic() >= limit:
+                    return Decision(False, f"no result in {self.settings.max_wait_s:g} s: {why}", figures)
+            await self._pause()
+        return None
+
+    async def _hold(self, version: int, weights: Path) -> bool:
+        """Have engines serve the candidate; returns whether all of them do."""
+        try:
+            return await self.engines.hold(weights, version)
+        except GatewayError:  # it is restarting, and asked again
+            return False
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self.stop.wait()
+
+
+def _why(comparison: Comparison, margin: float) -> str:
+    return (
+        f"mean reward {comparison.reward:.3f} of {comparison.episodes} episodes, that of the live version "
+        f"{comparison.live_reward:.3f} of {comparison.live_episodes}; margin {margin:g}"
+    )
+
+
+def _message(version: int, live: int, decision: Decision) -> str:
+    if decision.promoted is None:
+        return f"version {version} was not tested to the end: {decision.why}"
+    how = "is live" if decision.promoted else f"is rolled back to {live}"
+    return f"version {version} {how}: {decision.why}"
