@@ -59,8 +59,10 @@ class EngineMembership:
         joined are disabled until they have loaded the current version.
         """
         own = [url.rstrip("/") for url in urls]
-        await self._gateway.set_candidate([])  # of a trainer that was killed
-        for row in await self._gateway.list_engines():
+        rows = await self._gateway.list_engines()
+        if any(row.get("candidate") for row in rows):  # of a trainer that was killed
+            await self._gateway.set_candidate([])
+        for row in rows:
             if row["url"] in own:
                 continue
             if row["joined"]:
