@@ -42,6 +42,10 @@ class Loop:
     """Waits until a version may be published."""
     promotion: Promotion | None = None
     """Tests versions before they go live; None: all do."""
+    roll_back: Callable[[], Awaitable[object]] | None = None
+    """Carries out a roll-back that a person requested between steps."""
+    requested: Callable[[], bool] = lambda: False
+    """Whether there is such a request."""
     step: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
@@ -49,8 +53,12 @@ class Loop:
     async def run(self) -> None:
         """Train until `trainer.steps`, or until `stop` is set and the current step is finished."""
         while self.step < self.settings.steps:
+            if self.roll_back is not None and self.requested():
+                await run_to_completion(self.roll_back())
             began = time.monotonic()
             parts = await self._next_batch()
+            if parts is None and not self.stop.is_set():
+                continue
             if parts is None:
                 return
             with self._metrics_line(began) as metrics:
@@ -79,7 +87,7 @@ class Loop:
                 self.recorder.step(self.step, metrics)
 
     async def _next_batch(self) -> list[Batch] | None:
-        """Wait for the next batch; None if the run stops first.
+        """Wait for the next batch; None if the run stops or a roll-back is requested first.
 
         A streamed batch comes in minibatches; gradients of each are accumulated before waiting for the next.
         """
@@ -87,7 +95,8 @@ class Loop:
         for number in self.settings.part_sizes:
             if parts:
                 await run_to_completion(self._backward(parts[-1]))
-            part = await unless_stopped(self.stop, self.batches.next_batch(number))
+            interrupted = (lambda: False) if parts else self.requested
+            part = await unless_stopped(self.stop, self.batches.next_batch(number, interrupted))
             if part is None:
                 return None
             part.advantages = self.credit(part.groups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,13 @@ class Replay:
         files = step_files(self.run_dir)
         saved = checkpoints.committed(self.run_dir)
         versions, erased = _versions(self.run_dir), _erased(self.run_dir)
+        rolled_back = {line["step"] for line in read_ledger_state(self.run_dir / "ledger.jsonl").roll_backs}
         credit = GroupCredit(self.settings.trainer)
         if self.first:
             credit.means.restore(checkpoints.read(saved[self.first]).state.get("baseline", {}))
         for step in self.steps():
+            if step - 1 in rolled_back and step - 1 != self.first:
+                self._continue_from(step - 1, saved, policy, credit)
             if not (step in files and step in rows and step in versions):
                 raise TidegateError(f"{self.run_dir}: step {step} was not recorded")
             if step in erased:
@@ -86,8 +89,21 @@ class Replay:
             published = step == 1 or self.settings.trainer.is_publish_step(step - 1)
             version = versions[step] if published else UNPUBLISHED_VERSION
             now = policy.update(rows_to_train(groups, credit(groups)), version)
-            weights = saved.get(step)
+            weights = None if step in rolled_back else saved.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
+
+    def _continue_from(
+        self, step: int, saved: Mapping[int, Path], policy: Policy, credit: GroupCredit
+    ) -> None:
+        """Load the checkpoint of a step after which the policy was rolled back."""
+        if step not in saved:
+            raise TidegateError(
+                f"{self.run_dir}: the policy was rolled back after step {step}, and its checkpoint is gone; "
+                f"replay from {', '.join(str(kept) for kept in sorted(saved) if kept > step) or 'none'}"
+            )
+        checkpoint = checkpoints.read(saved[step])
+        checkpoints.load(checkpoint, policy)
+        credit.means.restore(checkpoint.state.get("baseline", {}))
 
     def steps(self) -> range:
         """Return the steps to take. Raises TidegateError if there are none.

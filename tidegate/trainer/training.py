@@ -32,6 +32,7 @@ from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_requests import clear_request, read_request
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
@@ -140,7 +141,8 @@ class Training:
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, self.gate.wait, self.promotion, start.step, stop,
+            self._checkpoint, self._evaluate, credit, self.gate.wait, self.promotion, self._roll_back,
+            self._roll_back_requested, start.step, stop,
         )  # fmt: skip
 
     async def open(self, supervisor: TaskSupervisor) -> None:
@@ -206,16 +208,53 @@ class Training:
         return Promotion(
             settings, self.admission, self.publisher, engines, self.gateway, self.evaluator.rewards,
             self._restore, self.observer.note, self.stop,
+            self._decided,
             live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
         )  # fmt: skip
 
-    async def _restore(self) -> None:
-        """Return the policy to the live version."""
-        assert self.promotion is not None, "only a promotion rolls back"
-        path = checkpoints.committed(self.dir)[self.promotion.live_step or 0]
-        checkpoint = checkpoints.read(path)
+    def _decided(self) -> bool | None:
+        """Return what a person decided about the version in test; None without a decision."""
+        request = read_request(self.dir)
+        if request is None:
+            return None
+        if request.step is None:  # else the loop carries the rest of it out
+            clear_request(self.dir)
+        return request.action == "promote"
+
+    def _roll_back_requested(self) -> bool:
+        return read_request(self.dir) is not None
+
+    async def _roll_back(self) -> None:
+        """Return to the checkpoint that a person requested, and publish its weights as a new version."""
+        request, step, admission = read_request(self.dir), self.loop.step, self.admission
+        saved = checkpoints.committed(self.dir)
+        if request is None or request.step not in saved:
+            self.observer.note(f"a request is ignored, as it does not apply any more: {request}")
+            clear_request(self.dir)
+            return
+        checkpoint = await self._restore(request.step)
+        why = f"a person decided so; the policy is that of step {request.step}"
+        admission.roll_back(admission.version, checkpoint.state["version"], step, why)
+        version = admission.reserve_version(step)
+        await self.publisher.publish(version)
+        admission.mark_live(version)
+        self.batches.on_freed()
+        if self.promotion is not None:
+            self.promotion.live_step = step
+        if step in saved:  # with the weights that are given up
+            checkpoints.remove(saved[step])
+        await self._checkpoint(step)
+        clear_request(self.dir)
+        self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
+
+    async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
+        """Return the policy and its optimiser to a checkpoint, by default to that of the live version."""
+        if step is None:
+            step = self.promotion.live_step if self.promotion is not None else None
+        checkpoint = checkpoints.read(checkpoints.committed(self.dir)[step or 0])
         await asyncio.to_thread(checkpoints.load, checkpoint, self.policy)
         self._means.restore(checkpoint.state.get("baseline", {}))
+        return checkpoint
 
     async def _checkpoint(self, step: int) -> None:
         """Write a checkpoint, the commit point of all steps so far."""

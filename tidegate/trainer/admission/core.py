@@ -408,16 +408,11 @@ class Admission:
 
     def roll_back(
         self, version: int, to: int, step: int, why: str, figures: Mapping[str, float] | None = None
-    ) -> list[str]:
-        """Give up the versions after `to` up to `version`: their tokens are not trained on any more.
-
-        Returns:
-            Ids of the leased groups that ended stale.
-        """
+    ) -> None:
+        """Give up the versions after `to` up to `version`: `sweep` ends the groups with tokens of them."""
         self._record(entry("run", "rolled_back", version=version, to=to, step=step, why=why, **figures or {}))
         self.abandoned |= set(range(to + 1, version + 1))
         self._end_unpublished()
-        return self.sweep()
 
     def mark_live(self, version: int) -> None:
         """Record that `version` is live on the engines; it is now the trainer's version."""

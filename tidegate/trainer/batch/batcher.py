@@ -113,8 +113,10 @@ class Batcher:
         self._groups[group.id] = group
         self._leased_at[group.id] = time.monotonic()
 
-    async def next_batch(self, number: int | None = None) -> Batch:
-        """Wait for a batch, or a minibatch of `number` groups.
+    async def next_batch(
+        self, number: int | None = None, interrupted: Callable[[], bool] = lambda: False
+    ) -> Batch | None:
+        """Wait for a batch, or a minibatch of `number` groups; None if `interrupted` became true first.
 
         The wait is bounded: every attempt has a deadline, rollout raises when too many groups in a row failed
         or were filtered, and the watchdog raises when nothing progresses.
@@ -127,6 +129,8 @@ class Batcher:
             selection = self.admission.select_batch(number)
             if selection is not None:
                 break
+            if interrupted():
+                return None
             for group in await self._lease():
                 if filtered := await self._take(group):
                     dropped.append(filtered)

@@ -128,14 +128,19 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
     keep_steps = {*sorted(checkpoints, reverse=True)[:keep], *protect}
     removed = [path for step, path in sorted(checkpoints.items()) if step not in keep_steps]
     for path in removed:
-        with failpoints.around("checkpoint.unmarked"):
-            (path / MARKER).unlink()
-        sync(path)
+        remove(path)
     unmarked = [path for path in _directory(run_dir).glob("*step_*") if not (path / MARKER).exists()]
     for path in unmarked:
         with failpoints.around("checkpoint.removed"):
             shutil.rmtree(path, ignore_errors=True)
     return unmarked
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint's marker, so that it is not committed; `prune` removes its files."""
+    with failpoints.around("checkpoint.unmarked"):
+        (path / MARKER).unlink()
+    sync(path)
 
 
 def sync(path: Path) -> None:

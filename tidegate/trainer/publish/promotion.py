@@ -65,7 +65,7 @@ class Promotion:
     engines: CandidateEngines
     gateway: GatewayClient
     evaluate: Callable[[int, int | None], Awaitable[list[float]]]
-    restore: Callable[[], Awaitable[None]]
+    restore: Callable[[], Awaitable[object]]
     note: Callable[[str], None]
     stop: asyncio.Event
     requested: Callable[[], bool | None] = lambda: None

@@ -1,0 +1,109 @@
+"""Versions that are worse are rolled back while users talk and processes are killed with `kill -9`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import REPO
+from tests.e2e.runs import ENVIRONMENT, held, training
+from tests.waiting import eventually
+from tidegate.gateway.project_keys import create_key
+
+sys.path.insert(0, str(REPO / "examples" / "online"))
+
+from users import Users
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+CONFIG = REPO / "examples" / "online" / "config.toml"
+CANARY = [
+    "--run.live_view=false", "--engine.count=2", "--trainer.groups_per_batch=16", "--trainer.steps=20",
+    "--trainer.promotion.mode=canary", "--trainer.promotion.share=0.5", "--trainer.promotion.margin=0.2",
+    "--gateway.conversation_idle_s=0.5", "--trainer.learning_rate=0.02", "--trainer.schedule=constant",
+    "--trainer.keep_checkpoints=4",
+]  # fmt: skip
+"""With this learning rate every version is worse than the base."""
+
+
+class HastyUsers(Users):
+    """Users who give their thumb at once."""
+
+    async def thumb(self, reply: str, right: float, delay_s: float) -> None:
+        await super().thumb(reply, right, 0.0)
+
+
+def events(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """The ledger's entries of an event, while the ledger is written."""
+    file = run_dir / "ledger.jsonl"
+    text = file.read_text() if file.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if line["event"] == event]
+
+
+def begun(run_dir: Path) -> int:
+    """Number of versions whose test began."""
+    return sum(bool(line.get("candidate")) for line in events(run_dir, "publishing"))
+
+
+def versions(action: str, run_dir: Path, *arguments: str) -> str:
+    """Runs the command; a test that ended meanwhile leaves it nothing to decide."""
+    command = [sys.executable, "-m", "tidegate", "versions", action, str(run_dir), *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT).stdout
+
+
+@asynccontextmanager
+async def talking(url: str, key: str) -> AsyncIterator[HastyUsers]:
+    users = HastyUsers(url, key)
+    task = asyncio.create_task(users.run())
+    try:
+        yield users
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await users.llm.close()
+
+
+async def test_users_keep_the_live_version_while_worse_ones_are_tested_and_rolled_back(
+    tmp_path: Path,
+) -> None:
+    run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
+    key = create_key(keys, "shop")
+    place = ["--gateway.port=0", f"--gateway.keys={keys}"]
+    with training(run_dir, *place, config=CONFIG, small=CANARY, command="serve") as run:
+        await asyncio.to_thread(run.until_said, "agents ready in")
+        url = json.loads((run_dir / "logs" / "gateway.address").read_text())["url"]
+        async with talking(url, key) as users:
+            await eventually(lambda: len(events(run_dir, "rolled_back")) == 1, 90)
+            for number, name in enumerate(("gateway", "engine-2", "trainer"), start=2):
+                await eventually(lambda n=number: begun(run_dir) >= n, 60)
+                os.kill(run.owned(name), signal.SIGKILL)
+            await eventually(lambda: len(events(run_dir, "rolled_back")) >= 3, 120)
+            assert not events(run_dir, "promoted")
+            assert await users.exam(60) > 0.25, "users are served by the live version"
+            await eventually(lambda: promoted_by_hand(run_dir), 90)
+            before = events(run_dir, "promoted")[0]["step"] - 1
+            assert "requested" in versions("rollback", run_dir, f"--step={before}")
+            await eventually(lambda: "whose policy is live as version" in run.output(), 60)
+            assert await users.exam(60) > 0.25, "the promoted version was rolled back"
+        run.process.terminate()
+        assert await asyncio.to_thread(run.wait) == 0, run.output()
+    audit = held(run_dir)
+    assert audit.groups["trained"] % 16 == 0
+
+
+def promoted_by_hand(run_dir: Path) -> bool:
+    """Requests that the version in test goes live; returns whether one did."""
+    if not events(run_dir, "promoted") and "in test" in versions("list", run_dir):
+        versions("promote", run_dir)
+    return bool(events(run_dir, "promoted"))

@@ -1,0 +1,85 @@
+"""The versions of a run, by its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tidegate.trainer.ledger.entries import LedgerEntry
+
+
+@dataclass(slots=True)
+class VersionRecord:
+    """A policy version and what became of it.
+
+    Attributes:
+        step: Step after which it was written.
+        time: Unix time of its first entry.
+        state: `live`, `superseded` by a later one, `in test`, `not tested` to the end, `rolled back`, or
+            `abandoned` by a resume from an earlier checkpoint.
+        why: Result of its test; None without one.
+        reward, live_reward: Mean rewards in the test, of it and of the version that was live.
+        episodes, live_episodes: Number of these rewards.
+    """
+
+    version: int
+    step: int
+    time: float
+    state: str
+    why: str | None = None
+    reward: float | None = None
+    live_reward: float | None = None
+    episodes: int | None = None
+    live_episodes: int | None = None
+    seq: int = 0
+
+
+def version_records(lines: Iterable[LedgerEntry]) -> list[VersionRecord]:
+    """Return the versions in the order of their numbers."""
+    records: dict[int, VersionRecord] = {}
+    for line in lines:
+        if line["kind"] == "run":
+            _apply(records, line)
+    return [records[version] for version in sorted(records)]
+
+
+def _apply(records: dict[int, VersionRecord], line: LedgerEntry) -> None:
+    event = line["event"]
+    if event == "started":
+        for record in records.values():
+            if record.seq >= max(1, line.get("position") or 0):
+                record.state = "abandoned"
+    if event in ("started", "ended"):
+        for record in records.values():
+            record.state = "not tested" if record.state == "in test" else record.state
+    if event in ("started", "publishing"):
+        tested = line.get("candidate", False)
+        if not tested:
+            _supersede(records)
+        state = "in test" if tested else "live"
+        records[line["version"]] = VersionRecord(
+            line["version"], line["step"], line["time"], state, seq=line["seq"]
+        )
+    elif event == "promoted":
+        _supersede(records)
+        _decide(records[line["version"]], "live", line)
+    elif event == "rolled_back":
+        for version, record in records.items():
+            if line["to"] < version <= line["version"] and record.state != "abandoned":
+                record.state = "rolled back"
+        _decide(records[line["version"]], "rolled back", line)
+        if line["to"] in records:
+            _supersede(records)
+            records[line["to"]].state = "live"
+
+
+def _supersede(records: dict[int, VersionRecord]) -> None:
+    for record in records.values():
+        if record.state == "live":
+            record.state = "superseded"
+
+
+def _decide(record: VersionRecord, state: str, line: LedgerEntry) -> None:
+    record.state, record.why = state, line.get("why")
+    record.reward, record.live_reward = line.get("reward"), line.get("live_reward")
+    record.episodes, record.live_episodes = line.get("episodes"), line.get("live_episodes")
