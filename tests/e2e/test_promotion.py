@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests import REPO
-from tests.e2e.runs import ENVIRONMENT, held, training
+from tests.e2e.runs import ENVIRONMENT, held, metrics, training
 from tests.waiting import eventually
 from tidegate.gateway.project_keys import create_key
 
@@ -107,3 +107,24 @@ def promoted_by_hand(run_dir: Path) -> bool:
     if not events(run_dir, "promoted") and "in test" in versions("list", run_dir):
         versions("promote", run_dir)
     return bool(events(run_dir, "promoted"))
+
+
+def test_a_candidate_that_scores_worse_on_held_out_tasks_is_rolled_back(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        "--engine.count=2", "--trainer.promotion.mode=evaluated", "--trainer.learning_rate=0.02",
+        "--trainer.steps=3", "--eval.interim_tasks=24", "--trainer.keep_checkpoints=4",
+    ]  # fmt: skip
+    with training(run_dir, *settings) as run:
+        assert run.wait() == 0, run.output()
+    assert len(events(run_dir, "rolled_back")) == 3
+    assert not events(run_dir, "promoted")
+    for line in events(run_dir, "rolled_back"):
+        assert line["reward"] < line["live_reward"] - 0.1
+        assert line["episodes"] >= 12
+    held(run_dir)
+    lines = {line["step"]: line for line in metrics(run_dir)}
+    assert lines[3]["eval/reward"] > 0.2, "the policy of the base is live again"
+    assert lines[3]["eval/version_max"] == 0
+    replay = [sys.executable, "-m", "tidegate", "replay", str(run_dir)]
+    subprocess.run(replay, check=True, capture_output=True, env=ENVIRONMENT)

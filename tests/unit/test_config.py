@@ -14,6 +14,7 @@ from tidegate.settings.sections import arguments_of, differences, dump, known_ke
 from tidegate.settings.servers import GatewayCommand, VLLMCommand
 
 MODEL = ["--model.path", "somewhere"]
+EVALUATED = [*MODEL, "--trainer.promotion.mode=evaluated", "--engine.count=2"]
 CLIENT = [*MODEL, "--agent.source=client", "--gateway.keys=keys.json"]
 
 
@@ -162,6 +163,13 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.baseline", "batch", "--trainer.dynamic_sampling", "true"],
             "dynamic_sampling has no effect with baseline = 'batch'",
         ),
+        ([*MODEL, "--trainer.promotion.share=0.5"], 'share is for mode = "canary"'),
+        ([*MODEL, "--trainer.promotion.margin=0.5"], 'margin has no effect with mode = "always"'),
+        ([*MODEL, "--trainer.promotion.mode=canary"], 'needs agent.source = "client", not "local"'),
+        ([*CLIENT, "--trainer.promotion.mode=evaluated"], 'needs agent.source = "local" or "remote"'),
+        ([*MODEL, "--trainer.promotion.mode=evaluated"], "there are 1: raise engine.count"),
+        ([*EVALUATED, "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
+        ([*EVALUATED, "--trainer.publish_interval=never"], "has no effect with trainer.publish_interval"),
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
         ([*MODEL, "--trainer.kl_coef", "0.1"], "kl_coef needs trainer.reference_model"),
         ([], "the setting 'model.path' is required"),

@@ -388,3 +388,43 @@ async def _never_overtaken(moves: list[str]) -> None:
     for task in caller.tasks:
         task.cancel()
     await asyncio.gather(*caller.tasks, return_exceptions=True)
+
+
+# -- a candidate version
+
+
+async def test_only_sessions_of_the_candidate_are_served_by_its_engines() -> None:
+    live, tested = engine("live"), engine("tested")
+    caller = Caller(dispatch(live, tested))
+    caller.pool.regroup({"tested"})
+    users, canary = Affinity("user", "k"), Affinity("canary", "k", candidate=True)
+    await caller.call(users, 2)
+    await caller.call(canary, 2)
+    assert caller.served == [("user", live), ("canary", tested)]
+    await caller.end(0)
+    await caller.end(1)
+    assert caller.served[2:] == [("user", live), ("canary", tested)], "no free slot serves the others"
+
+
+async def test_waiting_calls_follow_when_a_candidate_comes_and_goes() -> None:
+    live, tested = engine("live"), engine("tested")
+    caller = Caller(dispatch(live, tested))
+    users, canary = Affinity("user", "k"), Affinity("canary", "k", candidate=True)
+    users.assign(tested)
+    await caller.call(users, 3)
+    assert caller.pool.waiting == 1
+    caller.pool.regroup({"tested"})
+    await caller.call(canary)
+    assert caller.pool.waiting == 2
+    first = next(index for index, (_, one) in enumerate(caller.served) if one is tested)
+    await caller.end(first)
+    assert caller.served[2] == ("canary", tested)
+    tested.healthy = False  # the candidate's engine fails; its calls wait for it
+    await caller.call(canary)
+    assert caller.pool.waiting == 2
+    caller.pool.regroup(())
+    await caller.end(1 - first)
+    await caller.end(3)
+    assert [flow for flow, _ in caller.served[3:]] == ["user", "canary"]
+    assert {one.url for _, one in caller.served[3:]} == {"live"}
+    assert caller.pool.waiting == 0

@@ -83,6 +83,16 @@ def test_an_honest_run_holds(run_dir: Path) -> None:
     assert table(audit).endswith("the ledger is consistent")
 
 
+def test_tokens_that_were_trained_on_before_a_roll_back_are_no_finding(run_dir: Path) -> None:
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    rolled_back = {"kind": "run", "event": "rolled_back", "version": 3, "to": 0, "step": 3, "why": ""}
+    book.insert(len(book) - 1, rolled_back)
+    _renumber(book)
+    path.write_text("".join(json.dumps(one) + "\n" for one in book))
+    assert audit_run(run_dir).consistent
+
+
 def _index(book: list[dict[str, Any]], **wanted: Any) -> int:
     return next(
         n for n, one in enumerate(book) if all(one.get(key) == value for key, value in wanted.items())
@@ -150,6 +160,16 @@ def _replaces_a_trained_one(book: list[dict[str, Any]]) -> None:
     book[_index(book, kind="group", event="issued", index=5)]["replaces"] = first
 
 
+def _promoted_without_a_test(book: list[dict[str, Any]]) -> None:
+    book.append({"kind": "run", "event": "promoted", "version": 3, "step": 3, "why": "", "seq": len(book)})
+
+
+def _trained_after_its_roll_back(book: list[dict[str, Any]]) -> None:
+    at = _index(book, kind="group", event="issued", version=2)
+    book.insert(at, {"kind": "run", "event": "rolled_back", "version": 2, "to": 1, "step": 2, "why": ""})
+    _renumber(book)
+
+
 def _renumber(book: list[dict[str, Any]]) -> None:
     for number, one in enumerate(book):
         one["seq"] = number
@@ -166,6 +186,8 @@ def _renumber(book: list[dict[str, Any]]) -> None:
         (_lying_staleness, "is not"),
         (_stale_within_the_bound, "ended stale at staleness 0, within the bound 1"),
         (_version_again, "was published after"),
+        (_promoted_without_a_test, "is no candidate"),
+        (_trained_after_its_roll_back, "trained on tokens of version 2, which is abandoned"),
         (_half_a_batch, "took 3 groups"),
         (_live_at_the_end, "still live"),
         (_too_many_attempts, "max_attempts is 2"),
