@@ -1,8 +1,9 @@
 """Learning from users of a standing service, while its processes are killed and a hostile key floods it.
 
-Two runs. The online demo (`examples/online/demo.py`): forty users of the plain openai SDK, with gateway,
+Three runs. The online demo (`examples/online/demo.py`): forty users of the plain openai SDK, with gateway,
 engine and trainer killed (-9) once each, and a foreign group with a reward of -99 offered on the way. Then a
-short run in which a second key rewards everything, with `trainer.max_client_share` as its bound.
+short run in which a second key rewards everything, with `trainer.max_client_share` as its bound. At last the
+trained model serves users while planted candidates are tested against it (`promotion.py`).
 
     python benchmarks/online.py [--json] [--steps N]
 """
@@ -24,15 +25,17 @@ from typing import Any
 from common import Check, report
 
 from tidegate.config import load_settings
-from tidegate.errors import GatewayError
+from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.project_keys import create_key
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "online"))
 
 import demo  # noqa: E402
+import promotion  # noqa: E402
 from users import Users  # noqa: E402
 
 ADMIN_KEY = "an admin key of the benchmark"
@@ -157,11 +160,19 @@ class Flood(Users):
 
 async def measure(steps: int, directory: Path) -> tuple[list[dict[str, Any]], list[Check]]:
     rows, checks = [], []
-    for part in (learn(directory, steps), resist(directory)):
+    for part in (learn(directory, steps), resist(directory), promote(directory)):
         row, more = await part
         rows.append(row)
         checks += more
     return rows, checks
+
+
+async def promote(directory: Path) -> tuple[dict[str, Any], list[Check]]:
+    """Tests planted candidates against the newest checkpoint of the first run."""
+    saved = checkpoints.latest(directory / "online")
+    if saved is None:
+        raise TidegateError(f"{directory / 'online'} has no checkpoint: the first run failed, see above")
+    return await promotion.measure(directory / "promotion", saved.path)
 
 
 def main() -> int:
