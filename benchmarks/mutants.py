@@ -30,6 +30,7 @@ TESTS = [
     "tests/unit/trainer/admission/test_admission_world.py",
     "tests/unit/trainer/admission/test_clients.py",
     "tests/unit/trainer/ledger/test_recovery.py",
+    "tests/unit/trainer/ledger/test_versions.py",
 ]
 DEADLINE_S = 300
 
@@ -117,6 +118,12 @@ FAULTS = [
     Fault("any_number_of_a_client_waits", "waiting >= rules.client_capacity:", "False:", CLIENTS),
     Fault("all_clients_wait_together", "waiting = sum(self.groups[group_id].client == group.client for", "waiting = sum(True for"),
     Fault("shares_without_a_share", "if rules.client_share < 1 and", "if", CLIENTS),
+    Fault("rolled_back_versions_are_fresh", "        self.abandoned |= set(range(to + 1, version + 1))\n", ""),
+    Fault("roll_back_takes_its_target_too", "set(range(to + 1, version + 1))", "set(range(to, version + 1))"),
+    Fault("a_candidate_stops_the_gate", "self._publishing = not candidate", "self._publishing = True"),
+    Fault("groups_start_while_it_goes_live", "        self._publishing = True\n        self._record", "        self._record"),
+    Fault("the_gate_stays_shut", "        self._publishing = False\n        self._end_unpublished()", "        self._end_unpublished()"),
+    Fault("a_resume_forgets_roll_backs", 'self.abandoned |= set(range(line["to"] + 1, line["version"] + 1))', "pass", RESUME),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
 ]  # fmt: skip
 

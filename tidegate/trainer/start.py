@@ -57,6 +57,8 @@ class Start:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
             live = checkpoints.live(run_dir, checkpoint)
+            if live.step != checkpoint.step:
+                live.verify()
             start = cls(live.path, checkpoint.step, version, past, checkpoint)
         start.least_epoch = _first(settings, 1)
         past.abandon(start.position)

@@ -206,11 +206,14 @@ class Training:
         )  # fmt: skip
         checkpoint = self.start.checkpoint
         return Promotion(
-            settings, self.admission, self.publisher, engines, self.gateway, self.evaluator.rewards,
+            settings, self.admission, self.publisher, engines, self.gateway, self._held_out_rewards,
             self._restore, self.observer.note, self.stop,
             self._decided,
             live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
         )  # fmt: skip
+
+    async def _held_out_rewards(self, step: int, version: int | None) -> list[float]:
+        return await unless_stopped(self.stop, self.evaluator.rewards(step, version)) or []
 
     def _decided(self) -> bool | None:
         """Return what a person decided about the version in test; None without a decision."""
@@ -229,7 +232,8 @@ class Training:
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
-            self.observer.note(f"a request is ignored, as it does not apply any more: {request}")
+            action = "roll-back" if request is None else request.action
+            self.observer.note(f"the requested {action} does not apply any more, and nothing is done")
             clear_request(self.dir)
             return
         checkpoint = await self._restore(request.step)

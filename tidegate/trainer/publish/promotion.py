@@ -119,6 +119,8 @@ class Promotion:
         if not self._live_rewards:
             self._live_rewards = await self.evaluate(step, None)
         live, margin = self._live_rewards, self.settings.margin
+        if not live and not self.stop.is_set():
+            return Decision(False, "no held-out episode of the live version had a reward")
         for _ in range(EVALUATIONS):
             while not self.stop.is_set() and not await self._hold(version, weights):
                 await self._pause()
