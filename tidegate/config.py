@@ -460,7 +460,7 @@ class Settings(SettingsSection):
             f"{section}.{name}"
             for section, settings, names in (
                 ("trainer", self.trainer, ("max_client_share", "max_stale_share", "max_gate_s")),
-                ("gateway", gateway, ("redact", "reward_range")),
+                ("gateway", gateway, ("redact", "reward_range", "conversation_rewards")),
             )
             for name in settings.other_than_default(*names)
         ]

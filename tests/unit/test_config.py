@@ -226,7 +226,8 @@ def test_settings_are_read_again_from_the_arguments_that_they_make(text: str) ->
 
 def test_a_gateways_settings_survive_its_command_line() -> None:
     gateway = {
-        "reward_range": [-1, 1], "redact": "privacy.py:redact", "untrained_models": ["titles", "7", "a b"],
+        "reward_range": [-1, 1], "redact": "privacy.py:redact", "conversation_rewards": ["a.py:b", "7:c"],
+        "untrained_models": ["titles", "7", "a b"],
         "public_url": "https://host:1", "conversation_idle_s": 2.5,
     }  # fmt: skip
     settings = GatewayCommand.model_validate({"model": {"path": "x"}, "gateway": gateway})

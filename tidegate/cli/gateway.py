@@ -90,6 +90,7 @@ def _options(
     arguments: argparse.Namespace, settings: GatewayCommand, secrets: dict[str, Any]
 ) -> GatewayOptions:
     from tidegate.envs.base import check_reward_timeout, load_environment
+    from tidegate.gateway.clients.scoring import ENVIRONMENT, scorer_of
     from tidegate.gateway.engines.engine import PoolOptions
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.sessions.limits import SessionLimits
@@ -107,6 +108,8 @@ def _options(
     journal = arguments.journal
     if journal is not None and shards == 1:  # a shard is given its own part
         journal = journal_of(journal, 0, 1)
+    if uses := gateway.conversation_rewards:
+        rewarders = {**rewarders, ENVIRONMENT: scorer_of(uses, gateway.reward_range)}
     return GatewayOptions(
         model=settings.model.path,
         public_url=gateway.public_url,

@@ -121,6 +121,9 @@ class ServedGateway(SettingsSection):
     redact: str | None = None
     """Function `file.py:name` that removes personal data from a text of a request. Only its result is
     recorded and given to the model."""
+    conversation_rewards: list[str] = []
+    """Functions `file.py:name` that score a client's conversation when it ends; their values are added to its
+    feedback. With any, conversations without feedback end as those with feedback do."""
     reward_range: tuple[float, float] | None = None
     """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
     untrained_models: list[str] = []

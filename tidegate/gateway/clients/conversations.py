@@ -3,7 +3,7 @@
 A call belongs to the conversation that it names, else to the one whose recorded history it extends, else it
 begins one. A conversation is a session that is a group of its own. It ends by itself, `idle_s` after its last
 call or feedback if it has feedback, and is then offered to the trainer. Without feedback it ends `unrewarded`
-after `feedback_window_s`.
+after `feedback_window_s`. With reward functions each conversation ends as if it had feedback, and is scored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
 from tidegate.gateway.clients.protection import CallRates, check_total
+from tidegate.gateway.clients.scoring import ENVIRONMENT
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
@@ -74,7 +75,15 @@ class Conversations:
         self._beginning = asyncio.Lock()
         """Held while a conversation begins, so that simultaneous calls begin it once."""
         self._sweeper: asyncio.Task[None] | None = None
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        """By session id: the tasks that end conversations, which wait for reward functions."""
         self._probe = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=0.0)
+
+    @property
+    def _scored_by(self) -> Sequence[str]:
+        """Names of the reward functions of conversations."""
+        rewarder = self._gateway.options.rewarders.get(ENVIRONMENT)
+        return () if rewarder is None else rewarder.names
 
     def _restore(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -155,6 +164,7 @@ class Conversations:
             deadline_s=math.inf,
             group_id=group_id,
             slot=0,
+            env=ENVIRONMENT if self._scored_by else "",
             candidate=self._gateway.pool.draws_candidate(group_id),
         )
         session, _ = await self._gateway.open_session(request, client, call.name or "")
@@ -224,6 +234,8 @@ class Conversations:
         Raises:
             GatewayError: 404 without such a reply or conversation, 410 if it has ended.
         """
+        if name in self._scored_by:
+            raise GatewayError(f"{name!r} is the name of a reward function; use another one", status=400)
         self._update()
         reply = self._by_reply.get((client, _reply_id(about)))
         conversation = self._named(client, about)
@@ -287,9 +299,10 @@ class Conversations:
         self._sweeper.add_done_callback(self._on_sweeper_done)
 
     async def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        tasks = [*self._ending.values(), *([] if self._sweeper is None else [self._sweeper])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_sweeper_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -300,18 +313,34 @@ class Conversations:
             await asyncio.sleep(SWEEP_S)
             self._update()
             now = asyncio.get_running_loop().time()
-            for conversation in [one for one in self._open.values() if not one.session.calls.running]:
-                try:
-                    await self._end_if_due(conversation, now - conversation.used)
-                except GatewayError as error:  # it is tried again
-                    log.error("conversation %s could not be ended: %s", conversation.session.id, error)
+            for conversation in list(self._open.values()):
+                session = conversation.session
+                if not session.calls.running and session.id not in self._ending:
+                    self._end_if_due(conversation, now - conversation.used)
 
-    async def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
+    def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
+        """Start the task that ends a conversation whose time has come."""
         session, options = conversation.session, self._gateway.options
-        rewarded = bool(session.rewards or session.turn_rewards)
+        scored = session.env == ENVIRONMENT and bool(self._scored_by)
+        rewarded = scored or bool(session.rewards or session.turn_rewards)
         limit_s = options.conversation_idle_s if rewarded else options.feedback_window_s
         if session.ending is None and idle_s < limit_s:
             return
+        task = asyncio.create_task(self._end(conversation, rewarded), name=f"end {session.id}")
+        self._ending[session.id] = task
+        task.add_done_callback(lambda done: self._on_ended(session.id, done))
+
+    def _on_ended(self, session_id: str, task: asyncio.Task[None]) -> None:
+        del self._ending[session_id]
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, GatewayError):  # it is tried again
+            log.error("conversation %s could not be ended: %s", session_id, error)
+        else:
+            self._gateway.fail(f"the end of conversation {session_id} failed: {error!r}")
+
+    async def _end(self, conversation: Conversation, rewarded: bool) -> None:
+        session = conversation.session
         report = FinishReport() if rewarded else FinishReport(Outcome.UNREWARDED, "no feedback came in time")
         trajectory = await self._gateway.finish(session.id, report)
         if trajectory is not None and trajectory.reward is not None:

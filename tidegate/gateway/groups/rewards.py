@@ -24,6 +24,10 @@ MAX_STUCK = 64
 _AT_ONCE = 16
 
 
+class UnrewardedError(RewardError):
+    """Nothing has rewarded the episode, which is no failure."""
+
+
 class Rewarder(Protocol):
     """Scores an episode for an environment; must be pure, and is called in a thread."""
 
@@ -72,7 +76,9 @@ class Scorer:
                 await self._reward(trajectory, task)
         except RewardError as error:
             if trajectory.outcome.trainable:
-                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
+                unrewarded = isinstance(error, UnrewardedError)
+                trajectory.outcome = Outcome.UNREWARDED if unrewarded else Outcome.REWARD_ERROR
+                trajectory.error = str(error)
 
     async def _reward(self, trajectory: Trajectory, task: Task | None) -> None:
         rewarder = self.of(trajectory.env)

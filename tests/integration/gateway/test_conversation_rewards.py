@@ -1,0 +1,124 @@
+"""Reward functions of conversations: what they add, and what happens when they fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.fakes import Stage, eventually, staged
+from tests.integration.gateway.test_conversations import IDLE_S, feedback, leased, say, sessions
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.errors import ConfigError
+from tidegate.gateway.clients.scoring import ENVIRONMENT, ConversationScorer, scorer_of
+from tidegate.gateway.project_keys import create_key
+from tidegate.types import Trajectory
+
+GATE = threading.Event()
+
+
+def asked(trajectory: Trajectory) -> float | None:
+    """The reward that the conversation's first message asks for; an error if it is no number."""
+    content = str(trajectory.messages[0]["content"])
+    if content == "wait":
+        GATE.wait(30)
+        return 0.25
+    return None if content == "none" else float(content)
+
+
+def length(trajectory: Trajectory) -> float | None:
+    return None if trajectory.messages[0]["content"] == "none" else float(len(trajectory.turns)) / 8
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    return create_key(tmp_path / "keys.json", "me")
+
+
+@pytest.fixture
+def idle_s() -> float:
+    return IDLE_S
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, key: str, idle_s: float) -> AsyncIterator[Stage]:
+    GATE.clear()
+    scorer = ConversationScorer({"asked": asked, "length": length}, (-1.0, 1.0))
+    options: dict[str, Any] = {
+        "keys": tmp_path / "keys.json", "conversation_idle_s": idle_s, "feedback_window_s": 600.0,
+        "rewarders": {ENVIRONMENT: scorer}, "reward_timeout_s": 20.0,
+    }  # fmt: skip
+    model = make_model_dir(tmp_path / "tiny")
+    async with staged(model, journal=tmp_path / "journal", **options) as made:
+        yield made
+    GATE.set()
+
+
+@pytest.fixture
+async def user(stage: Stage, key: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0) as made:
+        yield made
+
+
+async def test_a_conversation_without_feedback_is_scored_and_offered_to_the_trainer(
+    stage: Stage, user: AsyncOpenAI
+) -> None:
+    messages: list[Any] = []
+    await say(user, messages, "0.5")
+    await say(user, messages, "more")
+    trajectory = (await leased(stage)).trajectories[0]
+    assert trajectory.reward == 0.75
+    assert trajectory.reward_parts == {"asked": 0.5, "length": 0.25}
+
+
+@pytest.mark.parametrize("idle_s", [3.0])
+async def test_feedback_and_the_functions_values_are_added(stage: Stage, user: AsyncOpenAI, key: str) -> None:
+    reply = await say(user, [], "-0.5")
+    assert "group" in await feedback(stage, key, reply.id, "up")
+    assert (await feedback(stage, key, reply.id, 1, name="asked"))[0] == 400
+    trajectory = (await leased(stage)).trajectories[0]
+    assert trajectory.reward == 0.625
+    assert trajectory.reward_parts == {"feedback": 1.0, "asked": -0.5, "length": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("content", "outcome"),
+    [("none", "unrewarded"), ("no number", "reward_error"), ("nan", "reward_error"), ("1", "reward_error")],
+)
+async def test_without_an_opinion_or_with_an_error_a_conversation_is_not_trained_on(
+    stage: Stage, user: AsyncOpenAI, content: str, outcome: str
+) -> None:
+    await say(user, [], content)
+    await eventually(lambda: stage.gateway.metrics.outcomes[outcome] == 1)
+    await say(user, [], "0.5")
+    group = await leased(stage)
+    assert group.trajectories[0].reward == 0.625, "the other one is not offered"
+    assert len(stage.gateway.groups.entries()) == 1
+
+
+async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: AsyncOpenAI) -> None:
+    await say(user, [], "wait")
+    slow = sessions(stage)[0]
+    await eventually(lambda: slow.ending is not None)
+    await say(user, [], "0.5")
+    assert (await leased(stage)).trajectories[0].reward == 0.625
+    assert slow.trajectory is None
+    GATE.set()
+    assert (await leased(stage)).trajectories[0].reward == 0.375
+
+
+def test_functions_are_loaded_by_name_and_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def polite(trajectory):\n    return 1.0\n\nnumber = 7\n")
+    assert list(scorer_of([f"{file}:polite"], None).names) == ["polite"]
+    for uses, words in (
+        ([f"{file}:rude"], "has no reward function 'rude'"),
+        ([f"{file}:number"], "is no function"),
+        ([f"{file}:polite", f"{file}:polite"], "two functions named 'polite'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            scorer_of(uses, None)
