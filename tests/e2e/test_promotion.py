@@ -18,6 +18,7 @@ import pytest
 from tests import REPO
 from tests.e2e.runs import ENVIRONMENT, held, metrics, training
 from tests.waiting import eventually
+from tidegate import failpoints
 from tidegate.gateway.project_keys import create_key
 
 sys.path.insert(0, str(REPO / "examples" / "online"))
@@ -90,12 +91,12 @@ async def test_users_keep_the_live_version_while_worse_ones_are_tested_and_rolle
                 os.kill(run.owned(name), signal.SIGKILL)
             await eventually(lambda: len(events(run_dir, "rolled_back")) >= 3, 120)
             assert not events(run_dir, "promoted")
-            assert await users.exam(60) > 0.25, "users are served by the live version"
+            assert await users.exam(60) > 0.15, "users are served by the live version"
             await eventually(lambda: promoted_by_hand(run_dir), 90)
             before = events(run_dir, "promoted")[0]["step"] - 1
             assert "requested" in versions("rollback", run_dir, f"--step={before}")
             await eventually(lambda: "whose policy is live as version" in run.output(), 60)
-            assert await users.exam(60) > 0.25, "the promoted version was rolled back"
+            assert await users.exam(60) > 0.15, "the promoted version was rolled back"
         run.process.terminate()
         assert await asyncio.to_thread(run.wait) == 0, run.output()
     audit = held(run_dir)
@@ -124,7 +125,48 @@ def test_a_candidate_that_scores_worse_on_held_out_tasks_is_rolled_back(tmp_path
         assert line["episodes"] >= 12
     held(run_dir)
     lines = {line["step"]: line for line in metrics(run_dir)}
-    assert lines[3]["eval/reward"] > 0.2, "the policy of the base is live again"
+    assert lines[3]["eval/reward"] > lines[0]["eval/reward"] - 0.2, "the policy of the base is live again"
     assert lines[3]["eval/version_max"] == 0
     replay = [sys.executable, "-m", "tidegate", "replay", str(run_dir)]
     subprocess.run(replay, check=True, capture_output=True, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("event", "rate", "places"),
+    [
+        (
+            "promoted",
+            1e-5,
+            ["ledger.run.promoted.before", "publish.promoted.before", "publish.promoted.after"],
+        ),
+        (
+            "rolled_back",
+            0.02,
+            ["ledger.run.rolled_back.before", "ledger.run.rolled_back.after", "checkpoint.marker.before"],
+        ),
+    ],
+)
+def test_a_run_that_is_killed_at_the_writes_of_a_test_goes_on(
+    tmp_path: Path, event: str, rate: float, places: list[str]
+) -> None:
+    run_dir, passed = tmp_path / "run", tmp_path / "passed"
+    passed.mkdir()
+    armed = {
+        **ENVIRONMENT, failpoints.PASSED: str(passed),
+        failpoints.VARIABLE: ",".join(f"{place}:{number}" for number, place in enumerate(places, start=1)),
+    }  # fmt: skip
+    settings = [
+        "--engine.count=2", "--trainer.promotion.mode=evaluated", f"--trainer.learning_rate={rate}",
+        "--trainer.promotion.margin=0.3", "--trainer.steps=4", "--eval.interim_tasks=16", "--eval.every=0",
+    ]  # fmt: skip
+    for _ in range(len(places) + 1):
+        more = ["--resume"] if (run_dir / "ledger.jsonl").exists() else []
+        with training(run_dir, *settings, *more, environment=armed) as run:
+            if run.wait() == 0:
+                break
+    assert run.process.returncode == 0, run.output()
+    assert {path.name for path in passed.iterdir()} == set(places)
+    held(run_dir)
+    assert len({line["version"] for line in events(run_dir, event)}) == len(events(run_dir, event)) >= 4
+    if event == "rolled_back":
+        assert not events(run_dir, "promoted")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.documented import documented, unexplained
 from tests.unit.trainer.learning_fixtures import make_model, make_rows, make_trajectory, make_turn
+from tests.unit.trainer.publish.test_promotion import World
 from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
@@ -126,12 +127,13 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
     assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
 
 
-def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
+async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
     made = {
         *_of_a_mixed_batch(tmp_path / "run"),
         *_of_a_step_with_a_reference(tmp_path),
         *_of_an_evaluation(),
         *_of_what_was_lost(),
+        *await World(mode="evaluated").promotion.publish(1),
     }
     assert unexplained(made) == set()
     always = {"line", "step", "steps that publish", "eval"}

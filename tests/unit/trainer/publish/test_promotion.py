@@ -1,0 +1,161 @@
+"""The course of a candidate's test: what is written, loaded, recorded and restored for each result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tidegate.errors import GatewayError
+from tidegate.gateway.client import GroupRow
+from tidegate.settings.promotion import PromotionSettings
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.ledger.entries import LedgerEntry
+from tidegate.trainer.publish import promotion as module
+from tidegate.trainer.publish.promotion import Promotion
+
+
+class World:
+    """Gateway, engines, publisher and policy of a test; what was done with them is in `done`.
+
+    Args:
+        rewards: Reward of each further conversation of the candidate; those of the live version are 1.
+        mode: `trainer.promotion.mode`.
+        max_wait_s: Time limit of a canary.
+    """
+
+    def __init__(self, rewards: float = 1.0, mode: str = "canary", max_wait_s: float = 600.0) -> None:
+        self.rewards = rewards
+        self.done: list[str] = []
+        self.ledger: list[LedgerEntry] = []
+        self.stop = asyncio.Event()
+        self.rows = [GroupRow("earlier", "ready", 1, [], newest_version=1, reward=0.0)]
+        self.admission = Admission(Rules(1, 1, 1, 2), self.ledger.append)
+        self.fail_polls = 0
+        self.decided: Callable[[], bool | None] = lambda: None
+        canary = {"max_wait_s": max_wait_s} if mode == "canary" else {}
+        world = cast(Any, self)
+        self.promotion = Promotion(
+            PromotionSettings.model_validate({"mode": mode, **canary}), self.admission, world, world, world,
+            self.evaluate, self.restore, self.done.append, self.stop, lambda: self.decided(),
+        )  # fmt: skip
+
+    async def write_candidate(self, version: int) -> Path:
+        self.done.append(f"write {version}")
+        return Path(f"candidate-{version}")
+
+    async def hold(self, weights: Path, version: int) -> bool:
+        return True
+
+    async def list_groups(self) -> list[GroupRow]:
+        """Each poll finds 50 further conversations of either version."""
+        if self.fail_polls:
+            self.fail_polls -= 1
+            raise GatewayError("it is restarting")
+        found, count = list(self.rows), len(self.rows)
+        for number in range(count, count + 50):
+            self.rows += [
+                GroupRow(f"c{number}", "ready", 1, [], newest_version=1, reward=self.rewards),
+                GroupRow(f"l{number}", "ready", 0, [], newest_version=0, reward=1.0),
+            ]
+        return found
+
+    async def evaluate(self, step: int, version: int | None) -> list[float]:
+        return [1.0] * 10 if version is None else [self.rewards] * 10
+
+    async def publish_candidate(self, weights: Path, version: int) -> None:
+        self.done.append(f"publish {version}")
+
+    async def discard_candidate(self, weights: Path) -> None:
+        self.done.append(f"discard {weights}")
+
+    async def release(self) -> None:
+        self.done.append("release")
+
+    async def restore(self) -> None:
+        self.done.append("restore")
+
+    @property
+    def events(self) -> list[str]:
+        return [line["event"] for line in self.ledger]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+
+
+@pytest.mark.parametrize("mode", ["canary", "evaluated"])
+async def test_a_candidate_that_is_not_worse_goes_live(mode: str) -> None:
+    world = World(1.0, mode)
+    metrics = await world.promotion.publish(3)
+    assert world.events == ["publishing", "promoted"]
+    assert world.done[:3] == ["write 1", "publish 1", "release"]
+    assert "version 1 is live: mean reward 1.000" in world.done[3]
+    assert (world.admission.version, world.promotion.live_step) == (1, 3)
+    assert metrics["promotion/promoted"] == 1.0
+
+
+@pytest.mark.parametrize("mode", ["canary", "evaluated"])
+async def test_a_worse_candidate_is_given_up_and_the_policy_restored(mode: str) -> None:
+    world = World(0.0, mode)
+    metrics = await world.promotion.publish(3)
+    assert world.events == ["publishing", "rolled_back"]
+    assert world.done[:4] == ["write 1", "release", "discard candidate-1", "restore"]
+    assert (world.admission.version, world.promotion.live_step) == (0, 3)
+    assert world.admission.abandoned == {1}
+    assert (metrics["promotion/promoted"], metrics["promotion/live_reward"]) == (0.0, 1.0)
+    world.rewards = 1.0
+    if mode == "evaluated":
+        await world.promotion.publish(4)
+        assert world.admission.version == 2, "the next number, as a number belongs to one set of weights"
+
+
+async def test_a_test_survives_a_restart_of_the_gateway_and_counts_no_earlier_conversation() -> None:
+    world = World(1.0)
+    world.fail_polls = 3
+    await world.promotion.publish(1)
+    figures = world.ledger[-1]
+    assert figures["reward"] == 1.0, "the earlier conversation's reward is 0"
+
+
+async def test_without_a_result_in_time_a_candidate_is_rolled_back() -> None:
+    world = World(1.0, max_wait_s=1e-9)
+    await world.promotion.publish(1)
+    assert world.events == ["publishing", "rolled_back"]
+    assert "no result in 1e-09 s" in (world.ledger[-1]["why"] or "")
+
+
+async def test_a_stop_ends_a_test_without_a_result() -> None:
+    world = World(0.95)
+    world.stop.set()
+    await world.promotion.publish(1)
+    assert world.events == ["publishing"]
+    assert world.done[:3] == ["write 1", "release", "discard candidate-1"]
+    assert world.promotion.live_step is None
+    assert not world.admission.abandoned, "the policy goes on from these weights"
+
+
+@pytest.mark.parametrize(("decided", "event"), [(True, "promoted"), (False, "rolled_back")])
+async def test_a_person_decides_before_the_test_does(decided: bool, event: str) -> None:
+    world = World(0.0 if decided else 1.0)
+    world.decided = lambda: decided
+    await world.promotion.publish(1)
+    assert world.events == ["publishing", event]
+    assert "a person decided so" in (world.ledger[-1]["why"] or "")
+
+
+async def test_evaluations_without_episodes_promote_nothing() -> None:
+    world = World(1.0, "evaluated")
+
+    async def nothing(step: int, version: int | None) -> list[float]:
+        return [] if version is not None else [1.0] * 10
+
+    world.promotion.evaluate = nothing
+    await world.promotion.publish(1)
+    assert world.events == ["publishing", "rolled_back"]
+    assert "too few episodes" in (world.ledger[-1]["why"] or "")
