@@ -134,16 +134,8 @@ def test_a_candidate_that_scores_worse_on_held_out_tasks_is_rolled_back(tmp_path
 @pytest.mark.parametrize(
     ("event", "rate", "places"),
     [
-        (
-            "promoted",
-            1e-5,
-            ["ledger.run.promoted.before", "publish.promoted.before", "publish.promoted.after"],
-        ),
-        (
-            "rolled_back",
-            0.02,
-            ["ledger.run.rolled_back.before", "ledger.run.rolled_back.after", "checkpoint.marker.before"],
-        ),
+        ("promoted", 1e-5, ["ledger.run.promoted.after", "publish.promoted.after"]),
+        ("rolled_back", 0.02, ["ledger.run.rolled_back.before", "ledger.run.rolled_back.after"]),
     ],
 )
 def test_a_run_that_is_killed_at_the_writes_of_a_test_goes_on(
@@ -153,11 +145,12 @@ def test_a_run_that_is_killed_at_the_writes_of_a_test_goes_on(
     passed.mkdir()
     armed = {
         **ENVIRONMENT, failpoints.PASSED: str(passed),
-        failpoints.VARIABLE: ",".join(f"{place}:{number}" for number, place in enumerate(places, start=1)),
+        failpoints.VARIABLE: ",".join(f"{place}:1" for place in places),
     }  # fmt: skip
     settings = [
         "--engine.count=2", "--trainer.promotion.mode=evaluated", f"--trainer.learning_rate={rate}",
-        "--trainer.promotion.margin=0.3", "--trainer.steps=4", "--eval.interim_tasks=16", "--eval.every=0",
+        "--trainer.promotion.margin=0.3", "--trainer.steps=2", "--eval.interim_tasks=16", "--eval.every=0",
+        "--eval.tasks=8", "--trainer.groups_per_batch=2",
     ]  # fmt: skip
     for _ in range(len(places) + 1):
         more = ["--resume"] if (run_dir / "ledger.jsonl").exists() else []
@@ -167,6 +160,6 @@ def test_a_run_that_is_killed_at_the_writes_of_a_test_goes_on(
     assert run.process.returncode == 0, run.output()
     assert {path.name for path in passed.iterdir()} == set(places)
     held(run_dir)
-    assert len({line["version"] for line in events(run_dir, event)}) == len(events(run_dir, event)) >= 4
+    assert len({line["version"] for line in events(run_dir, event)}) == len(events(run_dir, event)) >= 3
     if event == "rolled_back":
         assert not events(run_dir, "promoted")
