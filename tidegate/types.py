@@ -205,6 +205,24 @@ def spans_within(spans: Sequence[VersionSpan], first: int, end: int) -> list[Ver
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """One call of a tool of the task's environment, as the gateway recorded it."""
+
+    name: str
+    arguments: dict[str, Any]
+    result: str
+    """What the agent received: the result, or the error's message."""
+    error: bool
+    """Whether the tool refused or failed."""
+    turn: int | None = None
+    """Index of the newest turn when the call began; None if there was none."""
+    started: float = 0.0
+    """Unix time of the call."""
+    seconds: float = 0.0
+    """Duration of the call."""
+
+
+@dataclass(slots=True)
 class Trajectory:
     """A session that has ended: its tree of turns, outcome and reward."""
 
@@ -242,6 +260,8 @@ class Trajectory:
     """The task's answer, for readers of records: added by the trainer, never by the gateway."""
     client: str | None = None
     """Name of the project key whose client ran the episode; None if the trainer issued it."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls of the environment's tools, in the order in which they ended."""
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """Returns the whole prompt of a turn, from its root; shape [prompt]."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, did_you_mean, load_object
+from tidegate.service.threads import in_thread
 from tidegate.types import TaskView
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class FunctionAgent(Agent):
 
     async def run(self, task: TaskView, session: Session) -> str | Result | None:
         call = functools.partial(self.function, task, session, **self.options)
-        result = call() if inspect.iscoroutinefunction(self.function) else await _in_thread(call)
+        result = call() if inspect.iscoroutinefunction(self.function) else await in_thread(call, "agent")
         return await result if inspect.isawaitable(result) else result
 
     def with_options(self, options: Mapping[str, Any]) -> FunctionAgent:
@@ -175,38 +175,6 @@ def load_agent(use: str, options: Mapping[str, Any]) -> Agent:
     if not isinstance(loaded, Agent):
         raise ConfigError(f"{use} is not an agent: it is neither an Agent nor a function of (task, session)")
     return loaded
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Runs a function in a new thread.
-
-    A pool would be filled by functions that hang, and would wait for them when the process exits.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = call()
-        except StopIteration as error:  # futures refuse StopIteration
-            failure = RuntimeError(f"the agent raised StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, daemon=True, name="agent").start()
-    return await future
 
 
 # Constructing an AsyncOpenAI takes about 20 ms of CPU, deriving one from another 0.05 ms. Connections

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-from tidegate.envs.rewards import Reward
+from tidegate.envs.rewards import Grade, Reward
+from tidegate.envs.tools import Tool, tools_of
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, load_object
+from tidegate.service.threads import in_thread
 from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
@@ -23,10 +27,20 @@ RESERVED_NAMES = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all
 """Names that a reward cannot have, because `reward/<name>` is a metric over all rewards."""
 
 
-class Environment(ABC):
-    """Base class of environments: training tasks, held-out tasks and rewards.
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Return value of `Environment.respond` that ends the conversation."""
 
-    An environment without rewards uses those that the agent returns (`Result.reward`).
+    content: str | None = None
+    """A last message to the agent, which it does not answer; None: there is none."""
+
+
+class Environment(ABC):
+    """Base class of environments: tasks, rewards, and the state and tools of episodes.
+
+    An environment without rewards uses those that the agent returns (`Result.reward`). One with `setup`,
+    tools or `respond` is stateful: each episode has a state of its own, in a process of the environment
+    service.
     """
 
     name: ClassVar[str]
@@ -51,13 +65,76 @@ class Environment(ABC):
     def eval_sets(self) -> Mapping[str, Sequence[Task]]:
         """Returns the held-out sets by name, in the order of reports; the key "" is the main set."""
 
+    async def setup(self, task: Task) -> Any:
+        """Returns the state of a new episode; None by default.
+
+        It must be deterministic from the task, so that all episodes of a group start alike.
+
+        Args:
+            task: The task with its answer.
+
+        Raises:
+            Exception: Any exception ends the episode as `infra_error`, and it is attempted again.
+        """
+        return None
+
+    def tools(self) -> Sequence[Tool]:
+        """Returns the tools that agents can call: by default the methods marked with `@tool`."""
+        return tools_of(self)
+
+    async def respond(self, state: Any, reply: Message) -> Message | str | Done:
+        """Returns the other side's answer to the agent's reply: of a game, or of a simulated user.
+
+        Args:
+            state: The episode's state.
+            reply: The agent's reply as a chat message.
+
+        Returns:
+            The next message to the agent (a text is a user's message), or `Done` if the conversation is over.
+            By default it is over after the first reply.
+        """
+        return Done()
+
+    async def teardown(self, state: Any) -> None:  # noqa: B027 - optional
+        """Releases what `setup` took. Called once after the episode was scored, also if its agent failed."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether episodes have a state, tools or another side."""
+        cls = type(self)
+        overrides = cls.setup is not Environment.setup or cls.respond is not Environment.respond
+        return overrides or bool(self.tools())
+
     @property
     def names(self) -> Sequence[str]:
         """Names of the rewards; empty if the agent's own reward is used."""
         return [reward.name for reward in self.rewards]
 
+    async def score_async(
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any = None,
+    ) -> Scored:
+        """Scores one episode; async rewards run on the event loop, then the others together in a thread.
+
+        Arguments, result and exceptions are those of `score`.
+        """
+        arguments = self._arguments(task, trajectory, output, messages, state)
+        awaited = {r.name: await r.grade_async(arguments) for r in self.rewards if r.is_async}
+        call = partial(self.score, task, trajectory, output, messages, state, awaited)
+        return await in_thread(call, "reward")
+
     def score(
-        self, task: Task, trajectory: Trajectory | None, output: str | None, messages: Sequence[Message]
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any = None,
+        awaited: Mapping[str, Grade] | None = None,
     ) -> Scored:
         """Scores one episode.
 
@@ -66,6 +143,8 @@ class Environment(ABC):
             trajectory: The recorded turns; None if they were not recorded, as with an external endpoint.
             output: The agent's output.
             messages: The whole conversation, including the last reply.
+            state: The episode's state; None if the environment has none.
+            awaited: Grades of the async rewards by name.
 
         Returns:
             The weighted sum of the rewards, with its parts, metrics and rewards of single turns.
@@ -73,20 +152,32 @@ class Environment(ABC):
         Raises:
             RewardError: A reward function raised or did not return a finite number.
         """
-        arguments = {
+        arguments = self._arguments(task, trajectory, output, messages, state)
+        grades = dict(awaited or {})
+        grades |= {r.name: r.grade(arguments) for r in self.rewards if r.name not in grades}
+        parts = {name: grade.value for name, grade in grades.items()}
+        metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
+        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        turns = {} if trajectory is None else self.turn_rewards(task, trajectory)
+        return Scored(total, parts, metrics, turns)
+
+    def _arguments(
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any,
+    ) -> dict[str, Any]:
+        return {
             "output": output,
             "answer": task.answer,
             "info": task.info,
             "task": task,
             "messages": messages,
             "trajectory": trajectory,
+            "state": state,
         }
-        grades = {reward.name: reward.grade(arguments) for reward in self.rewards}
-        parts = {name: grade.value for name, grade in grades.items()}
-        metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
-        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
-        turns = {} if trajectory is None else self.turn_rewards(task, trajectory)
-        return Scored(total, parts, metrics, turns)
 
     def turn_rewards(self, task: Task, trajectory: Trajectory) -> Mapping[int, float]:
         """Returns rewards of single turns by index, in addition to the episode's; none by default.

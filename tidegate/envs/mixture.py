@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from tidegate.envs.base import Environment, load_environment
+from tidegate.envs.rewards import Grade
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 from tidegate.types import Message, Scored, Task, Trajectory
@@ -87,10 +88,20 @@ class Mixture(Environment):
     def rewarders(self) -> Mapping[str, Environment]:
         return {part.name: part.environment for part in self.parts}
 
+    @property
+    def stateful(self) -> bool:
+        return any(part.environment.stateful for part in self.parts)
+
     def score(
-        self, task: Task, trajectory: Trajectory | None, output: str | None, messages: Sequence[Message]
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any = None,
+        awaited: Mapping[str, Grade] | None = None,
     ) -> Scored:
-        return self._part(task).environment.score(task, trajectory, output, messages)
+        return self._part(task).environment.score(task, trajectory, output, messages, state, awaited)
 
     def gold_output(self, task: Task) -> str | None:
         return self._part(task).environment.gold_output(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -14,7 +14,7 @@ from typing import Any
 from tidegate.errors import ConfigError, RewardError
 from tidegate.tracebacks import where
 
-ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory")
+ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory", "state")
 """Parameter names that a reward function may have."""
 
 # Possessive quantifiers, so that matching long runs of blanks or digits takes linear time.
@@ -43,8 +43,9 @@ class Reward:
 
     name: str
     """Name of the part in records and metrics (`reward/<name>`)."""
-    fn: Callable[..., float | Grade]
-    """A pure function with parameters from ARGUMENTS that returns a finite number, a bool or a `Grade`."""
+    fn: Callable[..., float | Grade | Awaitable[float | Grade]]
+    """A function with parameters from ARGUMENTS that returns a finite number, a bool or a `Grade`. It may be
+    async; another one is called in a thread. It is pure, or depends on the episode's `state` alone."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 
@@ -75,19 +76,42 @@ class Reward:
             RewardError: The function raised or did not return a finite number.
         """
         try:
-            result: Any = self.fn(**{name: arguments[name] for name in _parameters(self.fn)})
-        except RewardError as error:
-            raise RewardError(f"the reward {self.name!r}: {error}") from error
+            return self._checked(self.fn(**self._selected(arguments)))
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}{where(error)}"
-            raise RewardError(f"the reward {self.name!r} raised {cause}") from error
+            raise self._described(error) from error
+
+    async def grade_async(self, arguments: Mapping[str, Any]) -> Grade:
+        """Awaits an async function. Arguments, result and exceptions are those of `grade`."""
+        try:
+            result: Any = self.fn(**self._selected(arguments))
+            return self._checked(await result)
+        except Exception as error:
+            raise self._described(error) from error
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.fn)
+
+    @property
+    def needs_state(self) -> bool:
+        return "state" in _parameters(self.fn)
+
+    def _selected(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: arguments[name] for name in _parameters(self.fn)}
+
+    def _checked(self, result: Any) -> Grade:
         value, metrics = (result.value, result.metrics) if isinstance(result, Grade) else (result, {})
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"the reward {self.name!r} returned {value!r}, not a finite number")
+            raise RewardError(f"it returned {value!r}, not a finite number")
         return Grade(float(value), metrics)
 
+    def _described(self, error: Exception) -> RewardError:
+        if isinstance(error, RewardError):
+            return RewardError(f"the reward {self.name!r}: {error}")
+        return RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}{where(error)}")
 
-def _parameters(fn: Callable[..., float | Grade]) -> list[str]:
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
     """Returns the parameters to pass: those in ARGUMENTS, and unknown ones without a default."""
     return [
         name

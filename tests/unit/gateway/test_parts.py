@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.gateway.parsing.parts import Part, PlainParser, ToolCall
+from tidegate.gateway.parsing.parts import Part, PlainParser, SampledCall
 from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 
 
-def read(*pieces: str) -> tuple[str, list[ToolCall], str | None]:
+def read(*pieces: str) -> tuple[str, list[SampledCall], str | None]:
     parser = HERMES.parser(())
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     content = "".join(part for part in parts if isinstance(part, str))
-    return content, [part for part in parts if isinstance(part, ToolCall)], parser.status
+    return content, [part for part in parts if isinstance(part, SampledCall)], parser.status
 
 
 def block(name: str, arguments: object) -> str:
@@ -27,7 +27,7 @@ def block(name: str, arguments: object) -> str:
 def test_a_call_after_some_text() -> None:
     content, calls, status = read("Let me see.\n" + block("calculator", {"expression": "1+2"}))
     assert content == "Let me see."
-    assert calls == [ToolCall("calculator", '{"expression":"1+2"}')]
+    assert calls == [SampledCall("calculator", '{"expression":"1+2"}')]
     assert status == "ok"
 
 
@@ -65,13 +65,13 @@ def test_a_call_that_is_never_closed_stays_content() -> None:
 def test_a_good_call_survives_a_malformed_one() -> None:
     content, calls, status = read("<tool_call>oops</tool_call>" + block("f", {}))
     assert content == "<tool_call>oops</tool_call>"
-    assert calls == [ToolCall("f", "{}")]
+    assert calls == [SampledCall("f", "{}")]
     assert status == "malformed"
 
 
 def test_arguments_given_as_json_text_or_left_out() -> None:
     _, calls, _ = read(block("f", '{"x": 1}') + '<tool_call>{"name": "g"}</tool_call>')
-    assert calls == [ToolCall("f", '{"x":1}'), ToolCall("g", "{}")]
+    assert calls == [SampledCall("f", '{"x":1}'), SampledCall("g", "{}")]
 
 
 def test_plain_text_is_left_as_it_is() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.parsing.parts import Part, PlainParser, Reasoning, ToolCall
+from tidegate.gateway.parsing.parts import Part, PlainParser, Reasoning, SampledCall
 from tidegate.gateway.parsing.reasoning import ReasoningParser
 from tidegate.gateway.parsing.reply import ReplyReader
 from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
@@ -25,7 +25,7 @@ def read(*pieces: str, begun: bool = False) -> tuple[str, str, int]:
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     content = "".join(part for part in parts if isinstance(part, str))
-    return thought, content, sum(isinstance(part, ToolCall) for part in parts)
+    return thought, content, sum(isinstance(part, SampledCall) for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import renderers
 from tests.families import FAMILIES, family_renderer, family_tokenizer
 from tests.unit.gateway.test_families import TOOLS, after, reply, text
 from tests.unit.gateway.test_tool_call_formats import write
-from tidegate.gateway.parsing.parts import ToolCall
+from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 
 KNOWN = {
@@ -66,5 +66,5 @@ def test_calls_are_what_they_read(name: str, form: str) -> None:
         parsed = other.parse_response(own.encode(written), tools=TOOLS).tool_calls
         parser = FORMATS[form].parser(TOOLS)
         parts = [*parser.feed(written), *parser.finish()]
-        mine = [(one.name, json.loads(one.arguments)) for one in parts if isinstance(one, ToolCall)]
+        mine = [(one.name, json.loads(one.arguments)) for one in parts if isinstance(one, SampledCall)]
         assert mine == [(one.name, one.arguments) for one in parsed] == calls

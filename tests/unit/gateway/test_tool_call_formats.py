@@ -15,7 +15,7 @@ from tests.families import FAMILIES, family_renderer
 from tidegate.config import GatewaySettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, ToolCall, ToolUse
+from tidegate.gateway.parsing.parts import Part, SampledCall, ToolUse
 from tidegate.gateway.parsing.reply import ReplyReader
 from tidegate.gateway.parsing.tool_calls.base import forced_start, single_call_stop
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, NONE, choose
@@ -107,14 +107,14 @@ def of(form: str) -> str:
     return form if form in FORMATS else form.rpartition(".")[0]
 
 
-def read(form: str, *pieces: str) -> tuple[str, list[ToolCall], str | None]:
+def read(form: str, *pieces: str) -> tuple[str, list[SampledCall], str | None]:
     parser = FORMATS[of(form)].parser(TOOLS)
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     content = "".join(part for part in parts if isinstance(part, str))
-    return content, [part for part in parts if isinstance(part, ToolCall)], parser.status
+    return content, [part for part in parts if isinstance(part, SampledCall)], parser.status
 
 
-def plain(calls: list[ToolCall]) -> list[tuple[str, Any]]:
+def plain(calls: list[SampledCall]) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
@@ -147,7 +147,7 @@ def test_text_is_given_as_it_comes_and_each_call_when_it_is_whole(form: str) -> 
     if FORMATS[of(form)].call_end is not None:
         assert 0 < after < len(text) * 0.6
     given += parser.finish()
-    assert plain([part for part in given if isinstance(part, ToolCall)]) == CALLS
+    assert plain([part for part in given if isinstance(part, SampledCall)]) == CALLS
     assert "".join(part for part in given if isinstance(part, str)).strip() == ""
 
 
@@ -286,7 +286,7 @@ def test_a_sampled_call_is_read_through_the_models_own_tokens(name: str, form: s
     for one in [*renderer.encode(write(form, CALLS[:1])), renderer.stop_ids[0]]:
         reader.push([one])
     reader.finish()
-    assert plain([part for part in reader.parts if isinstance(part, ToolCall)]) == CALLS[:1]
+    assert plain([part for part in reader.parts if isinstance(part, SampledCall)]) == CALLS[:1]
     assert reader.message()["content"] is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall
+from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
@@ -62,7 +62,7 @@ def blocks(call: PendingTurn) -> list[tuple[Part, str]]:
         elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
             result[-1] = (Reasoning(last.text + part.text), "")
         else:
-            result.append((part, next(call_ids) if isinstance(part, ToolCall) else ""))
+            result.append((part, next(call_ids) if isinstance(part, SampledCall) else ""))
     return result
 
 

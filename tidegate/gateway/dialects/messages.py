@@ -12,7 +12,7 @@ from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse, call_wire
+from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse, call_wire
 from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
@@ -218,7 +218,7 @@ def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
 
 
 def _block(part: Part, key: str = "", signature: str = "") -> dict[str, Any]:
-    if isinstance(part, ToolCall):
+    if isinstance(part, SampledCall):
         return {"type": "tool_use", "id": key, "name": part.name, "input": orjson.loads(part.arguments)}
     if isinstance(part, Reasoning):
         # The signature is never checked, but clients turn unsigned thinking into text.
@@ -266,7 +266,7 @@ class MessageEvents:
         return _event("message_start", message={**message, "usage": usage})
 
     def part(self, choice: int, part: Part) -> bytes:
-        if isinstance(part, ToolCall):
+        if isinstance(part, SampledCall):
             key = self._call.reader.call_ids[self._keys]
             self._keys += 1
             data = self._close() + self._begin(part, key)
@@ -287,7 +287,7 @@ class MessageEvents:
     def _begin(self, part: Part, key: str = "") -> bytes:
         self._index += 1
         self._open = type(part)
-        empty = part._replace(arguments="{}") if isinstance(part, ToolCall) else type(part)("")
+        empty = part._replace(arguments="{}") if isinstance(part, SampledCall) else type(part)("")
         return _event("content_block_start", index=self._index, content_block=_block(empty, key))
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:

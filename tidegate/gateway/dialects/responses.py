@@ -19,7 +19,7 @@ from tidegate.gateway.dialects.responses_items import (
     split_namespace,
 )
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, ToolUse
+from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.pending_turns import PendingTurn
@@ -271,7 +271,7 @@ class ResponseEvents:
         return created + self._event("response.in_progress", response=response)
 
     def part(self, choice: int, part: Part) -> bytes:
-        if isinstance(part, ToolCall):
+        if isinstance(part, SampledCall):
             return self.close() + self._tool_call(part)
         data = b"" if type(self._open) is type(part) else self.close() + self._begin(part)
         text = part.text if isinstance(part, Reasoning) else part
@@ -292,7 +292,7 @@ class ResponseEvents:
         # SDKs raise on an event with an `error` field, but pass on the form that the protocol defines.
         return self._event("error", **payload, error={**payload, "type": refusal.type})
 
-    def _tool_call(self, call: ToolCall) -> bytes:
+    def _tool_call(self, call: SampledCall) -> bytes:
         call_id = self._call.reader.call_ids[self._calls]
         self._calls += 1
         added = self._added(call, call_id)

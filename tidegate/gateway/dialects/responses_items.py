@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, ToolCall, call_wire
+from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, call_wire
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.types import Message
 
@@ -141,7 +141,7 @@ def item_of(
 ) -> dict[str, Any]:
     """Returns an output item, which is empty while in progress."""
     in_progress = status == "in_progress"
-    if isinstance(part, ToolCall):
+    if isinstance(part, SampledCall):
         arguments = "" if in_progress else part.arguments
         fields = {"call_id": call_id, **split_namespace(part.name, namespaces), "arguments": arguments}
         return {"id": f"fc_{key}{_call_suffix(call_id)}", "type": "function_call", "status": status, **fields}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 
-class ToolCall(NamedTuple):
+class SampledCall(NamedTuple):
     """A parsed call; `arguments` is JSON text, as in the OpenAI API."""
 
     name: str
@@ -24,7 +24,7 @@ class Reasoning(NamedTuple):
     text: str
 
 
-Part = str | Reasoning | ToolCall
+Part = str | Reasoning | SampledCall
 """A piece of content, a piece of reasoning, or a complete call."""
 
 

@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Callable, Sequence
 
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, ToolCall, call_wire, find_first
+from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, SampledCall, call_wire, find_first
 from tidegate.gateway.rendering.messages import meaning, template_form
 from tidegate.types import Message
 
@@ -122,7 +122,7 @@ class ReplyReader:
     def _add(self, parts: list[Part]) -> None:
         self.parts += parts
         self.part_ends += [self.seen] * len(parts)
-        self.call_ids += [f"call_{unique_name()[:24]}" for part in parts if isinstance(part, ToolCall)]
+        self.call_ids += [f"call_{unique_name()[:24]}" for part in parts if isinstance(part, SampledCall)]
 
     @property
     def stopped(self) -> str | None:
@@ -135,11 +135,11 @@ class ReplyReader:
 
     def truncate(self, count: int) -> None:
         del self.parts[count:], self.part_ends[count:]
-        del self.call_ids[sum(isinstance(part, ToolCall) for part in self.parts) :]
+        del self.call_ids[sum(isinstance(part, SampledCall) for part in self.parts) :]
 
     def message(self) -> Message:
         content = "".join(part for part in self.parts if isinstance(part, str))
-        calls = [part for part in self.parts if isinstance(part, ToolCall)]
+        calls = [part for part in self.parts if isinstance(part, SampledCall)]
         reasoning = "".join(part.text for part in self.parts if isinstance(part, Reasoning))
         message: Message = {"role": "assistant", "content": content}
         if reasoning:

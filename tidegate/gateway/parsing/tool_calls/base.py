@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.gateway.errors import unsupported
-from tidegate.gateway.parsing.parts import Part, ReplyParser, ToolCall, ToolUse, find_first
+from tidegate.gateway.parsing.parts import Part, ReplyParser, SampledCall, ToolUse, find_first
 
 Tools = Sequence[Any]
 """The tools of a request, in Chat Completions tool_format."""
-Read = Callable[[str, Tools], list[ToolCall] | None]
+Read = Callable[[str, Tools], list[SampledCall] | None]
 """Reads the calls in a block's text; returns None if it is malformed."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.nesting import too_deep
-from tidegate.gateway.parsing.parts import ToolCall
+from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
 
 _TAGS = ("<tool_call>", "</tool_call>")
@@ -23,7 +23,7 @@ def load_json(text: str) -> Any:
         return None
 
 
-def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | None:
+def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> SampledCall | None:
     """Reads a JSON value as a call, its arguments under one of `keys` or omitted; None if it is none."""
     if not isinstance(value, dict):
         return None
@@ -31,23 +31,23 @@ def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall | No
     return make_call(value.get("name"), load_json(arguments) if isinstance(arguments, str) else arguments)
 
 
-def make_call(name: Any, arguments: Any) -> ToolCall | None:
+def make_call(name: Any, arguments: Any) -> SampledCall | None:
     """Creates a call; None if the name is invalid, or the arguments are no JSON object or nested too deep."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
         return None
     try:
-        return ToolCall(name, orjson.dumps(arguments).decode())
+        return SampledCall(name, orjson.dumps(arguments).decode())
     except orjson.JSONEncodeError:
         return None
 
 
-def all_or_none(calls: Sequence[ToolCall | None]) -> list[ToolCall] | None:
+def all_or_none(calls: Sequence[SampledCall | None]) -> list[SampledCall] | None:
     """Returns the calls if all of them were read; else None."""
     valid = [call for call in calls if call is not None]
     return valid if valid and len(valid) == len(calls) else None
 
 
-def _read_list(text: str, _: Tools) -> list[ToolCall] | None:
+def _read_list(text: str, _: Tools) -> list[SampledCall] | None:
     values = load_json(text)
     return all_or_none([read_call(value) for value in values]) if isinstance(values, list) else None
 
@@ -55,7 +55,7 @@ def _read_list(text: str, _: Tools) -> list[ToolCall] | None:
 # Hermes, also Qwen 2.5 and 3: `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>`
 
 
-def _read_hermes(text: str, _: Tools) -> list[ToolCall] | None:
+def _read_hermes(text: str, _: Tools) -> list[SampledCall] | None:
     return all_or_none([read_call(load_json(text))])
 
 
@@ -83,7 +83,7 @@ _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _NAMED = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\s*\[ARGS\](.*)", re.DOTALL)
 
 
-def _read_mistral(text: str, tools: Tools) -> list[ToolCall] | None:
+def _read_mistral(text: str, tools: Tools) -> list[SampledCall] | None:
     named = _NAMED.fullmatch(text)
     if named is None:
         return _read_list(text, tools)
@@ -101,7 +101,7 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\n(.*)\n```\s*", re.DOTALL)
 
 
-def _read_deepseek(text: str, _: Tools) -> list[ToolCall] | None:
+def _read_deepseek(text: str, _: Tools) -> list[SampledCall] | None:
     head, separator, rest = text.partition(_SEPARATOR)
     if not separator:
         return None
@@ -124,7 +124,7 @@ _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIMI_ID = re.compile(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*")
 
 
-def _read_kimi(text: str, _: Tools) -> list[ToolCall] | None:
+def _read_kimi(text: str, _: Tools) -> list[SampledCall] | None:
     head, _separator, arguments = text.partition(_KIMI_ARGUMENTS)
     match = _KIMI_ID.fullmatch(head)
     return None if match is None else all_or_none([make_call(match[1], load_json(arguments))])

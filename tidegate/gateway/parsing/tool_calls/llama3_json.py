@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tidegate.gateway.parsing.parts import Part, ToolCall
+from tidegate.gateway.parsing.parts import Part, SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, json_start, read_call
 
@@ -17,7 +17,7 @@ _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 
 
-def _read(text: str, _: Tools) -> list[ToolCall] | None:
+def _read(text: str, _: Tools) -> list[SampledCall] | None:
     return all_or_none([_call(value) for value in _load_json_values(text)])
 
 
@@ -36,7 +36,7 @@ def _load_json_values(text: str) -> list[Any]:
     return values
 
 
-def _call(value: Any) -> ToolCall | None:
+def _call(value: Any) -> SampledCall | None:
     """Reads a call; an object without arguments is taken for a JSON answer."""
     is_call = isinstance(value, dict) and any(key in value for key in _KEYS)
     return read_call(value, _KEYS) if is_call else None

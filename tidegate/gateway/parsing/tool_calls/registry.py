@@ -12,7 +12,7 @@ import orjson
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import PlainParser, ToolCall, call_wire, function_tool
+from tidegate.gateway.parsing.parts import PlainParser, SampledCall, call_wire, function_tool
 from tidegate.gateway.parsing.tool_calls import json_formats, llama3_json, tagged_formats
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 
@@ -85,7 +85,7 @@ def _reads(tool_format: ToolCallFormat, text: str) -> bool:
     for end in (len(text), *(at for at in range(len(text), 0, -1) if text[at - 1] in "}]")):
         parser = tool_format.parser([_TOOL])
         parts = [*parser.feed(text[:end]), *parser.finish()]
-        calls = [part for part in parts if isinstance(part, ToolCall)]
+        calls = [part for part in parts if isinstance(part, SampledCall)]
         if [(call.name, orjson.loads(call.arguments)) for call in calls] == [("forecast", _ARGUMENTS)]:
             return True
     return False

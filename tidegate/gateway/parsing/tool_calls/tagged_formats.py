@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from tidegate.gateway.parsing.parts import ToolCall
+from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, make_call
 
@@ -16,7 +16,7 @@ _TAGS = ("<tool_call>", "</tool_call>")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def _read_arguments(tools: Tools, name: str, texts: list[tuple[str, str]]) -> list[ToolCall] | None:
+def _read_arguments(tools: Tools, name: str, texts: list[tuple[str, str]]) -> list[SampledCall] | None:
     """Reads a call whose arguments are pairs of a name and a text."""
     schemas = _parameter_schemas(tools, name)
     arguments = {key.strip(): parse_value(text, schemas.get(key.strip())) for key, text in texts}
@@ -68,7 +68,7 @@ _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)\s*>(.*)</function>\s*", re.DOTA
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-def _read_qwen(text: str, tools: Tools) -> list[ToolCall] | None:
+def _read_qwen(text: str, tools: Tools) -> list[SampledCall] | None:
     function = _FUNCTION.fullmatch(text)
     if function is None:
         return None
@@ -92,7 +92,7 @@ _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def _read_glm(text: str, tools: Tools) -> list[ToolCall] | None:
+def _read_glm(text: str, tools: Tools) -> list[SampledCall] | None:
     at = text.find(_ARGUMENTS[0])
     name, pairs = (text, "") if at < 0 else (text[:at], text[at:])
     name = name.strip()
