@@ -1,0 +1,1 @@
+"""The environments of a gateway's tasks, which run in processes of their own."""
