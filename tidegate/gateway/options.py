@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.gateway.engines.engine import PoolOptions
+from tidegate.gateway.environments.base import EnvironmentService
 from tidegate.gateway.groups.rewards import Rewarder
 from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits
@@ -51,6 +52,8 @@ class GatewayOptions:
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
     rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
     """Reward functions by environment name."""
+    environments: EnvironmentService | None = None
+    """Runs the environments' states and tools; None: no environment has any."""
     reward_timeout_s: float = 60.0
     """Timeout of the reward functions of one episode, from their start."""
     session_deadline_s: float = 3600.0

@@ -19,7 +19,7 @@ from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, clients, openapi, schemas
+from tidegate.gateway.http import attempts, clients, openapi, schemas, tools
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import error_response, unless_disconnected
@@ -51,7 +51,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    routes += [attempts.finish_route(gateway), *clients.routes(gateway, conversations)]
+    routes += [attempts.finish_route(gateway), *tools.routes(gateway)]
+    routes += clients.routes(gateway, conversations)
     data = Router(routes, default=AuthMiddleware(gateway, control))
     workers = Router(attempts.routes(gateway), default=data)
 
