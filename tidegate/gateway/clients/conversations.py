@@ -79,7 +79,7 @@ class Conversations:
     @property
     def _scored_by(self) -> Sequence[str]:
         """Names of the reward functions of conversations."""
-        environments = self._gateway.environments
+        environments = self._gateway.options.environments
         info = None if environments is None else environments.info(CONVERSATION)
         return () if info is None else info.rewards
 
