@@ -48,12 +48,11 @@ def state(run: FollowedRun) -> Wire:
     """Returns the state that changes during a run, small enough to be polled every second or two."""
     stamp, ledger = run.refresh(), run.ledger
     publishes, end = ledger.publishes, ledger.end
-    planned = run.files.settings.get("trainer", {}).get("steps")
     return {
         "name": run_name(run.files),
         "stamp": str(stamp),
         "step": run.files.last("step"),
-        "planned": planned if isinstance(planned, int) else None,
+        "planned": run.files.planned,
         "version": publishes[-1]["version"] if publishes else run.files.last("version"),
         "bound": staleness_bound(run.files.settings.get("trainer", {})),
         "status": run.status(),
