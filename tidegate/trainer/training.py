@@ -114,11 +114,10 @@ class Training:
             settings, self.admission, episodes, environment, files.append,
             DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
-        self.clients = ClientLog(self.dir) if self._by_clients else None
-        offered = {} if self.clients is None else {"offered": self.clients.offered}
+        self.clients = ClientLog(self.dir)
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, GroupCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer, **offered,
+            self.tokens, self.rollout.answer, self.clients.offered,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)
@@ -161,7 +160,7 @@ class Training:
         if self.settings.agent.source == "remote":
             set_connected = partial(self._set_serving, missing=NO_WORKER)
             supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
-        if self.clients is not None:
+        if self._by_clients:
             supervisor.watch(self.erasure.watch(), "erasure")
             supervisor.watch(self.clients.watch(self.gateway), "clients")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")

@@ -45,7 +45,7 @@ class RunFiles:
     @property
     def by_clients(self) -> bool:
         """Whether clients run its episodes."""
-        return self.settings.get("agent", {}).get("source") == "client"
+        return bool(self.settings.get("agent", {}).get("source") == "client")
 
     def last(self, key: str) -> float | None:
         return next((row[key] for row in reversed(self.rows) if key in row), None)

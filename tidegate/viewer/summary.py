@@ -143,7 +143,10 @@ def _another_run(run_dir: Path) -> tuple[str, str]:
     agent, name = read_settings(run_dir, []).get("agent", {}), shlex.quote(_free(run_dir).name)
     service = run_dir / SERVICE_SETTINGS
     if service.exists():
-        return "start anew, with other settings", f"tidegate serve {shlex.quote(str(service))} --run.name {name}"
+        return (
+            "start anew, with other settings",
+            f"tidegate serve {shlex.quote(str(service))} --run.name {name}",
+        )
     if ":" not in agent.get("use", "") and agent.get("source") != "client":
         return "train your own agent", f"tidegate init {_free(Path('my-agent')).name}"
     config = shlex.quote(str(run_dir / "config.toml"))

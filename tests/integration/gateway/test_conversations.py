@@ -254,10 +254,17 @@ async def test_comments_and_corrections_are_kept_with_the_conversation(
             "1.b": {"correction": [*messages[:3], {"role": "assistant", "content": "2"}]},
         }
     }
-    assert group.trajectories[0].metadata == expected
+    metadata = group.trajectories[0].metadata
+    received = metadata["received"]
+    assert [(one["name"], one["value"], one["reply"]) for one in received] == [
+        ("a", 0, None),
+        ("b", 0.5, None),
+    ]
+    assert metadata == expected | {"received": received}
+    assert all(0 <= one["after_s"] < 60 for one in received)
     assert group.trajectories[0].reward == 0.5
     async with staged(tmp_path / "tiny", journal=copy, **options) as after:
-        assert (await leased(after)).trajectories[0].metadata == expected
+        assert (await leased(after)).trajectories[0].metadata == metadata
 
 
 async def test_what_cannot_be_kept_is_refused_and_changes_nothing(

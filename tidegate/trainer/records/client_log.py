@@ -1,13 +1,14 @@
-"""`clients.jsonl`: what clients gave the run: their groups and conversations, with rewards and feedback.
+"""`clients.jsonl`: the groups and conversations of clients, with their rewards and feedback.
 
-The ledger has the groups that admission accepted and what became of them. This file adds what the viewer shows
-of them, and those that never enter the ledger: refused ones, and conversations that ended without a reward. Its
-lines have names and numbers, no texts of a conversation, so an erasure leaves them as it leaves the ledger's.
+The ledger has the groups that admission accepted, and their ends. This file adds what the viewer shows of them,
+and what never enters the ledger: refused groups, and conversations that ended without a reward. Its lines have
+names and numbers and no texts of a conversation; an erasure leaves them, as it leaves the ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,8 @@ LONGEST_NAME = 200
 class ClientLog:
     """Appends a line for each group of a client that is offered, and each conversation without a reward.
 
-    A group may be there twice after a crash; its last line counts. Conversations without a reward are listed by
-    the gateway for `GatewayOptions.retention_s`: those that end and expire while no trainer runs are missing.
+    After a crash a group may be there twice; its last line counts. The gateway lists conversations without a
+    reward for `GatewayOptions.retention_s`: those that end and expire while no trainer runs are missing.
 
     Args:
         run_dir: Directory of the run.
@@ -57,10 +58,8 @@ class ClientLog:
     async def watch(self, gateway: GatewayClient) -> None:
         """Record the conversations that end without a reward, for ever."""
         while True:
-            try:
+            with contextlib.suppress(GatewayError):  # it is restarting, and asked again
                 self.ended(await gateway.list_groups())
-            except GatewayError:
-                pass  # it is restarting, and asked again
             await asyncio.sleep(POLL_S)
 
     def ended(self, rows: list[GroupRow]) -> None:
