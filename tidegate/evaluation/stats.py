@@ -92,8 +92,8 @@ def student(mean: float, variance: float, total: int) -> tuple[float, float]:
 def _t_quantile(degrees: int) -> float:
     """Returns the t distribution's quantile at (1 + LEVEL) / 2.
 
-    Exact for one and two degrees of freedom; else the expansion of Abramowitz and Stegun (1964), 26.7.5, whose
-    error is below 1%.
+    Exact for one and two degrees of freedom; else the expansion 26.7.5 of Abramowitz and Stegun (1964), which
+    is less than 1% too small.
     """
     if degrees == 1:
         return math.tan(math.pi * LEVEL / 2)

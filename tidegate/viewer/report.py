@@ -10,7 +10,7 @@ import base64
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tidegate.trainer.ledger.entries import State
+from tidegate.viewer.clients.service import read_service
 from tidegate.viewer.formatting import duration, number, printable
 from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
@@ -54,8 +55,8 @@ def write_report(run_dir: Path) -> Path:
         ConfigError: the directory does not exist or is not a run.
     """
     run = read_run(run_dir)
-    counts = count_ledger(run_dir, run.remarks)
-    page = render(run, counts)
+    counts, service = count_ledger(run_dir, run.remarks), read_service(run)
+    page = render(run, counts, None if service is None else service.to_wire())
     write_reward_png(run, run_dir / "reward.png")
     path = run_dir / "report.html"
     # Replace atomically, so that a browser never loads an incomplete page.
@@ -65,8 +66,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunFiles, counts: LedgerCounts | None) -> str:
-    """Returns the page; reads the run's evaluations for the episodes."""
+def render(run: RunFiles, counts: LedgerCounts | None, service: Mapping[str, Any] | None = None) -> str:
+    """Returns the page; reads the run's evaluations for the episodes.
+
+    Args:
+        run: The run's files.
+        counts: Counts of its ledger.
+        service: Tables of its clients (`ServiceData.to_wire`), in place of episodes of evaluations.
+    """
     import jinja2
 
     pages = jinja2.Environment(
@@ -94,6 +101,7 @@ def render(run: RunFiles, counts: LedgerCounts | None) -> str:
         health=health_charts(run),
         chosen=choose(run.evaluations),
         counts=counts,
+        service=service,
         states=STATES,
         meter=meter,
         steps=[(purpose, printable(command)) for purpose, command in _next_steps(run)],

@@ -17,7 +17,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.clients import conversations
+from tidegate.gateway.clients import conversations, notes
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.project_keys import create_key
 from tidegate.gateway.sessions.session import GatewaySession
@@ -271,7 +271,7 @@ async def test_what_cannot_be_kept_is_refused_and_changes_nothing(
     stage: Stage, user: AsyncOpenAI, key: str
 ) -> None:
     reply = await say(user, [])
-    for number in range(conversations.MAX_NOTES):
+    for number in range(notes.MAX_NOTES):
         await feedback(stage, key, reply.id, 0, name=f"n{number}", comment="c")
     [session] = sessions(stage)
     before = dict(session.metadata), dict(session.rewards)
@@ -301,7 +301,10 @@ async def test_without_feedback_a_conversation_ends_unrewarded(
         assert (session.trajectory.outcome, session.trajectory.reward) == (Outcome.UNREWARDED, None)
         assert stage.gateway.metrics.outcomes["unrewarded"] == 1
         assert stage.gateway.groups.entries() == []
+        [row] = await stage.client.list_groups()
+        assert (row.client, row.outcome, row.unended) == ("me", "unrewarded", 0)
         await say(user, messages, "later")
+        assert [one.outcome for one in await stage.client.list_groups()] == ["unrewarded", None]
         assert len(sessions(stage)) == 2, "what continues it is a new conversation"
 
 

@@ -1,8 +1,8 @@
 """`clients.jsonl`: the groups and conversations of clients, with their rewards and feedback.
 
-The ledger has the groups that admission accepted, and their ends. This file adds what the viewer shows of them,
-and what never enters the ledger: refused groups, and conversations that ended without a reward. Its lines have
-names and numbers and no texts of a conversation; an erasure leaves them, as it leaves the ledger.
+The ledger has the groups that admission accepted, and their ends. This file adds what the viewer shows of
+them, and what never enters the ledger: refused groups, and conversations that ended without a reward. Lines
+have names and numbers and no texts of a conversation; an erasure leaves them, as it leaves the ledger.
 """
 
 from __future__ import annotations

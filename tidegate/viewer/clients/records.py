@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,10 @@ class ClientRecords:
     comments: int = 0
     corrections: int = 0
 
+    def read(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            self.add(line)
+
     def add(self, line: Mapping[str, Any]) -> None:
         """Counts a line; of a group that is there already, only what became of it."""
         group, client, state = (line.get(name) for name in ("group", "client", "state"))
@@ -74,7 +78,7 @@ class ClientRecords:
             else:
                 self.mixed.add(reward)
         feedback = mappings(episode.get("feedback"))
-        given = {one.get("name") for one in feedback}
+        given = [one.get("name") for one in feedback]
         for one in feedback:
             self._add_value(one.get("name"), one.get("value"), one.get("after_s"))
         for name, value in as_mapping(episode.get("parts")).items():

@@ -20,14 +20,17 @@ from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import REFUSED, TAKEN, ClientRecords, NamedReward
 from tidegate.viewer.clients.running_mean import RunningMean
 from tidegate.viewer.formatting import as_mapping, known, printable
-from tidegate.viewer.run_files import RunFiles
+from tidegate.viewer.ledger import apply_entries, committed
+from tidegate.viewer.run_files import RunFiles, objects
 
 Wire = dict[str, Any]
-COLUMNS = ("trained", "waiting", "filtered", "stale", "unrewarded", "refused", "failed")
+COLUMNS = ("trained", "waiting", "filtered", "stale", "unrewarded", "refused", "cancelled", "failed")
 """What became of conversations and groups; each is in one of them."""
+ALWAYS = ("trained", "unrewarded", "refused", "stale")
+"""Columns that are shown although they are empty."""
 _COLUMN = {
     State.TRAINED: "trained", State.STEPPED: "trained", State.LIVE: "waiting", State.FILTERED: "filtered",
-    State.STALE: "stale",
+    State.STALE: "stale", State.CANCELLED: "cancelled",
 }  # fmt: skip
 MOST_VERSIONS = 100
 MOST_NAMES = 50
@@ -36,7 +39,7 @@ MOST_REASONS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServiceData:
-    """What a run's files say of its clients. `committed` is the ledger's position in the newest checkpoint."""
+    """What a run's files say of its clients. `committed` is the newest checkpoint's place in the ledger."""
 
     files: RunFiles
     ledger: LedgerState
@@ -50,11 +53,14 @@ class ServiceData:
         """Returns all tables and charts. All texts are safe to print."""
         counts, records = ends_by_key(self.ledger, self.committed, self.records), self.records
         versions = self.history.versions()
+        total = sum(counts.values(), Counter())
+        columns = [name for name in COLUMNS if total[name] or name in ALWAYS]
         return {
-            "columns": COLUMNS,
-            "total": _key_row("", sum(counts.values(), Counter()), RunningMean.of(records.rewards.values())),
+            "columns": columns,
+            "total": _key_row("", total, RunningMean.of(records.rewards.values()), columns),
             "keys": [
-                _key_row(key, counts[key], records.rewards.get(key, RunningMean())) for key in sorted(counts)
+                _key_row(key, counts[key], records.rewards.get(key, RunningMean()), columns)
+                for key in sorted(counts)
             ],
             "refusals": records.refusals.most_common(MOST_REASONS),
             "erased": len(self.ledger.erased),
@@ -90,7 +96,13 @@ class ServiceData:
             "waited": sum(value >= 1.0 for value in seconds),
             "mean": float(np.mean(seconds)) if seconds else None,
             "largest": max(seconds, default=None),
-            "chart": lines("Waits before publishes", [Series("wait", waits)], note=note, y_range=(0.0, None)),
+            "chart": lines(
+                "Waits before publishes",
+                [Series("wait", waits)],
+                note=note,
+                y_range=(0.0, None),
+                size=(960, 200),
+            ),
         }
 
     def _promotion(self, versions: Sequence[VersionRecord]) -> Wire | None:
@@ -134,9 +146,9 @@ def _column(item: LedgerItem, committed: int) -> str:
     return _COLUMN.get(state, "failed")
 
 
-def _key_row(name: str, counts: Counter[str], rewards: RunningMean) -> Wire:
-    numbers = [counts[column] for column in COLUMNS]
-    return {"name": printable(name), "count": sum(numbers), "ends": numbers, "reward": rewards.to_wire()}
+def _key_row(name: str, counts: Counter[str], rewards: RunningMean, columns: Sequence[str]) -> Wire:
+    ends = [counts[column] for column in columns]
+    return {"name": printable(name), "count": counts.total(), "ends": ends, "reward": rewards.to_wire()}
 
 
 def feedback_rows(named: Mapping[str, NamedReward]) -> list[Wire]:
@@ -193,6 +205,20 @@ def reward_chart(versions: Iterable[VersionRecord], rewards: Mapping[int, Runnin
 def _test_row(test: Mapping[str, Any]) -> Wire:
     names = ("reward", "live_reward", "episodes", "live_episodes", "low", "high", "margin", "least")
     return {name: known(test.get(name)) for name in names}
+
+
+def read_service(files: RunFiles) -> ServiceData | None:
+    """Reads what a run's files say of its clients; None if clients do not run its episodes."""
+    if not files.by_clients:
+        return None
+    ledger, history, records = LedgerState(), VersionHistory(), ClientRecords()
+    for name, take in (
+        ("ledger.jsonl", lambda found: apply_entries(ledger, history.read(found))),
+        ("clients.jsonl", records.read),
+    ):
+        if (path := files.dir / name).exists():
+            take(objects(path, files.remarks))
+    return ServiceData(files, ledger, committed(files.dir), records, history, read_test(files.dir))
 
 
 def read_test(run_dir: Path) -> Mapping[str, Any]:

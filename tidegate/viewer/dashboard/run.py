@@ -116,8 +116,7 @@ class FollowedRun:
         if self._clients_tail.restarted():
             self._restarts += 1
             self.clients = ClientRecords()
-        for line in self._clients_tail.objects():
-            self.clients.add(line)
+        self.clients.read(self._clients_tail.objects())
 
     def service(self) -> ServiceData:
         """Returns what the files say of clients so far."""

@@ -71,7 +71,7 @@ def _steps_of(run: FollowedRun, group: str, ends: list[tuple[int, int]]) -> list
 def _notes_of(run: FollowedRun, step: int, member: EpisodeSummary) -> Iterator[Wire]:
     summary, record = run.records.read("step", step, member.line)
     metadata = as_mapping(record.get("metadata"))
-    received = {one.get("name"): one.get("value") for one in mappings(metadata.get("received"))}
+    received = {str(one.get("name")): one.get("value") for one in mappings(metadata.get("received"))}
     for key, note in as_mapping(metadata.get("feedback")).items():
         turn, _, name = str(key).partition(".")
         if isinstance(note, Mapping):
