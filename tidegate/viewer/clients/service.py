@@ -130,14 +130,17 @@ def ends_by_key(ledger: LedgerState, committed: int, records: ClientRecords) -> 
 
     The ledger decides on those that it has.
     """
+    ends = Counter((item.issued.get("client"), _column(item, committed)) for item in ledger.groups.values())
+    others = {TAKEN: "waiting", REFUSED: "refused", "unrewarded": "unrewarded"}
+    ends.update(
+        (client, others.get(state, "failed"))
+        for group, (client, state) in records.groups.items()
+        if group not in ledger.groups
+    )
     counts: dict[str, Counter[str]] = {}
-    for item in ledger.groups.values():
-        if (client := item.issued.get("client")) is not None:
-            counts.setdefault(printable(client), Counter())[_column(item, committed)] += 1
-    for group, (client, state) in records.groups.items():
-        if group not in ledger.groups:
-            column = {TAKEN: "waiting", REFUSED: "refused", "unrewarded": "unrewarded"}.get(state, "failed")
-            counts.setdefault(printable(client), Counter())[column] += 1
+    for (client, column), count in ends.items():
+        if isinstance(client, str):
+            counts.setdefault(client, Counter())[column] += count
     return counts
 
 
