@@ -189,8 +189,13 @@ def version_rows(versions: Sequence[VersionRecord], rewards: Mapping[int, Runnin
 
 
 def reward_chart(versions: Iterable[VersionRecord], rewards: Mapping[int, RunningMean]) -> Chart | None:
-    """Returns the mean reward of each version with its interval, by the step that wrote the version."""
+    """Returns the mean reward of each version with its interval, by the step that wrote the version.
+
+    None for fewer than two versions.
+    """
     newest = {record.step: rewards[record.version] for record in versions if record.version in rewards}
+    if len(newest) < 2:
+        return None
     points = [(float(step), newest[step]) for step in sorted(newest)]
     means = [(step, one.mean) for step, one in points]
     bounds = [(step, interval) for step, one in points if (interval := one.interval()) is not None]

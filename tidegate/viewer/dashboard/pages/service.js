@@ -69,7 +69,7 @@ function noteCard(one) {
 function feedbackOf(found, notes) {
   const names = [["name"], ["values", "number"], ["mean", "number"], ["95% interval", "number"], ["least", "number"], ["largest", "number"],
     ["median delay", "number", "from the end of the reply to the feedback"], ["90%", "number", "nine of ten came sooner"], ["longest", "number"]];
-  const rows = found.feedback.map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), right(whole(one.count)), mean(one),
+  const rows = found.feedback.map((one) => h("tr", {}, h("th", { class: "name", scope: "row" }, one.name), right(whole(one.count)), mean(one),
     right(brief(one.least)), right(brief(one.largest)), (one.delays ?? [null, null, null]).map((seconds) => right(span(seconds)))));
   const hidden = found.names - found.feedback.length;
   const kept = [found.comments ? plural(found.comments, "comment") : null, found.corrections ? plural(found.corrections, "correction") : null].filter(Boolean).join(" and ");
@@ -145,7 +145,7 @@ function testOf(promotion) {
       ["candidate", `${number(test.reward)} of ${plural(test.episodes, "conversation")}`],
       ["live version", `${number(test.live_reward)} of ${plural(test.live_episodes, "conversation")}`],
       ["difference", number(test.reward - test.live_reward)],
-      ["bounds, 99% at any time", known ? `${number(test.low)} to ${number(test.high)}` : null],
+      ["bounds, each 99% at any time", known ? `${number(test.low)} to ${number(test.high)}` : null],
     ]),
     known ? bounds(test) : null,
     h("p", { class: "soft small" }, known
