@@ -79,7 +79,7 @@ function feedbackOf(found, notes) {
     rows.length ? h("div", { class: "card wide" }, h("table", { class: "list" }, heads(names), h("tbody", {}, rows))) : h("p", { class: "soft" }, "No value has come yet."),
     hidden > 0 ? h("p", { class: "soft" }, `${plural(hidden, "rarer name")} not shown.`) : null,
     kept ? [h("h3", {}, "Comments and corrections"),
-      h("p", { class: "soft" }, `${kept}${notes.length ? "; the newest of trained or dropped conversations:" : "; their conversations are not in a step yet, or were erased."}`),
+      h("p", { class: "soft" }, `${kept}${notes.length ? "; the newest of trained or dropped conversations:" : "; their conversations are in no step yet, or were refused or erased."}`),
       h("div", { class: "notes" }, notes.map(noteCard))] : null,
   ];
 }
@@ -112,7 +112,7 @@ function gateOf(gate) {
   ];
 }
 
-// The bounds of the difference between −1.5 and 1.5 times their largest size, with 0 and the margin marked.
+// The bounds of the difference as a bar, with 0 and the margin marked.
 function bounds(test) {
   const shape = (name, attributes) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -122,7 +122,7 @@ function bounds(test) {
   const difference = test.reward - test.live_reward;
   const size = 1.15 * Math.max(test.margin, Math.abs(test.low), Math.abs(test.high), 1e-9);
   const at = (value) => 200 + (190 * Math.min(1, Math.max(-1, value / size)));
-  const svg = shape("svg", { viewBox: "0 0 400 46", role: "img", class: "bounds", "aria-label": `difference ${brief(difference)}, between ${brief(test.low)} and ${brief(test.high)}; margin ${brief(test.margin)}` });
+  const svg = shape("svg", { viewBox: "-90 0 500 46", role: "img", class: "bounds", "aria-label": `difference ${brief(difference)}, between ${brief(test.low)} and ${brief(test.high)}; margin ${brief(test.margin)}` });
   const mark = (value, text, anchor) => {
     const label = shape("text", { class: "tick", x: at(value), y: 42, "text-anchor": anchor });
     label.textContent = text;
