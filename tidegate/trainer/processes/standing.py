@@ -152,6 +152,7 @@ class StandingService:
             given["gateway"]["keys"] = str(settings.gateway.keys.absolute())
         if "steps" not in settings.trainer.model_fields_set:
             del given["trainer"]["steps"]
+        self._dir.chmod(0o700)  # the settings may have keys
         write_atomically(self._dir / SERVICE_SETTINGS, sections.to_toml(given))
 
 
