@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -99,7 +100,8 @@ class EnvironmentClient(HttpClient):
 
     def _path(self, episode: str, path: str = "") -> str:
         url = self._urls[zlib.crc32(episode.encode()) % len(self._urls)]
-        return f"{url}/episodes/{episode}{path}"
+        name = quote(episode, safe="") or "-"  # an endpoint's evaluation has no sessions, and no states
+        return f"{url}/episodes/{name}{path}"
 
     @staticmethod
     def _result(answer: Mapping[str, Any]) -> Any:
