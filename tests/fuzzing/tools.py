@@ -1,7 +1,7 @@
 """A fuzzed agent with tools: calls by both routes, replies to the other side, in any order and any form.
 
-Invariants: no response says that the gateway itself failed; statuses are those that the pages name; the calls that
-were answered, and no others, are recorded as they were answered.
+Invariants: no response says that the gateway itself failed; statuses are those that the pages name; the
+record has the calls that were answered, and no others.
 """
 
 from __future__ import annotations
