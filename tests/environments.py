@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.envs.base import Done, Environment
+from tidegate.envs.service.scoring import score
 from tidegate.envs.tools import ToolError, text_of, tool
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.types import Message, Scored, Task, Trajectory
@@ -79,6 +80,8 @@ class LocalEnvironments:
         self.states.clear()
         self._results.clear()
 
+    async def start(self) -> None: ...
+
     async def setup(self, episode: str, task: Task, deadline_s: float, create: bool = True) -> None:
         self.events.append(("setup" if create else "check", episode))
         if self.hold is not None:
@@ -118,9 +121,8 @@ class LocalEnvironments:
 
     async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
         environment = self._environments[task.env]
-        return await environment.score_async(
-            task, trajectory, trajectory.output, trajectory.messages, self._state(episode)
-        )
+        state = self._state(episode) if environment.stateful else None
+        return await score(environment, task, trajectory, trajectory.output, trajectory.messages, state)
 
     async def teardown(self, episode: str) -> None:
         self.events.append(("teardown", episode))

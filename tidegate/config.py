@@ -20,6 +20,10 @@ from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 
+SERVICE_SETTINGS = "service.toml"
+"""File in the run directory of a standing service with the service's settings."""
+ENDLESS = 10**9
+"""`trainer.steps` of a standing service whose settings give no limit."""
 __all__ = ["EngineSettings", "EnvSettings", "GatewaySettings", "ModelSettings", "Settings", "load_settings"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
+from tests.unit.viewer.service_run import write_service_run
 from tests.waiting import announced
 from tidegate.trainer.ledger.entries import entry
 
@@ -228,6 +229,42 @@ async def test_a_problem_before_and_after(port: int, url: str) -> None:
         )
         assert heads == ["Step 0reward 0", "Step 3reward 1"]
         clean(page, url)
+
+
+async def test_a_service_has_a_page_with_its_clients_texts_as_texts(port: int, tmp_path: Path) -> None:
+    run = write_service_run(tmp_path / "run")
+    with viewed(run.dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/")
+            await page.until("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
+            await page.press("g", "v")
+            await page.until("document.querySelectorAll('.note').length === 2")
+            texts = await page.look("document.querySelector('main').textContent")
+            for text in (
+                EVIL,
+                f"unkind {EVIL}",
+                f"better {EVIL}",
+                "Version 2 is in test",
+                "No publish waits now",
+            ):
+                assert text in texts
+            assert await page.look("window.pwned === undefined && !document.querySelector('main img')")
+            assert await page.look("document.querySelector('svg.bounds').getBoundingClientRect().width") > 200
+            for width in (1400, 700, 400):
+                await page.width(width)
+                assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0, width
+            late = run.conversation("shop.late", 1.0)
+            run.take(late)
+            await page.until("document.querySelector('main tfoot').textContent.includes('all keys6')")
+            await page.look("document.querySelectorAll('.note a')[1].click()")
+            await page.until("document.querySelector('.flow')")
+            clean(page, url)
+
+
+async def test_a_run_without_clients_has_no_such_page(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        assert not await page.look("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
 
 
 @pytest.mark.parametrize("width", [700, 400])

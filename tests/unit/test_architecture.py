@@ -41,7 +41,13 @@ ALLOWED = {
     "engine": set(),
     "agents": {"rag.client"},
     "rag": set(),
-    "viewer": {"trainer.checkpoint.checkpoint", "trainer.ledger.entries", "trainer.ledger.state"},
+    "viewer": {
+        "evaluation.stats",
+        "trainer.checkpoint.checkpoint",
+        "trainer.ledger.entries",
+        "trainer.ledger.state",
+        "trainer.ledger.versions",
+    },
     "plan": {
         "engine.options",
         "trainer.cluster.placement",
@@ -82,6 +88,7 @@ ALLOWED = {
     "evaluation": {
         "envs.base",
         "trainer.checkpoint.checkpoint",
+        "gateway.environments.client",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",
         "trainer.processes.servers",

@@ -87,6 +87,10 @@ class GroupRow:
     """Newest policy version of a group that is ready or leased."""
     reward: float | None = None
     """Mean reward of such a group's episodes."""
+    client: str | None = None
+    """Name of the project key that began a live group; None if none did."""
+    outcome: str | None = None
+    """How a client's conversation has ended without a reward; None if it has not."""
 
 
 class GatewayClient(HttpClient):

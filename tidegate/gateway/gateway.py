@@ -66,7 +66,7 @@ class Gateway:
             options.id_prefix,
             on_new_epoch=lambda: self.finisher.cancel_older(),
         )
-        self.scorer = Scorer(options.rewarders, options.reward_timeout_s)
+        self.scorer = Scorer(options.environments)
         self.states = EpisodeStates(options.environments, self.journal, options.grace_s)
         self.environments = EnvironmentCalls(self.states, self.journal, self.metrics)
         self.finisher = SessionFinisher(
@@ -103,6 +103,8 @@ class Gateway:
         report = await asyncio.to_thread(check_conformance, self.renderer)
         log.info("chat template: %s", report.summary())
         log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
+        if self.options.environments is not None:
+            await self.options.environments.start()
         recovered = self.journal.load()
         self.groups.restore(recovered)
         self.pool.trainer_managed = recovered.trainer_managed

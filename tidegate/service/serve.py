@@ -25,6 +25,7 @@ import uvicorn
 
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
+from tidegate.service.http_protocol import JoiningProtocol
 from tidegate.service.parent_death import continue_at_parent_exit
 
 log = logging.getLogger("tidegate.service.serve")
@@ -43,6 +44,10 @@ class Listen:
     """A bound socket inherited from the owner, instead of host and port."""
     listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
     """Registration elsewhere: entered with the URL once the server accepts calls, left before it exits."""
+
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
 
 
 def bind(listen: Listen) -> socket.socket:
@@ -74,7 +79,12 @@ def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> Non
     """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit."""
     # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75
+        app,
+        http=JoiningProtocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
     )
     server = _Announcing(config, listen, url_of(sock))
     if listen.owned:

@@ -44,10 +44,14 @@ async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
     poll = schemas.read(schemas.NextAttempts, await read_body(receive))
     taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s)
     taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
-    if taken is not None:
-        root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
-        rows = [_row(session, key, root) for session, key in taken]
-        await respond(send, 200, orjson.dumps({"attempts": rows}))
+    if taken is None:
+        return
+    if not taken:
+        await respond(send, 200, b'{"attempts":[]}')
+        return
+    root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
+    rows = [_row(session, key, root) for session, key in taken]
+    await respond(send, 200, orjson.dumps({"attempts": rows}))
 
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:

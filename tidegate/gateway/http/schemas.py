@@ -234,7 +234,8 @@ def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any
             versions = [version for session in members if (version := session.oldest_version()) is not None]
             unended = sum(member.ending is None for member in members)
             oldest = min(versions, default=None)
-            rows.append(_group_row(group_id, "live", oldest, [m.id for m in members], unended))
+            row = _group_row(group_id, "live", oldest, [m.id for m in members], unended)
+            rows.append(row | {"client": members[0].client, "outcome": _unrewarded_end(members[0])})
     for entry in groups.entries():
         ids = [trajectory.session_id for trajectory in entry.group.trajectories]
         group = entry.group
@@ -253,6 +254,14 @@ def _group_row(
         "sessions": sessions,
         "unended": unended,
     }
+
+
+def _unrewarded_end(session: GatewaySession) -> str | None:
+    """Returns the outcome of a client's conversation that has ended without a reward; else None."""
+    trajectory = session.trajectory
+    if session.conversation is None or trajectory is None or trajectory.reward is not None:
+        return None
+    return trajectory.outcome.value
 
 
 def _mean_reward(group: Group) -> float | None:
