@@ -100,6 +100,21 @@ async def test_an_episode_shows_its_output_the_gold_answer_and_the_reward_parts(
         clean(page, url)
 
 
+async def test_calls_of_tools_stand_in_the_timeline(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/1")
+        await page.until("document.querySelector('.turn.tool')")
+        blocks = "[...document.querySelectorAll('.turns > section')].map(one => one.id || one.textContent)"
+        look, turn, add, *_ = await page.look(blocks)
+        assert look == f'look({{"at": "{EVIL}"}})tool error0.500 sThere is no {EVIL}.'
+        assert (turn, add) == ("turn-0", 'add({"left": 3, "right": 4})0.125 s7')
+        await page.press("m")
+        await page.until(
+            "document.querySelectorAll('.message').length && document.querySelector('.turn.tool')"
+        )
+        clean(page, url)
+
+
 async def test_from_the_overview_to_a_token_by_keys_alone(port: int, url: str) -> None:
     async with chromium.page(port) as page:
         await page.open(f"{url}/")

@@ -251,7 +251,8 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
+        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli\n"
+        "assert 'mcp' not in sys.modules, 'it is imported at the first MCP request'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -270,7 +271,7 @@ def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
         "import sys, tidegate.cli\n"
         "try: tidegate.cli.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy', 'mcp'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

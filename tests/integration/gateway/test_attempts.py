@@ -53,7 +53,8 @@ async def test_a_worker_runs_an_attempt_from_the_queue_to_its_reward(stage: Stag
     [attempt] = await waiting
     assert attempt == {
         "attempt": session_id, "task": {"id": "t1", "messages": TASK.messages},
-        "base_url": f"{stage.url}/s/{session_id}/v1", "api_key": attempt["api_key"], "model": "policy",
+        "base_url": f"{stage.url}/s/{session_id}/v1", "tools_url": f"{stage.url}/s/{session_id}/tools",
+        "mcp_url": f"{stage.url}/s/{session_id}/mcp", "api_key": attempt["api_key"], "model": "policy",
         "seed": 7, "deadline_s": 20.0, "heartbeat_s": 60.0,
     }, "nothing of the answer"  # fmt: skip
     await talk(attempt)

@@ -103,25 +103,31 @@ class EnvironmentCalls:
         newest = session.tree.newest()
         turn = None if newest is None else newest.turn.index
         started, clock = time.time(), time.perf_counter()
-        result = await self._call(session, name, arguments, key)
+        names = [tool["function"]["name"] for tool in self.tools(session)]
+        result = await self._call(session, name, arguments, key, names)
         call = ToolCall(
             name, dict(arguments), bounded(result.content), result.error, turn, started,
-            time.perf_counter() - clock,
+            time.perf_counter() - clock, name in names,
         )  # fmt: skip
         number = session.tool_calls.numbers
         session.tool_calls.numbers += 1
         await self._journal.tool_called(session, number, call, key)
         session.tool_calls.recorded.append(call)
-        label = name if name in self._names(session) else UNKNOWN
+        label = name if call.known else UNKNOWN
         self._metrics.tool_calls[label] += 1
         self._metrics.tool_errors[label] += call.error
         self._metrics.tool_seconds.observe(call.seconds)
         return call
 
     async def _call(
-        self, session: GatewaySession, name: str, arguments: Mapping[str, Any], key: str | None
+        self,
+        session: GatewaySession,
+        name: str,
+        arguments: Mapping[str, Any],
+        key: str | None,
+        names: Sequence[str],
     ) -> ToolResult:
-        names, service = self._names(session), self._states.service
+        service = self._states.service
         if service is None or name not in names:
             known = f"the tools are {', '.join(names)}" if names else "this episode has no tools"
             return ToolResult(f"there is no tool {name!r}; {known}", error=True)
@@ -133,9 +139,6 @@ class EnvironmentCalls:
         except EpisodeLostError as error:
             self._states.lose(session, str(error))
             raise environment_failure(str(session.state_lost)) from error
-
-    def _names(self, session: GatewaySession) -> list[str]:
-        return [tool["function"]["name"] for tool in self.tools(session)]
 
 
 def bounded(text: str) -> str:

@@ -77,6 +77,29 @@ class WorkerFinish(AgentReport):
         return outcome
 
 
+class ToolArguments(Body):
+    """Arguments of a tool, by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class AgentReply(Body):
+    """A reply that the environment's other side answers."""
+
+    message: Annotated[
+        dict[str, Any],
+        Field(json_schema_extra={"properties": {"role": {"type": "string"}}, "required": ["role"]}),
+    ]
+    """A chat message with a `role`."""
+
+    @field_validator("message")
+    @classmethod
+    def _has_role(cls, message: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(message.get("role"), str):
+            raise ValueError("a chat message has a role and a content")
+        return message
+
+
 class ClientEpisodeRequest(Body):
     task_id: Annotated[str, Field(min_length=1, max_length=200)]
     metadata: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
-from tidegate.types import Group, Task, Trajectory
+from tidegate.types import Group, Task, ToolCall, Trajectory
 
 
 def recorder(directory: Path, versions: list[int]) -> Recorder:
@@ -99,6 +99,21 @@ def test_tool_calls_are_those_of_the_recorded_messages(tmp_path: Path) -> None:
     assert found["tool_calls/malformed_ratio"] == 0.5
 
 
+def test_calls_of_the_environments_tools_are_counted_by_tool(tmp_path: Path) -> None:
+    told, other = episode(), episode()
+    told.tool_calls = [
+        ToolCall("enter", {"digit": 4}, "closed", False, 0, 1.0, 0.5),
+        ToolCall("enter", {"digit": 11}, "11 is not a digit", True, 0, 2.0, 0.25),
+        ToolCall("made_up", {}, "there is no tool 'made_up'", True, 0, 3.0, 0.25, known=False),
+    ]
+    found = recorder(tmp_path, []).batch_metrics(batch(told, other), 1)
+    assert {name: value for name, value in found.items() if name.startswith("tools/")} == {
+        "tools/enter_calls": 2, "tools/enter_errors": 1, "tools/unknown_calls": 1, "tools/unknown_errors": 1,
+    }  # fmt: skip
+    assert found["time/tool"] == 0.5
+    assert "time/tool" not in recorder(tmp_path, []).batch_metrics(batch(other), 1)
+
+
 def test_what_was_dropped_is_compared_with_what_was_trained_on(tmp_path: Path) -> None:
     """Trained: 3 tokens each, rewards 1 and 0.5. Dropped: 3 tokens with reward 0, and one that has none."""
     some = batch(episode(), episode(reward=0.5))
@@ -150,6 +165,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
 
 def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
     mixed = batch(episode(env="a"), episode(env="b"))
+    mixed.groups[0].trajectories[0].tool_calls = [ToolCall("told", {}, "", False)]
     mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0)]), State.FILTERED))
     return recorder(directory, []).batch_metrics(mixed, 1)
 
