@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -65,7 +66,7 @@ class EnvironmentClient(HttpClient):
         return self._infos.get(env)
 
     async def setup(self, episode: str, task: Task, deadline_s: float, create: bool = True) -> None:
-        body = {"task": task.to_wire(), "deadline_s": deadline_s, "create": create}
+        body = {"task": _json(task), "deadline_s": deadline_s, "create": create}
         self._result(await self._request("PUT", self._path(episode), body))
 
     async def call_tool(
@@ -83,7 +84,7 @@ class EnvironmentClient(HttpClient):
 
     async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
         info = self._infos[trajectory.env]
-        body = {"task": task.to_wire(), "trajectory": to_wire(trajectory), "stateful": info.stateful}
+        body = {"task": _json(task), "trajectory": to_wire(trajectory), "stateful": info.stateful}
         answer = await self._request("POST", self._path(episode, "/score"), body)
         match answer.get("kind"):
             case "reward":
@@ -116,7 +117,8 @@ class EnvironmentClient(HttpClient):
 
         Every request may be repeated: a service returns the first result. Raises EpisodeLostError.
         """
-        data, failures, until = msgspec.msgpack.encode(body), 0, time.monotonic() + within_s
+        data = msgspec.msgpack.encode(body)
+        failures, until = 0, time.monotonic() + within_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENT_S)
         while True:
             try:
@@ -136,3 +138,8 @@ class EnvironmentClient(HttpClient):
                     ) from None
                 await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
                 failures += 1
+
+
+def _json(task: Task) -> str:
+    """Returns a task as JSON, which has integers of any size. Values that it lacks become texts."""
+    return json.dumps(task.to_wire(), default=str)
