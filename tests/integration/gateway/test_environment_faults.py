@@ -25,6 +25,7 @@ from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.environments import calls, states
 from tidegate.gateway.environments.base import EpisodeLostError
+from tidegate.gateway.sessions import session as session_module
 from tidegate.types import Outcome
 
 ASK: list[Any] = [*TASK.messages]
@@ -157,6 +158,23 @@ async def test_large_arguments_and_names_are_refused(stage: Stage, service: Loca
     with pytest.raises(openai.APIStatusError, match="more than the limit"):
         await session.respond({"role": "assistant", "content": "4" * calls.MAX_ARGUMENTS})
     assert service.calls == 0
+
+
+@pytest.mark.parametrize("budget", ["calls", "bytes"])
+async def test_a_budget_of_tool_calls_truncates_the_episode(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, budget: str
+) -> None:
+    if budget == "bytes":
+        monkeypatch.setattr(session_module, "MAX_RECORDED", 150)
+    session = await opened(stage, limits={"tool_calls": 2} if budget == "calls" else {})
+    await ask(session)
+    for number in (1, 2):
+        await session.call(call("read", str(number)))
+    with pytest.raises(openai.PermissionDeniedError, match="budget is exhausted"):
+        await session.call(call("read", "3"))
+    assert (await session.call(call("read", "2")))["content"] == "é" * 10, "a repeated call is no new one"
+    trajectory = await finished(stage, session, outcome="agent_error")
+    assert (trajectory.outcome, len(trajectory.tool_calls)) == (Outcome.TRUNCATED, 2)
 
 
 async def test_a_call_that_does_not_return_ends_with_the_session(

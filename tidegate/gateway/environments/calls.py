@@ -15,7 +15,7 @@ from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.errors import environment_failure
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.session import GatewaySession, check_tool_calls
 from tidegate.types import Message, ToolCall
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class EnvironmentCalls:
             key: A repeated call with the same key returns the first one's result.
 
         Raises:
-            ApiError: The environment's state is lost.
+            ApiError: The environment's state is lost, or a budget of the session is exhausted.
             GatewayError: The session is over (410), the call cannot be recorded (503), or it is too large.
         """
         _check_arguments(name, arguments)
@@ -62,6 +62,7 @@ class EnvironmentCalls:
         if isinstance(earlier, ToolCall):
             return ToolResult(earlier.result, earlier.error)
         if earlier is None:
+            check_tool_calls(session)
             earlier = asyncio.create_task(self._record(session, name, arguments, key), name=f"tool {name}")
             session.tool_calls.start_call(earlier, key, name, arguments)
         call = await self._result(session, earlier)
@@ -112,7 +113,7 @@ class EnvironmentCalls:
         number = session.tool_calls.numbers
         session.tool_calls.numbers += 1
         await self._journal.tool_called(session, number, call, key)
-        session.tool_calls.recorded.append(call)
+        session.tool_calls.add(call)
         label = name if call.known else UNKNOWN
         self._metrics.tool_calls[label] += 1
         self._metrics.tool_errors[label] += call.error

@@ -12,7 +12,7 @@ from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.pending_turns import PendingTurns
-from tidegate.gateway.sessions.tool_calls import SessionToolCalls
+from tidegate.gateway.sessions.tool_calls import MAX_RECORDED, SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -276,6 +276,15 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
             retryable=True,
         )
     return left
+
+
+def check_tool_calls(session: GatewaySession) -> None:
+    """Raises ApiError if the session may call no more tools."""
+    calls, limit = session.tool_calls, session.limits.tool_calls
+    if limit is not None and (number := len(calls.recorded) + len(calls.running)) >= limit:
+        raise _budget_exceeded(session, f"tool calls: {number} of {limit}")
+    if calls.size >= MAX_RECORDED:
+        raise _budget_exceeded(session, f"recorded tool calls: {calls.size} of {MAX_RECORDED} bytes")
 
 
 def _budget_exceeded(session: GatewaySession, what: str) -> ApiError:
