@@ -152,8 +152,9 @@ class GatewayClient(HttpClient):
             limits: Budgets of the session: `turns`, `tokens`, `seconds` and `calls` (concurrent ones).
             untrained_models: Model names whose calls are recorded and not trained on.
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
-            offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval. Its
-                deadline then starts, with a new key, when a worker takes it.
+            offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval; 0: to
+                the trainer's own agents, which send none. Its deadline then starts, with a new key, when a
+                worker takes it.
             candidate: Whether to sample from the candidate version while there is one.
 
         Returns:
@@ -230,6 +231,13 @@ class GatewayClient(HttpClient):
         while "outcome" not in row:
             row = await self._json("GET", path, timeout_s=FINISH_S)
         return _summary(row)
+
+    async def leave(self, worker: str) -> int:
+        """Ends the attempts of a worker that has exited; returns how many of its agents had returned.
+
+        The client's key must be a worker key.
+        """
+        return int((await self._json("POST", "/attempts/leave", {"worker": worker}))["returned"])
 
     async def attempts(self) -> dict[str, Any]:
         """Returns the number of `queued` attempts, and the `workers`."""

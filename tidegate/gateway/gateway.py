@@ -74,7 +74,7 @@ class Gateway:
             grace_s=options.grace_s,
             retention_s=options.retention_s,
         )
-        self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher)
+        self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher, options.id_prefix)
         self.pool = EnginePool(options.pool, self.fail)
         prompts = PromptBuilder(
             self.renderer,
