@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.ids import agents_key
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fields_of, from_wire
@@ -105,6 +106,8 @@ class GatewayClient(HttpClient):
     def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
         super().__init__(admin_key)
         self.url = url.rstrip("/")
+        self.agents_key = agents_key(admin_key)
+        """Key with which the trainer's own agents take attempts."""
         self._call_s = call_s
         self._has_responded = False
         self._abort_reason: str | None = None
@@ -255,6 +258,11 @@ class GatewayClient(HttpClient):
         """Returns a finished session's trajectory."""
         data = await self._call("GET", f"/sessions/{_quote(session_id)}/trajectory")
         return from_wire(data, Trajectory)
+
+    async def reported(self, session_id: str) -> Outcome | None:
+        """Returns the outcome that a finished session's agent reported; None if it left it to the gateway."""
+        outcome = (await self._json("GET", f"/sessions/{_quote(session_id)}"))["reported"]
+        return None if outcome is None else Outcome(outcome)
 
     async def delete_session(self, session_id: str) -> None:
         """Aborts and deletes a session. Idempotent."""

@@ -15,8 +15,8 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
-from tidegate.gateway.ids import agents_key
 from tidegate.gateway.http.response import respond, unless_disconnected
+from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body

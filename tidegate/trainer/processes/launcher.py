@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
 from tidegate.service.process import run_together
-from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
-from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
+from tidegate.trainer.processes.agents import leave, supervise_agents
+from tidegate.trainer.processes.provider import (
+    CurrentWeights,
+    GatewayAccess,
+    ProcessProvider,
+    ServerProcess,
+)
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
@@ -34,7 +40,6 @@ class Processes:
     """Clients of a run's processes. `engines` starts with the run's own engines or those of `engine.urls`."""
 
     gateway: GatewayClient
-    worker: AgentRunner
     engines: EngineMembership
 
 
@@ -62,10 +67,9 @@ async def start_processes(
     gateway_server = None
     if settings.gateway.url is None:
         gateway_server = provider.gateway(settings, run_dir, keys, journal)
-    agents = AgentPool(provider.agents(settings, run_dir))
     started = [*servers, *([gateway_server] if gateway_server is not None else [])]
-    for stop in (*(server.stop for server in started), agents.close):
-        stack.push_async_callback(stop)
+    for one in started:
+        stack.push_async_callback(one.stop)
 
     async def start_gateway() -> GatewayClient:
         if gateway_server is None:
@@ -84,14 +88,26 @@ async def start_processes(
             note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
         return client
 
-    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway(), agents.open()]
+    async def start_gateway_and_agents() -> GatewayClient:
+        client = await start_gateway()
+        access = GatewayAccess(client.url, client.agents_key)
+        processes = provider.agents(settings, run_dir, access)
+        for process in processes:
+            stack.push_async_callback(process.stop)
+        await run_together(process.start() for process in processes)
+        workers = await stack.enter_async_context(GatewayClient(*access))
+        for process in processes:
+            supervisor.watch(supervise_agents(process, partial(leave, workers), note), process.name)
+        return client
+
+    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway_and_agents()]
     gateway: GatewayClient = (await run_together(jobs + [server.start() for server in servers]))[0]
     engines = EngineMembership(gateway, note)
     await engines.open(settings.engine.urls or [server.url for server in servers])
     for server in servers:
         supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
-    return Processes(gateway, agents, engines)
+    return Processes(gateway, engines)
 
 
 async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
