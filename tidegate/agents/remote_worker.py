@@ -36,6 +36,8 @@ MAX_CAPACITY = 1024
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 FINISH_S = 120.0
 """Seconds for which a finish is repeated if the gateway does not respond."""
+DELETED = (401, 404)
+"""Status of a finish after the trainer dropped the attempt's group."""
 STOP_S = 5.0
 """Seconds to give back the running attempts at the end."""
 LATE_S, BLOCKED_S = 2.0, 5.0
@@ -210,7 +212,8 @@ class RemoteWorker:
             async with asyncio.timeout(FINISH_S):
                 await self._call(f"{url}/s/{attempt}/finish", key, result)
         except GatewayError as error:
-            self._tell_once(f"an attempt could not be finished: {error}")
+            if error.status not in DELETED:
+                self._tell_once(f"an attempt could not be finished: {error}")
         except TimeoutError:
             self._tell(f"an attempt could not be finished: no response for {FINISH_S:g} s")
 

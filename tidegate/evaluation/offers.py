@@ -37,7 +37,7 @@ class Offers:
         app.router.add_post("/attempts/next", self._next)
         app.router.add_post("/attempts/leave", self._give_back)
         app.router.add_post("/s/{attempt}/finish", self._finish)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:
             await web.TCPSite(runner, LOOPBACK, 0).start()
