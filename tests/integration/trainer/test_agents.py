@@ -31,7 +31,7 @@ from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, TaskView
 
 AGENTS = '''
-import asyncio, json, os, subprocess, sys, threading, time
+import asyncio, json, os, re, subprocess, sys, threading, time
 from pathlib import Path
 from tidegate.agents.base import Agent, Result, agent
 from tidegate.errors import RetrievalUnavailable
@@ -93,6 +93,8 @@ async def many(task, session):
             if "fifo" in told:
                 Path(told["fifo"]).write_text("here")
             time.sleep(600)
+        case "hold":  # the interpreter
+            re.match("(a+)+$", "a" * 60 + "b")
         case "pid":
             return str(os.getpid())
 
@@ -442,10 +444,22 @@ async def test_stopping_the_process_gives_its_episodes_back(file: Path, tmp_path
         assert (await running).outcome is Outcome.CANCELLED
 
 
-async def test_an_agent_that_blocks_its_process_is_reported_so(file: Path, tmp_path: Path) -> None:
-    async with at_gateway(f"{file}:many", tmp_path) as (client, _):
-        view = told("block")
+@pytest.mark.parametrize(
+    ("do", "error"), [("block", "blocked its process"), ("hold", "did not return before its deadline")]
+)
+async def test_an_agent_that_blocks_its_process_times_out_and_the_process_is_replaced(
+    file: Path, tmp_path: Path, fifo: Path, do: str, error: str
+) -> None:
+    async with at_gateway(f"{file}:many", tmp_path) as (client, process):
+        other = episode(client, told("meet", fifo=str(fifo)))
+        await met(fifo)
+        view = told(do)
         source = EpisodeSource(client, 0.3)
         blocked = await source.run(view.id, Task(view.id, "none", list(view.messages)), Sampling(), "train")
         assert blocked.outcome is Outcome.TIMEOUT
-        assert "blocked its process" in str(blocked.error)
+        assert error in str(blocked.error)
+        assert (await other).outcome is Outcome.CANCELLED
+        assert (await episode(client, told("none"))).outcome is Outcome.AGENT_ERROR, "it made no call"
+        assert process.restarts == 1
+    log = (tmp_path / "logs" / "agent.log").read_text()
+    assert re.search(r"most recent call first.*worst_agents\.py", log, re.DOTALL), "it says where"
