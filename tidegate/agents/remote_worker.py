@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import secrets
 import signal
@@ -79,6 +80,8 @@ class RemoteWorker:
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
+        self._alarm: float | None = None
+        """When the guard's timer ends the process; None without a guard."""
         self._lost = False
         self._told = ""
 
@@ -157,6 +160,9 @@ class RemoteWorker:
                 name, f"{url}/attempts/{name}/heartbeat", attempt["heartbeat_s"]
             )
             self._heartbeats[name] = asyncio.create_task(heartbeats)
+        end = time.monotonic() + attempt["deadline_s"] + BLOCKED_S
+        if self._alarm is not None and end < self._alarm:
+            self._set_alarm(end)
         self._agents.call_soon_threadsafe(self._worker.start, name, attempt["task"], attempt)
 
     async def _send_heartbeats(self, attempt: str, url: str, interval_s: float) -> None:
@@ -179,18 +185,23 @@ class RemoteWorker:
 
         Where each thread was is then written to stderr, by a timer that needs no interpreter.
         """
+        self._alarm = math.inf
         while True:
             jobs, now = list(self._worker.jobs.values()), time.monotonic()
             for job in jobs:
                 if now - job.deadline > LATE_S:
                     why = "the agent blocked its process beyond its deadline"
                     self._on_event({"job": job.id, "event": "done", "outcome": "timeout", "error": why})
-            if jobs:
-                end = min(job.deadline for job in jobs) + BLOCKED_S
-                faulthandler.dump_traceback_later(max(end - now, 0.01), exit=True, file=2)
-            else:
-                faulthandler.cancel_dump_traceback_later()
+            self._set_alarm(min((job.deadline for job in jobs), default=math.inf) + BLOCKED_S)
             await asyncio.sleep(GUARD_S)
+
+    def _set_alarm(self, end: float) -> None:
+        if end == self._alarm:
+            return
+        self._alarm = end
+        faulthandler.cancel_dump_traceback_later()
+        if end < math.inf:
+            faulthandler.dump_traceback_later(max(end - time.monotonic(), 0.01), exit=True, file=2)
 
     def _emit(self, event: dict[str, Any]) -> None:
         self._loop.call_soon_threadsafe(self._on_event, event)
