@@ -168,8 +168,9 @@ class GatewaySession(SessionRequest):
 
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""
-        if self.ending is None and self.on_stop is not None:
-            self.on_stop(self)
+        on_stop, self.on_stop = self.on_stop, None
+        if self.ending is None and on_stop is not None:
+            on_stop(self)
         self.close(reason)
         self.ended.set()
         if self.finishing is not None:
