@@ -46,7 +46,7 @@ async def started(use: str, tmp_path: Path, **options: Any) -> AsyncIterator[Age
         try:
             await process.start()
             notes: list[str] = []
-            supervising = asyncio.create_task(supervise_agents(process, offers.leave, notes.append))
+            supervising = asyncio.create_task(supervise_agents(process, offers, notes.append))
             try:
                 yield Agents(process, offers, supervising, notes)
             finally:

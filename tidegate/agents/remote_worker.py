@@ -144,16 +144,17 @@ class RemoteWorker:
         body = {"worker": self.name, "capacity": min(free, MAX_CAPACITY), "wait_s": wait_s}
         path = "/attempts/next" + (f"?shard={shard}" if shard else "")
         answer = await self._call(self._url + path, self._key, body)
+        shards = int(answer.get("shards", 1))
         for attempt in answer["attempts"]:
-            self._start(attempt)
+            url = self._url if shards == 1 else attempt["base_url"].partition("/s/")[0]
+            self._start(attempt, url)
         for name in answer.get("ended", ()):
             self._drop(name)
-        return int(answer.get("shards", 1))
+        return shards
 
-    def _start(self, attempt: dict[str, Any]) -> None:
+    def _start(self, attempt: dict[str, Any], url: str) -> None:
+        """Start an attempt of the gateway or shard at `url`."""
         name = attempt["attempt"]
-        root, mine, _ = attempt["base_url"].partition(f"/s/{name}/v1")
-        url = root if mine else self._url  # that of a shard, if there are several
         self._keys[name] = (url, attempt["api_key"])
         if attempt["heartbeat_s"]:
             heartbeats = self._send_heartbeats(

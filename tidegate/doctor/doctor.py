@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from tidegate.config import Settings
@@ -22,7 +21,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.trainer.processes.agents import AgentProcess, leave, supervise_agents
+from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.processes.servers import LocalProcesses
@@ -157,9 +156,9 @@ class Examination:
         except (ConfigError, StartError) as failure:
             self._report([error("agent", "agent_unloadable", f"your agent cannot be loaded: {failure}")])
             return None
-        workers = await stack.enter_async_context(GatewayClient(*access))
+        workers = GatewayWorkers(gateway, await stack.enter_async_context(GatewayClient(*access)))
         supervisor = TaskSupervisor()
         stack.push_async_callback(supervisor.close)
-        supervisor.watch(supervise_agents(process, partial(leave, workers), lambda _: None), process.name)
+        supervisor.watch(supervise_agents(process, workers, lambda _: None), process.name)
         self._report([ok("agent", f"{agent.use} is loaded")])
         return supervisor

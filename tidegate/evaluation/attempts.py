@@ -118,7 +118,7 @@ async def direct(
         process = AgentProcess(settings.agent, access, directory, "agent")
         try:
             await process.start()
-            guard.watch(supervise_agents(process, offers.leave, note), process.name)
+            guard.watch(supervise_agents(process, offers, note), process.name)
             scorer = Scorer(environment.rewarders(), settings.env.reward_timeout_s)
             yield _DirectAttempt(endpoint, offers, scorer, settings.agent.deadline_s)
         finally:

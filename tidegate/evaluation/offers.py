@@ -63,6 +63,10 @@ class Offers:
         returned, self._returned = self._returned, 0
         return returned
 
+    async def takes_attempts(self, _: str) -> bool:
+        """The attempts that it took have deadlines."""
+        return True
+
     async def _next(self, request: web.Request) -> web.Response:
         poll = await self._body(request)
         rows: list[dict[str, Any]] = []

@@ -7,10 +7,10 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tidegate.config import AgentSettings
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.processes import agents as agent_processes
-from tidegate.trainer.processes.agents import AgentProcess, leave, supervise_agents
+from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, TaskView
@@ -382,7 +382,7 @@ async def at_gateway(use: str, tmp_path: Path) -> AsyncIterator[tuple[GatewayCli
             try:
                 await process.start()
                 supervising = asyncio.create_task(
-                    supervise_agents(process, partial(leave, workers), lambda _: None)
+                    supervise_agents(process, GatewayWorkers(stage.client, workers), lambda _: None)
                 )
                 yield stage.client, process
             finally:
@@ -431,6 +431,21 @@ async def test_the_episodes_of_a_process_that_exits_end_cancelled_and_the_next_o
         raised = await episode(client, told("raise", where="x"))
         assert raised.outcome is Outcome.AGENT_ERROR
         assert str(raised.error).startswith("LookupError: lost in x\n")
+        assert process.restarts == 1
+
+
+async def test_a_process_that_was_stopped_is_replaced(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_processes, "CHECK_S", 0.1)
+    async with at_gateway(f"{file}:many", tmp_path) as (client, process):
+        assert (await episode(client, told("none"))).outcome is Outcome.AGENT_ERROR
+        process.signal(signal.SIGSTOP)
+        view = told("none")
+        source = EpisodeSource(client, 0.3)
+        late = await source.run(view.id, Task(view.id, "none", list(view.messages)), Sampling(), "train")
+        assert late.outcome is Outcome.TIMEOUT, "its poll was still waiting"
+        assert (await episode(client, told("none"))).outcome is Outcome.AGENT_ERROR
         assert process.restarts == 1
 
 

@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from tidegate.config import AgentSettings
 from tidegate.errors import ConfigError, GatewayError, StartError
@@ -22,6 +23,8 @@ CONCURRENCY = 1_000_000
 MAX_RESTARTS = 5
 """Limit on restarts in a row without an agent that returned in between."""
 PAUSE_S = 1.0
+CHECK_S, CHECKS = 10.0, 3
+"""Interval of the checks that a process takes attempts, and failures in a row after which it is replaced."""
 
 
 class AgentProcess(Service):
@@ -36,7 +39,11 @@ class AgentProcess(Service):
         self._secrets = {"key": gateway.key, "options": agent.options}  # command lines are public
 
     async def start(self) -> str:
-        """Start the process and wait until it has loaded the agent. Raises ConfigError, StartError."""
+        """Start the process, again if it runs, and wait until it has loaded the agent.
+
+        Raises ConfigError, StartError.
+        """
+        await self.stop()
         self._secrets["name"] = f"{self.name}-{secrets.token_hex(4)}"
         return await super().start()
 
@@ -56,14 +63,49 @@ class AgentProcess(Service):
         return announced["url"]
 
 
-async def supervise_agents(
-    process: ServerProcess, leave: Callable[[str], Awaitable[int]], note: Callable[[str], None]
-) -> None:
-    """Restart an agents' process whenever it exits.
+class Workers(Protocol):
+    """What a supervisor needs of a gateway. Workers are given by name."""
+
+    async def leave(self, worker: str) -> int:
+        """End the attempts of a process that exited; returns how many of its agents had returned."""
+
+    async def takes_attempts(self, worker: str) -> bool:
+        """Return whether a process runs attempts or waits for some."""
+
+
+class GatewayWorkers:
+    """The workers of a gateway, which may be restarting.
+
+    Args:
+        gateway: Client with the admin key.
+        workers: Client with the key of the trainer's own agents.
+    """
+
+    def __init__(self, gateway: GatewayClient, workers: GatewayClient) -> None:
+        self._gateway = gateway
+        self._workers = workers
+
+    async def leave(self, worker: str) -> int:
+        while True:
+            try:
+                return await self._workers.leave(worker)
+            except GatewayError:  # the launcher restarts it, or ends the run
+                await asyncio.sleep(PAUSE_S)
+
+    async def takes_attempts(self, worker: str) -> bool:
+        try:
+            rows = (await self._gateway.attempts())["workers"]
+        except GatewayError:
+            return True
+        return any(row["worker"] == worker and row["connected"] for row in rows)
+
+
+async def supervise_agents(process: ServerProcess, workers: Workers, note: Callable[[str], None]) -> None:
+    """Restart an agents' process whenever it exits or takes no attempts, as a stopped one.
 
     Args:
         process: The process, which runs.
-        leave: Ends, by the process's name, the attempts that it ran; returns how many of its agents returned.
+        workers: Where it takes its attempts.
         note: Shows a line of text.
 
     Raises:
@@ -71,8 +113,8 @@ async def supervise_agents(
     """
     failures = 0
     while True:
-        why: str | None = await process.wait_for_exit()
-        failures = 0 if await leave(process.url) else failures
+        why: str | None = await _until_lost(process, workers)
+        failures = 0 if await workers.leave(process.url) else failures
         while why is not None:
             failures += 1
             if failures > MAX_RESTARTS:
@@ -86,10 +128,15 @@ async def supervise_agents(
                 await asyncio.sleep(PAUSE_S)
 
 
-async def leave(gateway: GatewayClient, worker: str) -> int:
-    """End the attempts of a process that exited, as soon as the gateway responds."""
-    while True:
-        try:
-            return await gateway.leave(worker)
-        except GatewayError:  # the launcher restarts it, or ends the run
-            await asyncio.sleep(PAUSE_S)
+async def _until_lost(process: ServerProcess, workers: Workers) -> str:
+    """Wait until a process has exited or takes no attempts; returns a message on it."""
+    exited, failed = asyncio.ensure_future(process.wait_for_exit()), 0
+    try:
+        while failed < CHECKS:
+            await asyncio.wait({exited}, timeout=CHECK_S)
+            if exited.done():
+                return exited.result()
+            failed = 0 if await workers.takes_attempts(process.url) else failed + 1
+        return f"the {process.name} takes no attempts"
+    finally:
+        exited.cancel()

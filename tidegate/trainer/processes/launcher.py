@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
 from tidegate.service.process import run_together
-from tidegate.trainer.processes.agents import leave, supervise_agents
+from tidegate.trainer.processes.agents import GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.provider import (
     CurrentWeights,
     GatewayAccess,
@@ -95,9 +94,9 @@ async def start_processes(
         for process in processes:
             stack.push_async_callback(process.stop)
         await run_together(process.start() for process in processes)
-        workers = await stack.enter_async_context(GatewayClient(*access))
+        workers = GatewayWorkers(client, await stack.enter_async_context(GatewayClient(*access)))
         for process in processes:
-            supervisor.watch(supervise_agents(process, partial(leave, workers), note), process.name)
+            supervisor.watch(supervise_agents(process, workers, note), process.name)
         return client
 
     jobs: list[Coroutine[Any, Any, Any]] = [start_gateway_and_agents()]
