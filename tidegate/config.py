@@ -62,7 +62,7 @@ class AgentSettings(SettingsSection):
     max_concurrency: Annotated[int, Field(ge=1)] = 128
     """Episodes that run at the same time; a group starts only if all of its episodes fit."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Agent processes; each attempt runs in the one with the fewest."""
+    """Agent processes, which share the attempts."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """Interval of a remote worker's heartbeats. After three intervals without one its attempts are lost, and
     attempted again."""

@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import socket
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ import uvicorn
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
 from tidegate.service.http_protocol import JoiningProtocol
-from tidegate.service.parent_death import continue_at_parent_exit
+from tidegate.service.parent_death import end_with_parent
 
 log = logging.getLogger("tidegate.service.serve")
 
@@ -88,8 +86,7 @@ def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> Non
     )
     server = _Announcing(config, listen, url_of(sock))
     if listen.owned:
-        continue_at_parent_exit()
-        threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
+        end_with_parent(lambda: setattr(server, "should_exit", True))
     with (
         contextlib.suppress(KeyboardInterrupt),
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
@@ -129,13 +126,3 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-def _end_with_parent(server: uvicorn.Server) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    server.should_exit = True
-    # A hanging request must not keep the process running.
-    timer = threading.Timer(5.0, os._exit, args=(0,))
-    timer.daemon = True
-    timer.start()

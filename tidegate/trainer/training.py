@@ -41,7 +41,7 @@ from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun
-from tidegate.trainer.rollout.episodes import episode_source, watch_workers
+from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
@@ -108,7 +108,7 @@ class Training:
         self._began = time.monotonic()
         files = TrajectoryFiles(self.dir)
         epoch = self.admission.epoch
-        episodes = episode_source(settings.agent, self.gateway, processes.worker, epoch)
+        episodes = EpisodeSource.of(settings.agent, self.gateway, epoch)
         self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
         self.rollout = Rollout(
             settings, self.admission, episodes, environment, files.append,

@@ -126,6 +126,8 @@ class SessionFinisher:
     def impose(self, session: GatewaySession, report: FinishReport, now: float) -> None:
         """End a session that its agent did not finish; a reply in doubt stays undelivered."""
         session.ending = replace(decide(session, report, now), imposed=True)
+        if session.on_stop is not None:
+            session.on_stop(session)
         session.close(session.ending.error or "it was ended")
         self.start_finishing(session)
 

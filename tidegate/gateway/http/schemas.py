@@ -223,6 +223,7 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
         "limits": fields_of(session.limits),
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
+        "reported": session.ending and session.ending.reported,
     }
 
 

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import EngineSettings, Settings
+from tidegate.config import AgentSettings, EngineSettings, Settings
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.processes.agent_worker import AgentWorker
-from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
+from tidegate.trainer.processes.agents import AgentProcess
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 
 MAX_RESTARTS = 5
@@ -144,6 +144,13 @@ def gateway_server(
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
+def agent_process(
+    agent: AgentSettings, gateway: GatewayAccess, name: str, directory: Path, *_: object
+) -> AgentProcess:
+    """Create one of a run's agents' processes, as `engine_server` and `gateway_server` on a cluster."""
+    return AgentProcess(agent, gateway, directory, name)
+
+
 def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
     weights, version = current()
     engine = settings.engine.model_dump(include=set(EMBEDDED_ONLY))
@@ -210,12 +217,8 @@ class LocalProcesses:
         gateway = settings.gateway
         return gateway_server(settings, keys, journal, run_dir, gateway.host, gateway.port)
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentWorker]:
-        agent = settings.agent
-        return [
-            AgentWorker(agent.use, agent.options, run_dir / "logs" / f"{name}.log")
-            for name in agent_names(settings)
-        ]
+    def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[AgentProcess]:
+        return [agent_process(settings.agent, gateway, name, run_dir) for name in agent_names(settings)]
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[LocalRankProcess]:
         return rank_processes(settings.trainer.ranks, run_dir / "logs")

@@ -21,7 +21,7 @@ from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
 from tidegate.types import Group, Task, ToolCall, Trajectory
 
@@ -69,7 +69,7 @@ def test_each_part_of_the_reward_is_a_metric(tmp_path: Path) -> None:
 
 def test_a_held_out_set_whose_score_is_another_ones_is_refused(tmp_path: Path) -> None:
     settings = Settings.model_validate({"model": {"path": "m"}})
-    episodes = LocalEpisodes(GatewayClient("http://127.0.0.1:9"), None, 1.0)  # type: ignore[arg-type]
+    episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
     with pytest.raises(ConfigError, match=r"'greedy'.*eval/reward_greedy"):
         Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), lambda *_: None)
 
