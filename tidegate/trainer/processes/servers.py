@@ -133,11 +133,14 @@ def gateway_server(
     _: CurrentWeights | None = None,
 ) -> Service:
     """Create the gateway with these keys. A `journal` keeps its sessions across restarts."""
-    arguments = gateway_arguments(settings, host)
+    urls = keys.get("env_urls")
+    arguments = gateway_arguments(settings, host, own_environments=urls is None)
     if journal is not None:
         arguments += ["--journal", str(journal)]
-    secrets = {name: key for name, key in keys.items() if name != "env_urls"}
-    arguments += [f"--env.urls={url}" for url in keys.get("env_urls", "").splitlines()]
+    secrets: dict[str, Any] = {name: key for name, key in keys.items() if name != "env_urls"}
+    arguments += [f"--env.urls={url}" for url in (urls or "").splitlines()]
+    if urls is None:
+        secrets["env_options"] = settings.env.options
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
@@ -148,10 +151,10 @@ def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
     return [*arguments_of(command), "--weight-version", str(version)]
 
 
-def gateway_arguments(settings: Settings, host: str) -> list[str]:
-    """Return the arguments of a gateway.
+def gateway_arguments(settings: Settings, host: str, own_environments: bool = True) -> list[str]:
+    """Return the arguments of a gateway, which starts `own_environments` or is given addresses.
 
-    Engines are added when they are ready; keys are passed as secrets.
+    Engines are added when they are ready; keys and the environment's options are passed as secrets.
     """
     gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
     sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
@@ -162,8 +165,10 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
             "deadline_s": settings.agent.deadline_s,
             **settings.sampling.model_dump(),
         }
+    elif own_environments:
+        sections["env"] = settings.env.model_dump()
     command = GatewayCommand.model_validate(sections)
-    return arguments_of(command, "gateway.port", "gateway.admin_key")
+    return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
 
 
 def restart_s(settings: EngineSettings) -> float:
