@@ -59,6 +59,11 @@ def torn_down(service: LocalEnvironments, session: Session) -> Callable[[], bool
     return lambda: ("teardown", id_of(session)) in service.events and not service.states
 
 
+def expire_soon(stage: Stage, session: Session) -> None:
+    """Moves a session's deadline, so that no slow machine passes it earlier."""
+    stage.gateway.session(id_of(session)).deadline = asyncio.get_running_loop().time() + 0.2
+
+
 # -- states that are not there -------------------------------------------------------------------
 
 
@@ -85,7 +90,7 @@ async def test_a_setup_without_a_state_is_an_infra_error(
         with pytest.raises(openai.APIStatusError, match=why) as refused:
             await use
         assert refused.value.status_code == 424
-    assert time.monotonic() - started < 5, "the SDK does not repeat such a call"
+    assert time.monotonic() - started < 15, "the SDK does not repeat such a call"
     trajectory = await finished(stage, session, **report)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFRA_ERROR, None)
     assert why in str(trajectory.error)
@@ -197,11 +202,14 @@ async def test_a_call_that_does_not_return_ends_with_the_session(
 
 
 async def test_a_call_ends_at_the_deadline(stage: Stage, service: LocalEnvironments) -> None:
-    session = await opened(stage, deadline_s=0.5)
+    session = await opened(stage)
     await session.call(call("read"))
     service.hold = asyncio.Event()
+    calling = asyncio.create_task(session.call(call("enter", "2", digit=4)))
+    await eventually(lambda: service.calls == 2)
+    expire_soon(stage, session)
     with pytest.raises(openai.APIStatusError, match="its deadline passed") as refused:
-        await session.call(call("enter", "2", digit=4))
+        await calling
     assert refused.value.status_code == 410
     await eventually(torn_down(service, session))
 
@@ -247,7 +255,7 @@ async def test_a_call_that_cannot_be_recorded_is_repeated(
 
 @pytest.mark.parametrize("end", ["deleted", "dropped", "erased", "expired"])
 async def test_every_end_releases_the_state(stage: Stage, service: LocalEnvironments, end: str) -> None:
-    session = await opened(stage, group_id="g", deadline_s=0.4 if end == "expired" else 20.0)
+    session = await opened(stage, group_id="g")
     await session.call(call("read"))
     assert service.states
     if end == "deleted":
@@ -257,6 +265,8 @@ async def test_every_end_releases_the_state(stage: Stage, service: LocalEnvironm
         assert len(trajectory.tool_calls) == 1
     elif end == "erased":
         await stage.gateway.erase("g")
+    else:
+        expire_soon(stage, session)
     await eventually(torn_down(service, session))
     await eventually(lambda: len(stage.gateway.sessions) == 0)
 
