@@ -1,0 +1,290 @@
+"""Sandboxes whose first process is Tidegate's supervisor, which the owner calls through a socket."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tidegate.errors import SandboxError
+from tidegate.sandbox.inside.archive import OverLimit
+from tidegate.sandbox.inside.frames import MAX_HEADER, FrameBuffer, encode_frame
+from tidegate.sandbox.limits import SandboxLimits
+from tidegate.sandbox.sandbox import CommandResult, Sandbox
+
+START = """import sys, types
+for name in ("tidegate", "tidegate.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [{code!r}]
+from tidegate.sandbox.inside.supervisor import main
+main()"""
+"""Imports the supervisor alone: the packages around it need more than the standard library."""
+START_S = 20.0
+"""Longest start of a sandbox."""
+FILES_S = 60.0
+"""Longest operation on files."""
+GRACE_S = 10.0
+"""Time beyond an operation's own after which the sandbox counts as failed."""
+CLOSE_S = 2.0
+HEADERS = 256 << 20
+"""Most bytes of the headers in a tar."""
+MESSAGE_BYTES = 4_096
+"""Bytes kept of the message of a failed operation on files."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """An operation in progress."""
+
+    ended: asyncio.Future[dict[str, Any]]
+    outputs: dict[int, bytearray] = field(default_factory=lambda: {1: bytearray(), 2: bytearray()})
+
+
+class SupervisedSandbox(Sandbox):
+    """Base of the backends `bubblewrap` and `none`; see `start`."""
+
+    def __init__(self, limits: SandboxLimits, work: str) -> None:
+        super().__init__(limits, work)
+        self._calls: dict[int, _Call] = {}
+        self._last_id = 0
+        self._failure: str | None = "it has not been started"
+
+    async def _start(self, command: list[str], **options: Any) -> socket.socket | None:
+        """Starts the supervisor; returns the socket that it has bound inside, if it has one.
+
+        Args:
+            command: The supervisor's command line.
+            options: Those of `asyncio.create_subprocess_exec`.
+
+        Raises:
+            SandboxError: It does not start.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=theirs.fileno(),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    close_fds=True,
+                    **options,
+                )
+            except OSError as error:
+                ours.close()
+                raise SandboxError(f"the sandbox cannot start {command[0]!r}: {error}") from error
+        return await self._connect(ours)
+
+    async def _connect(self, ours: socket.socket) -> socket.socket | None:
+        try:
+            async with asyncio.timeout(START_S):
+                await self._prepare()
+                ready, descriptors = await _receive_sockets(ours)
+                if not ready:
+                    raise SandboxError(f"the sandbox does not start: {await self._complaint()}")
+                self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except (TimeoutError, SandboxError, OSError) as error:
+            ours.close()
+            await self._end_process(0.0)
+            text = f"the sandbox does not start within {START_S:g} s"
+            raise (SandboxError(text) if isinstance(error, TimeoutError) else error) from None
+        self._failure = None
+        self._receiving = asyncio.create_task(self._receive(FrameBuffer()))
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+    async def _prepare(self) -> None:
+        """Does what the new process waits for."""
+
+    async def _complaint(self) -> str:
+        assert self._process.stderr is not None
+        text = (await self._process.stderr.read(MESSAGE_BYTES)).decode("utf-8", "replace").strip()
+        return text or f"exit code {await self._process.wait()}"
+
+    # ------------------------------------------------------------------ calls
+
+    async def _run(
+        self, command: list[str], timeout_s: float, stdin: bytes, env: dict[str, str], cwd: str
+    ) -> CommandResult:
+        request = {"operation": "run", "command": command, "environment": env, "path": cwd}
+        end, outputs = await self._call(request, stdin, timeout_s, self.limits.output_bytes)
+        return CommandResult(
+            int(end["exit_code"]),
+            outputs[1].decode("utf-8", "replace"),
+            outputs[2].decode("utf-8", "replace"),
+            float(end["seconds"]),
+            bool(end["timed_out"]),
+            bool(end["truncated"]),
+            end["limit"],
+        )
+
+    async def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        allowed = max_bytes if max_bytes is not None else self.limits.disk_mb << 20
+        return await self._on_files({"operation": "read", "path": path, "max_bytes": allowed}, b"", allowed)
+
+    async def _write(self, path: str, data: bytes, executable: bool) -> None:
+        mode = 0o755 if executable else 0o644
+        await self._on_files({"operation": "write", "path": path, "mode": mode}, data)
+
+    async def _pack(self, max_bytes: int) -> bytes:
+        return await self._on_files({"operation": "pack", "max_bytes": max_bytes}, b"", max_bytes + HEADERS)
+
+    async def _unpack(self, tar: bytes) -> None:
+        await self._on_files({"operation": "unpack"}, tar)
+
+    async def _on_files(self, request: dict[str, Any], data: bytes, keep: int = 0) -> bytes:
+        """Returns the output of an operation on files; raises its error."""
+        end, outputs = await self._call(request, data, FILES_S, max(keep, MESSAGE_BYTES))
+        name = request.get("path") or self.work
+        message = bytes(outputs[2][:MESSAGE_BYTES]).decode("utf-8", "replace")
+        if end["limit"] is not None or end["timed_out"]:
+            raise OverLimit(
+                f"{request['operation']} {name!r}: ended by the limit {end['limit'] or 'of time'}"
+            )
+        if message.startswith("OverLimit: "):
+            raise OverLimit(message.removeprefix("OverLimit: "))
+        if end["exit_code"] != 0:
+            raise OSError(int(end["exit_code"]) if message else errno.EIO, message or "killed", name)
+        return bytes(outputs[1])
+
+    async def _call(
+        self, request: dict[str, Any], data: bytes, timeout_s: float, keep: int
+    ) -> tuple[dict[str, Any], dict[int, bytearray]]:
+        if self._failure is not None:
+            raise SandboxError(f"the sandbox cannot be used: {self._failure}")
+        self._last_id += 1
+        number = self._last_id
+        call = self._calls[number] = _Call(asyncio.get_running_loop().create_future())
+        try:
+            header = {**request, "id": number, "timeout_s": timeout_s, "keep": keep}
+            self._writer.write(encode_frame(header, data))
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return await call.ended, call.outputs
+        except TimeoutError:
+            await self._fail(f"it did not respond within {timeout_s + GRACE_S:g} s")
+            raise SandboxError(f"the sandbox cannot be used: {self._failure}") from None
+        except asyncio.CancelledError:
+            self._writer.write(encode_frame({"operation": "cancel", "id": number}))
+            raise
+        finally:
+            del self._calls[number]
+
+    async def _receive(self, frames: FrameBuffer) -> None:
+        """Passes results to the calls that wait for them, until the sandbox ends."""
+        reason = "its first process has ended"
+        try:
+            while received := await self._reader.read(1 << 18):
+                for header, data in frames.feed(received):
+                    self._deliver(header, data)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            reason = f"its first process sent an invalid message: {error!r}"
+        await self._fail(reason)
+
+    def _deliver(self, header: dict[str, Any], data: bytes) -> None:
+        call = self._calls.get(header["id"])
+        if call is None:  # cancelled
+            return
+        if "stream" in header:
+            call.outputs[header["stream"]] += data
+        elif not call.ended.done():
+            call.ended.set_result(header)
+
+    # ------------------------------------------------------------------ end
+
+    @property
+    def closed(self) -> bool:
+        return self._failure is not None
+
+    async def close(self) -> None:
+        if self._failure is None:
+            self._failure = "it was closed"
+            self._receiving.cancel()
+            await asyncio.shield(self._end())
+
+    async def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+            await self._end()
+
+    async def _end(self) -> None:
+        self._writer.close()
+        for call in self._calls.values():
+            if not call.ended.done():
+                call.ended.set_exception(SandboxError(f"the sandbox cannot be used: {self._failure}"))
+        await self._end_process(CLOSE_S)
+
+    async def _end_process(self, grace_s: float) -> None:
+        """Waits for the process, which exits when its socket is closed; kills it after `grace_s`."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, 9)
+            await self._process.wait()
+
+
+def supervisor_command(
+    code: str,
+    work: str,
+    limits: SandboxLimits,
+    file_systems: Sequence[str] = (),
+    path: str = os.defpath,
+    user: int | None = None,
+) -> list[str]:
+    """Returns the command line of a supervisor.
+
+    Args:
+        code: Folder that has `inside`.
+        work: Folder of the files.
+        limits: Limits that it enforces.
+        file_systems: Those that belong to the sandbox alone; none if the processes are not isolated either.
+        path: PATH of the commands.
+        user: Id of the user that it becomes, from root of a user namespace.
+    """
+    options = {
+        "work": work,
+        "limits": asdict(limits),
+        "file_systems": list(file_systems),
+        "isolated": bool(file_systems),
+        "environment": {"PATH": path, "HOME": work, "LANG": "C.UTF-8", "USER": "agent"},
+        "user": user,
+    }
+    start = START.format(code=code)
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, json.dumps(options)]
+
+
+async def readable(descriptor: int) -> None:
+    """Waits until something can be read."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(descriptor, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _receive_sockets(ours: socket.socket) -> tuple[bytes, list[int]]:
+    """Waits for the first message; returns it with the file descriptors that came with it."""
+    await readable(ours.fileno())
+    descriptors = array.array("i")
+    message, ancillary, _, _ = ours.recvmsg(MAX_HEADER, socket.CMSG_SPACE(descriptors.itemsize))
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return message, list(descriptors)
