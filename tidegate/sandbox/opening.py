@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 from tidegate.sandbox.bubblewrap import BubblewrapSandbox
+from tidegate.sandbox.containers import ContainerSandbox
 from tidegate.sandbox.limits import SandboxLimits
 from tidegate.sandbox.sandbox import Sandbox
 from tidegate.sandbox.unprotected import UnprotectedSandbox
@@ -21,7 +22,6 @@ async def open_sandbox(
     *,
     read_only: Sequence[str] = (),
     image: str | None = None,
-    reach: str | None = None,
 ) -> Sandbox:
     """Opens a sandbox, which the caller closes: `async with await open_sandbox() as box`.
 
@@ -29,9 +29,9 @@ async def open_sandbox(
         limits: Limits; `SandboxLimits()` by default.
         backend: `bubblewrap`, `docker`, `podman`, or `none`, which protects from nothing.
         files: Files to write first, as path → content.
-        read_only: Files and folders of the host that programs in it can read, under the same paths.
+        read_only: Files and folders of the host that programs in it can read, under the same paths; for
+            `bubblewrap` only.
         image: Image of a container, for `docker` and `podman` only.
-        reach: See `Sandbox.reach`; `sandbox.reached` is the URL inside.
 
     Raises:
         ConfigError: The backend is unknown, or does not take an option.
@@ -42,17 +42,19 @@ async def open_sandbox(
         raise ConfigError(f"there is no sandbox backend {backend!r}{did_you_mean(backend, BACKENDS)}")
     if image is not None and backend not in ("docker", "podman"):
         raise ConfigError(f"the sandbox backend {backend!r} takes no image")
-    box: BubblewrapSandbox | UnprotectedSandbox
+    if read_only and backend != "bubblewrap":
+        raise ConfigError(f"the sandbox backend {backend!r} takes no read_only paths")
+    box: BubblewrapSandbox | ContainerSandbox | UnprotectedSandbox
     if backend == "bubblewrap":
         box = BubblewrapSandbox(limits or SandboxLimits(), read_only)
-    else:
+    elif backend == "none":
         box = UnprotectedSandbox(limits or SandboxLimits())
+    else:
+        box = ContainerSandbox(limits or SandboxLimits(), backend, image)
     await box.start()
     try:
         if files:
             await box.add_files(files)
-        if reach is not None:
-            await box.reach(reach)
     except BaseException:
         await box.close()
         raise

@@ -13,16 +13,20 @@ PREFIX = "tidegate-sandbox-"
 
 def owned_name() -> str:
     """Returns a new name that contains this process's id and start time."""
-    return f"{PREFIX}{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(6)}"
+    return f"{PREFIX}{_machine()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(6)}"
 
 
 def is_orphan(name: str) -> bool:
-    """Whether a name was made by `owned_name` in a process of this machine that has ended."""
-    pid, _, rest = name.removeprefix(PREFIX).partition("-")
-    started = rest.partition("-")[0]
-    if not name.startswith(PREFIX) or not pid.isdecimal() or not started.isdecimal():
+    """Whether a name was made by `owned_name` in a process that has ended.
+
+    False for names from other machines, pid namespaces and starts of the machine: their processes cannot be
+    seen.
+    """
+    parts = name.removeprefix(PREFIX).split("-")
+    if not name.startswith(PREFIX) or len(parts) != 4 or parts[0] != _machine():
         return False
-    return _started(int(pid)) != int(started)
+    pid, started = parts[1:3]
+    return pid.isdecimal() and started.isdecimal() and _started(int(pid)) != int(started)
 
 
 def remove_orphans(folder: Path | None = None) -> list[Path]:
@@ -41,3 +45,9 @@ def _started(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
         return 0
+
+
+def _machine() -> str:
+    """Returns a name for the pid namespace, which the ids of processes belong to."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
+    return f"{boot[:8]}{os.stat('/proc/self/ns/pid').st_ino:x}"

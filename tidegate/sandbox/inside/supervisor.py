@@ -25,7 +25,7 @@ from typing import Any
 from tidegate.sandbox.inside import archive
 from tidegate.sandbox.inside.frames import CHUNK, FrameBuffer, encode_frame
 from tidegate.sandbox.inside.job import FLOOD, Job, execute, exit_code, set_limits, start_job
-from tidegate.sandbox.inside.usage import SandboxUsage, descendants, measure, process_ids, sessions_of
+from tidegate.sandbox.inside.usage import descendants, measure, process_ids, sessions_of
 
 CONTROL = 0
 """File descriptor of the socket to the owner."""
@@ -33,6 +33,10 @@ CHECK_S = 0.05
 """Time between two measurements, while anything runs."""
 FULL_S = 1.0
 """Time at the limit of processes after which all of them are killed: a fork bomb."""
+KILLED_S = 2.0
+"""Longest wait for killed processes."""
+OWN_PROCESSES = 16
+"""Processes that the supervisor can start beyond the limit, so that a fork bomb does not prevent commands."""
 DRAIN = 1 << 20
 """Most bytes read from the pipes of a command that has exited."""
 SEND_AHEAD = 1 << 20
@@ -227,27 +231,32 @@ class Supervisor:
                 self._kill(job)
         if now < self._next_check or not self._busy():
             return
-        limit = self._exceeded(measure(self._others(), self._options["file_systems"]), now)
+        limit = self._exceeded(self._others(), now)
         if limit is not None:
+            self._full_since = None
             for job in self._jobs.values():
                 job.limit = job.limit or limit
             self._kill_all()
         self._next_check = time.monotonic() + max(CHECK_S, 10 * (time.monotonic() - now))
 
-    def _exceeded(self, usage: SandboxUsage, now: float) -> str | None:
+    def _exceeded(self, pids: list[int], now: float) -> str | None:
         """Returns the name of a limit that the sandbox exceeds."""
+        allowed: int = self._limits["processes"]
+        if len(pids) > allowed + OWN_PROCESSES:  # the kernel does not limit this user's
+            return "processes"
+        usage = measure(pids, self._options["file_systems"])
         if usage.memory > self._limits["memory_mb"] << 20:
             return "memory"
         if usage.disk > self._allowed[0]:
             return "disk"
         if usage.files > self._allowed[1]:
             return "files"
-        if usage.processes < self._limits["processes"]:
+        if usage.processes < allowed:
             self._full_since = None
             return None
         self._full_since = self._full_since or now
-        at_once = not self._isolated and usage.processes > self._limits["processes"]
-        return "processes" if at_once or now - self._full_since > FULL_S else None
+        too_many = usage.processes > allowed + OWN_PROCESSES
+        return "processes" if too_many or now - self._full_since > FULL_S else None
 
     def _busy(self) -> bool:
         try:
@@ -266,12 +275,13 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _kill_all(self) -> None:
-        rounds = 1 if self._isolated else 1000
-        for _ in range(rounds):
+        """Kills all processes, and waits for their ends as long as that takes no more than a moment."""
+        until = time.monotonic() + KILLED_S
+        while time.monotonic() < until:
             self._signal_others(signal.SIGKILL)
-            if self._isolated or not self._others():
-                return
             self._reap()
+            if not self._others():
+                return
             time.sleep(0.002)
 
     def _signal_others(self, number: signal.Signals) -> None:
@@ -300,7 +310,7 @@ def main() -> None:
     wake = _child_signals()
     os.chdir(options["work"])
     if options["isolated"]:
-        limit = options["limits"]["processes"] + 16  # it must still be able to start commands
+        limit = options["limits"]["processes"] + OWN_PROCESSES
         resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
     _announce(control, options["isolated"])
     control.setblocking(False)
