@@ -1,8 +1,8 @@
 """The backends `docker` and `podman`, through their command lines.
 
 A sandbox is a container without network, capabilities and writable image. Its files are in memory, where
-`docker cp` cannot reach them: they are passed by `cat` and `tar`. The image must have these, `sh`, `sleep` and
-`timeout`.
+`docker cp` cannot reach them: they are passed by `cat` and `tar`. The image must have these, `sh`, `sleep`
+and `timeout`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from yarl import URL
 
 log = logging.getLogger("tidegate.sandbox")
 
-HOP_BY_HOP = frozenset(
-    {"host", "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "content-length"}
-)
+HOP_BY_HOP = frozenset({"host", "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "expect"})
 PLAIN = "/v1/"
 """Paths below it are passed on as well: their key names the session."""
 CONNECT_S = 5.0
@@ -43,7 +41,9 @@ class PathProxy:
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         application = web.Application(client_max_size=0)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=0.0, handler_cancellation=True
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, inside, backlog=128).start()
         return str(self._url.with_scheme("http").with_host("127.0.0.1").with_port(port))
@@ -72,6 +72,7 @@ class PathProxy:
                 headers=headers,
                 data=request.content if request.body_exists else None,
                 allow_redirects=False,
+                skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
             ) as answer:
                 return await _stream(request, answer)
         except (aiohttp.ClientError, TimeoutError) as error:
