@@ -4,6 +4,9 @@ A sandbox has its own user, pid, mount, network, IPC and UTS namespaces. Its fil
 with its last process; the system's programs are mounted read-only. Programs in it run as an unprivileged user
 without capabilities.
 
+bwrap's own option `--die-with-parent` is not used: an owner killed while bwrap starts would leave a process that
+waits for ever. The supervisor watches its owner instead.
+
 Where the owner is root, a sandbox gets a user id of the host that no other process has, because the kernel
 does not limit the processes of root. Otherwise it has the owner's; the kernel counts per user namespace.
 """
@@ -83,14 +86,15 @@ class BubblewrapSandbox(SupervisedSandbox):
         if program is None:
             raise SandboxError(f"the program bwrap is not on the PATH: {INSTALL}")
         with contextlib.closing(_Descriptors()) as self._passed:
-            command = [program, *self._arguments(self._passed), "--", *self._supervisor()]
+            arguments, owner = self._arguments(self._passed), self._passed.owner()
+            command = [program, *arguments, "--", *self._supervisor(owner)]
             self._inside = await self._start(command, pass_fds=list(self._passed.theirs), env={})
 
     def _arguments(self, passed: _Descriptors) -> list[str]:
         """Returns bwrap's arguments."""
         arguments = [
             "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
-            "--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1", "--die-with-parent",
+            "--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1",
             "--new-session", "--clearenv", "--cap-drop", "ALL",
         ]  # fmt: skip
         if self._user is None:
@@ -110,9 +114,9 @@ class BubblewrapSandbox(SupervisedSandbox):
             arguments += ["--seccomp", passed.content(rules)]
         return arguments
 
-    def _supervisor(self) -> list[str]:
-        user = None if self._user is None else USER
-        return supervisor_command(CODE, WORK, self.limits, OWN_FILES, f"{PATH}:{sys.base_prefix}/bin", user)
+    def _supervisor(self, owner: int) -> list[str]:
+        user, path = None if self._user is None else USER, f"{PATH}:{sys.base_prefix}/bin"
+        return supervisor_command(CODE, WORK, self.limits, owner, path, OWN_FILES, user)
 
     async def _prepare(self) -> None:
         self._passed.close_theirs()
@@ -164,6 +168,11 @@ class _Descriptors:
         os.write(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return str(descriptor)
+
+    def owner(self) -> int:
+        """Returns a descriptor of this process."""
+        self.theirs.append(os.pidfd_open(os.getpid()))
+        return self.theirs[-1]
 
     def pipe_from_child(self) -> str:
         self.from_child, theirs = os.pipe()

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -229,7 +230,7 @@ class SupervisedSandbox(Sandbox):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, 9)
+                os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
 
 
@@ -237,8 +238,9 @@ def supervisor_command(
     code: str,
     work: str,
     limits: SandboxLimits,
+    owner: int,
+    path: str,
     file_systems: Sequence[str] = (),
-    path: str = os.defpath,
     user: int | None = None,
 ) -> list[str]:
     """Returns the command line of a supervisor.
@@ -247,13 +249,15 @@ def supervisor_command(
         code: Folder that has `inside`.
         work: Folder of the files.
         limits: Limits that it enforces.
-        file_systems: Those that belong to the sandbox alone; none if the processes are not isolated either.
+        owner: Inherited descriptor of the owner's process; the supervisor exits when that process does.
         path: PATH of the commands.
+        file_systems: Those that belong to the sandbox alone; none if the processes are not isolated either.
         user: Id of the user that it becomes, from root of a user namespace.
     """
     options = {
         "work": work,
         "limits": asdict(limits),
+        "owner": owner,
         "file_systems": list(file_systems),
         "isolated": bool(file_systems),
         "environment": {"PATH": path, "HOME": work, "LANG": "C.UTF-8", "USER": "agent"},

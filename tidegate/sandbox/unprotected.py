@@ -30,7 +30,15 @@ class UnprotectedSandbox(SupervisedSandbox):
         await asyncio.to_thread(remove_orphans)
         os.mkdir(self.work, 0o700)
         path = os.environ.get("PATH", os.defpath)
-        await self._start(supervisor_command(CODE, self.work, self.limits, path=path))
+        owner = os.pidfd_open(os.getpid())
+        try:
+            command = supervisor_command(CODE, self.work, self.limits, owner, path)
+            await self._start(command, pass_fds=[owner])
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, self.work, ignore_errors=True)
+            raise
+        finally:
+            os.close(owner)
 
     async def fresh(self) -> UnprotectedSandbox:
         box = UnprotectedSandbox(self.limits)

@@ -45,12 +45,13 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 class Supervisor:
-    """Serves one owner until the owner closes its socket.
+    """Serves one owner until the owner closes its socket or exits.
 
     Args:
         control: Socket to the owner.
         options: `work` (folder of the files), `limits`, `file_systems` (those that belong to the sandbox
-            alone), `isolated` (whether this is a pid namespace of its own) and `environment`.
+            alone), `isolated` (whether this is a pid namespace of its own), `environment` and `owner`
+            (descriptor of the owner's process).
         wake: Descriptor that becomes readable when a child exits.
     """
 
@@ -95,6 +96,7 @@ class Supervisor:
         writable = select.POLLOUT if self._outgoing else 0
         handlers: dict[int, tuple[int, Callable[[], None]]] = {
             CONTROL: (select.POLLIN | writable, self._communicate),
+            self._options["owner"]: (select.POLLIN, self._stop),
             self._wake: (select.POLLIN, lambda: _swallow(self._wake)),
         }
         for job in self._jobs.values():
@@ -106,6 +108,9 @@ class Supervisor:
         for pipe in self._left:
             handlers[pipe] = (select.POLLIN, functools.partial(self._discard, pipe))
         return handlers
+
+    def _stop(self) -> None:
+        self._serving = False
 
     def _wait_ms(self) -> float | None:
         """Returns None, for no timeout, if nothing runs."""
