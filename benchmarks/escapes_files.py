@@ -1,4 +1,4 @@
-"""Files and processes that an agent leaves in a sandbox to mislead the reader of a snapshot, or a verifier."""
+"""Files and processes that an agent leaves in a sandbox to mislead a reader of snapshots, or a verifier."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attempts to escape from sandboxes, sandboxes whose owner is killed, and start times.
 
 Each attempt (`escapes.py`, `escapes_files.py`) runs in a bubblewrap sandbox, where it must fail, and without
-the protection, where it must succeed; otherwise it would prove nothing. Then owners of sandboxes are killed (-9)
-at random times, until 1,000 sandboxes were opened: no process and no folder may remain. Needs root, for the
-attempts that only root can make without protection.
+the protection, where it must succeed; otherwise it would prove nothing. Then owners of sandboxes are killed
+(-9) at random times, until 1,000 sandboxes were opened: no process and no folder may remain. Needs root, for
+the attempts that only root can make without protection.
 
     python benchmarks/sandbox.py [--json] [--sandboxes 1000] [--starts 60] [--seed 0] [--only NAME]
 """

@@ -4,8 +4,8 @@ A sandbox has its own user, pid, mount, network, IPC and UTS namespaces. Its fil
 with its last process; the system's programs are mounted read-only. Programs in it run as an unprivileged user
 without capabilities.
 
-bwrap's own option `--die-with-parent` is not used: an owner killed while bwrap starts would leave a process that
-waits for ever. The supervisor watches its owner instead.
+bwrap's own option `--die-with-parent` is not used: an owner killed while bwrap starts would leave a process
+that waits for ever. The supervisor watches its owner instead.
 
 Where the owner is root, a sandbox gets a user id of the host that no other process has, because the kernel
 does not limit the processes of root. Otherwise it has the owner's; the kernel counts per user namespace.
@@ -88,7 +88,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         with contextlib.closing(_Descriptors()) as self._passed:
             arguments, owner = self._arguments(self._passed), self._passed.owner()
             command = [program, *arguments, "--", *self._supervisor(owner)]
-            self._inside = await self._start(command, pass_fds=list(self._passed.theirs), env={})
+            self._inside = await self._start(command, pass_fds=self._passed.inherited(), env={})
 
     def _arguments(self, passed: _Descriptors) -> list[str]:
         """Returns bwrap's arguments."""
@@ -168,6 +168,14 @@ class _Descriptors:
         os.write(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return str(descriptor)
+
+    def inherited(self) -> list[int]:
+        """Returns all descriptors that bwrap inherits.
+
+        The end from which we read is one of them: without a reader, bwrap would be killed as it writes, and its
+        child would wait for it for ever.
+        """
+        return [*self.theirs, *([self.from_child] if self.from_child >= 0 else [])]
 
     def owner(self) -> int:
         """Returns a descriptor of this process."""

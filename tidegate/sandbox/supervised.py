@@ -186,6 +186,8 @@ class SupervisedSandbox(Sandbox):
             while received := await self._reader.read(1 << 18):
                 for header, data in frames.feed(received):
                     self._deliver(header, data)
+        except ConnectionError:  # it was killed
+            pass
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = f"its first process sent an invalid message: {error!r}"
         await self._fail(reason)

@@ -92,13 +92,12 @@ def make_tar(files: dict[str, tuple[bytes, bool]]) -> bytes:
     return output.getvalue()
 
 
-def clean_tar(data: bytes, max_bytes: int, strip: str = "") -> bytes:
+def clean_tar(data: bytes, max_bytes: int) -> bytes:
     """Returns a tar of a tar's plain files and folders, with checked names.
 
     Args:
         data: A tar from anywhere.
         max_bytes: Most bytes of all files together.
-        strip: Name of a first folder to remove from the names.
 
     Raises:
         OverLimit: The tar is not one, has invalid names, or exceeds a limit.
@@ -110,7 +109,7 @@ def clean_tar(data: bytes, max_bytes: int, strip: str = "") -> bytes:
             tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as archive,
         ):
             for member in source:
-                name = member.name.removeprefix("./").removeprefix(strip).strip("/")
+                name = member.name.removeprefix("./").rstrip("/")
                 if (
                     name in ("", ".")
                     or member.issym()

@@ -313,6 +313,7 @@ def main() -> None:
     if not options["isolated"]:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake = _child_signals()
+    os.umask(0o022)
     os.chdir(options["work"])
     if options["isolated"]:
         limit = options["limits"]["processes"] + OWN_PROCESSES
