@@ -172,8 +172,8 @@ class _Descriptors:
     def inherited(self) -> list[int]:
         """Returns all descriptors that bwrap inherits.
 
-        The end from which we read is one of them: without a reader, bwrap would be killed as it writes, and its
-        child would wait for it for ever.
+        The end from which we read is one of them: without a reader, bwrap would be killed as it writes, and
+        its child would wait for it for ever.
         """
         return [*self.theirs, *([self.from_child] if self.from_child >= 0 else [])]
 
@@ -216,14 +216,24 @@ def _system_mounts(read_only: Sequence[str]) -> list[str]:
         elif os.path.isdir(path):
             arguments += ["--ro-bind", path, path]
     inside = os.path.dirname(os.path.abspath(archive.__file__))
-    interpreter = [] if sys.base_prefix.startswith("/usr") else [sys.base_prefix]
-    mounts = {path: path for path in (*CONFIGURATION, *interpreter, *read_only)} | {f"{CODE}/inside": inside}
+    paths = [*CONFIGURATION, *_outermost([sys.base_prefix, *map(os.path.abspath, read_only)])]
+    mounts = {path: path for path in paths} | {f"{CODE}/inside": inside}
     for folder in sorted({str(parent) for path in mounts for parent in Path(path).parents} | {"/etc"}):
         if not folder.startswith(("/usr/", *mounts)):
             arguments += ["--perms", "0755", "--dir", folder]
     for path, source in mounts.items():
         arguments += ["--ro-bind-try" if path in CONFIGURATION else "--ro-bind", source, path]
     return arguments
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Returns the paths that are not below another one, or below the system's."""
+    folders = [*SYSTEM, *paths]
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if path not in SYSTEM and not any(Path(other) in Path(path).parents for other in folders)
+    ]
 
 
 def _free_host_user() -> int | None:

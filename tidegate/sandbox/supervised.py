@@ -94,11 +94,12 @@ class SupervisedSandbox(Sandbox):
                 if not ready:
                     raise SandboxError(f"the sandbox does not start: {await self._complaint()}")
                 self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        except (TimeoutError, SandboxError, OSError) as error:
+        except BaseException as error:
             ours.close()
-            await self._end_process(0.0)
-            text = f"the sandbox does not start within {START_S:g} s"
-            raise (SandboxError(text) if isinstance(error, TimeoutError) else error) from None
+            await asyncio.shield(self._end_process(0.0))
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the sandbox does not start within {START_S:g} s") from None
+            raise
         self._failure = None
         self._receiving = asyncio.create_task(self._receive(FrameBuffer()))
         return socket.socket(fileno=descriptors[0]) if descriptors else None

@@ -156,12 +156,29 @@ async def test_a_sandbox_that_is_killed_says_so() -> None:
         assert box.closed
 
 
+@each_backend
+async def test_a_start_that_is_cancelled_leaves_no_process(backend: str) -> None:
+    before = set(with_words("tidegate.sandbox.inside.supervisor"))
+    for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02):
+        starting = asyncio.create_task(open_sandbox(SMALL, backend))
+        await asyncio.wait([starting], timeout=delay_s)
+        starting.cancel()
+        try:
+            await (await starting).close()  # it was faster
+        except asyncio.CancelledError:
+            continue
+    await eventually(lambda: set(with_words("tidegate.sandbox.inside.supervisor")) <= before)
+
+
 @needs_bubblewrap
 async def test_paths_of_the_host_are_readable_where_they_are_given(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "file").write_text("read")
     (tmp_path / "other").write_text("secret")
-    async with await open_sandbox(SMALL, read_only=[str(tmp_path / "given")]) as box:
+    (tmp_path / "given" / "link").symlink_to("file")
+    given = [str(tmp_path / "given" / "link"), str(tmp_path / "given"), "/usr/bin/env"]
+    async with await open_sandbox(SMALL, read_only=given) as box:
+        assert (await box.run(["cat", str(tmp_path / "given" / "link")])).stdout == "read"
         assert (await box.run(["cat", str(tmp_path / "given" / "file")])).stdout == "read"
         assert not (await box.run(["touch", str(tmp_path / "given" / "new")])).ok
         assert not (await box.run(["cat", str(tmp_path / "other")])).ok

@@ -49,7 +49,7 @@ def supervisors() -> set[int]:
 async def test_an_owner_that_is_killed_leaves_nothing(backend: str) -> None:
     word, rng = secrets.token_hex(8), random.Random(7)
     before, folders_before = supervisors(), folders()
-    for _ in range(3):
+    for _ in range(2):
         owner = subprocess.Popen(  # noqa: ASYNC220 - it is killed
             [sys.executable, "-c", OWNER, backend, word], stdout=subprocess.PIPE
         )
