@@ -76,7 +76,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         self._proxy: PathProxy | None = None
         self._inside: socket.socket | None = None
 
-    async def start(self) -> None:
+    async def _begin(self) -> None:
         """Starts the sandbox.
 
         Raises:
@@ -134,9 +134,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         os.write(self._passed.to_child, b"1")
 
     async def fresh(self) -> BubblewrapSandbox:
-        box = BubblewrapSandbox(self.limits, self._read_only)
-        await box.start()
-        return box
+        return await BubblewrapSandbox(self.limits, self._read_only).start()
 
     async def reach(self, url: str) -> str:
         if self._inside is None:

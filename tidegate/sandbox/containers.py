@@ -67,7 +67,7 @@ class ContainerSandbox(Sandbox):
         self._name = owned_name()
         self._closed = True
 
-    async def start(self) -> None:
+    async def _begin(self) -> None:
         """Starts the container, after containers of ended processes were removed.
 
         Raises:
@@ -90,9 +90,7 @@ class ContainerSandbox(Sandbox):
         self._closed = False
 
     async def fresh(self) -> ContainerSandbox:
-        box = ContainerSandbox(self.limits, self._program, self._image)
-        await box.start()
-        return box
+        return await ContainerSandbox(self.limits, self._program, self._image).start()
 
     async def _remove_orphans(self) -> None:
         listed = await self._call(

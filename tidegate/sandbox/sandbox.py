@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,22 @@ class Sandbox(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def start(self) -> Self:
+        """Starts the sandbox; `open_sandbox` calls it.
+
+        Raises:
+            SandboxError: It does not start.
+        """
+        beginning = asyncio.create_task(self._begin())
+        try:
+            await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            await asyncio.wait([beginning])  # a start that is cancelled half-way would leave processes
+            if beginning.exception() is None:
+                await self.close()
+            raise
+        return self
 
     async def run(
         self,
@@ -169,6 +186,9 @@ class Sandbox(ABC):
     @abstractmethod
     def closed(self) -> bool:
         """Whether the sandbox was closed or has failed."""
+
+    @abstractmethod
+    async def _begin(self) -> None: ...
 
     @abstractmethod
     async def _run(

@@ -25,7 +25,7 @@ class UnprotectedSandbox(SupervisedSandbox):
     def __init__(self, limits: SandboxLimits) -> None:
         super().__init__(limits, os.path.join(tempfile.gettempdir(), owned_name()))
 
-    async def start(self) -> None:
+    async def _begin(self) -> None:
         """Makes the folder, and starts the supervisor; raises SandboxError if it does not start."""
         await asyncio.to_thread(remove_orphans)
         os.mkdir(self.work, 0o700)
@@ -41,9 +41,7 @@ class UnprotectedSandbox(SupervisedSandbox):
             os.close(owner)
 
     async def fresh(self) -> UnprotectedSandbox:
-        box = UnprotectedSandbox(self.limits)
-        await box.start()
-        return box
+        return await UnprotectedSandbox(self.limits).start()
 
     async def reach(self, url: str) -> str:
         return url

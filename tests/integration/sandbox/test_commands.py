@@ -158,16 +158,16 @@ async def test_a_sandbox_that_is_killed_says_so() -> None:
 
 @each_backend
 async def test_a_start_that_is_cancelled_leaves_no_process(backend: str) -> None:
-    before = set(with_words("tidegate.sandbox.inside.supervisor"))
+    mark = 10**8 + secrets.randbelow(10**9)
     for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02):
-        starting = asyncio.create_task(open_sandbox(SMALL, backend))
+        starting = asyncio.create_task(open_sandbox(SandboxLimits(cpu_s=mark), backend))
         await asyncio.wait([starting], timeout=delay_s)
         starting.cancel()
         try:
             await (await starting).close()  # it was faster
         except asyncio.CancelledError:
             continue
-    await eventually(lambda: set(with_words("tidegate.sandbox.inside.supervisor")) <= before)
+    await eventually(lambda: not with_words(str(mark)))
 
 
 @needs_bubblewrap
