@@ -24,11 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidegate.errors import SandboxError
+from tidegate.sandbox.child import readable
 from tidegate.sandbox.inside import archive
 from tidegate.sandbox.limits import SandboxLimits
 from tidegate.sandbox.proxy import PathProxy
 from tidegate.sandbox.seccomp import seccomp_filter
-from tidegate.sandbox.supervised import SupervisedSandbox, readable, supervisor_command
+from tidegate.sandbox.supervised import SupervisedSandbox, supervisor_command
 
 WORK = "/work"
 OWN_FILES = (WORK, "/tmp", "/dev/shm")

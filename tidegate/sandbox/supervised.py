@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import array
 import asyncio
-import contextlib
 import errno
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tidegate.errors import SandboxError
+from tidegate.sandbox.child import MESSAGE_BYTES, SandboxProcess, readable
 from tidegate.sandbox.inside.archive import OverLimit
 from tidegate.sandbox.inside.frames import MAX_HEADER, FrameBuffer, encode_frame
 from tidegate.sandbox.limits import SandboxLimits
@@ -37,8 +36,6 @@ GRACE_S = 10.0
 CLOSE_S = 2.0
 HEADERS = 256 << 20
 """Most bytes of the headers in a tar."""
-MESSAGE_BYTES = 4_096
-"""Bytes kept of the message of a failed operation on files."""
 
 
 @dataclass(slots=True)
@@ -57,13 +54,14 @@ class SupervisedSandbox(Sandbox):
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
         self._failure: str | None = "it has not been started"
+        self._receiving: asyncio.Task[None] | None = None
 
     async def _start(self, command: list[str], **options: Any) -> socket.socket | None:
         """Starts the supervisor; returns the socket that it has bound inside, if it has one.
 
         Args:
             command: The supervisor's command line.
-            options: Those of `asyncio.create_subprocess_exec`.
+            options: Those of `subprocess.Popen`.
 
         Raises:
             SandboxError: It does not start.
@@ -72,15 +70,7 @@ class SupervisedSandbox(Sandbox):
         ours.setblocking(False)
         with theirs:
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=theirs.fileno(),
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    start_new_session=True,
-                    close_fds=True,
-                    **options,
-                )
+                self._process = SandboxProcess(command, theirs.fileno(), **options)
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"the sandbox cannot start {command[0]!r}: {error}") from error
@@ -92,13 +82,18 @@ class SupervisedSandbox(Sandbox):
                 await self._prepare()
                 ready, descriptors = await _receive_sockets(ours)
                 if not ready:
-                    raise SandboxError(f"the sandbox does not start: {await self._complaint()}")
+                    text = await self._process.end(CLOSE_S)
+                    raise SandboxError(f"the sandbox does not start: {text}")
                 self._reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
             ours.close()
-            await asyncio.shield(self._end_process(0.0))
+            self._process.kill()
+            if not isinstance(error, SandboxError):
+                await asyncio.shield(self._process.end(CLOSE_S))
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the sandbox does not start within {START_S:g} s") from None
+            if isinstance(error, OSError):
+                raise SandboxError(f"the sandbox does not start: {error}") from error
             raise
         self._failure = None
         self._receiving = asyncio.create_task(self._receive(FrameBuffer()))
@@ -106,11 +101,6 @@ class SupervisedSandbox(Sandbox):
 
     async def _prepare(self) -> None:
         """Does what the new process waits for."""
-
-    async def _complaint(self) -> str:
-        assert self._process.stderr is not None
-        text = (await self._process.stderr.read(MESSAGE_BYTES)).decode("utf-8", "replace").strip()
-        return text or f"exit code {await self._process.wait()}"
 
     # ------------------------------------------------------------------ calls
 
@@ -211,8 +201,11 @@ class SupervisedSandbox(Sandbox):
     async def close(self) -> None:
         if self._failure is None:
             self._failure = "it was closed"
-            self._receiving.cancel()
+            if self._receiving is not None:
+                self._receiving.cancel()
             await asyncio.shield(self._end())
+        elif self._receiving is not None:
+            await asyncio.wait([self._receiving])
 
     async def _fail(self, reason: str) -> None:
         if self._failure is None:
@@ -224,17 +217,7 @@ class SupervisedSandbox(Sandbox):
         for call in self._calls.values():
             if not call.ended.done():
                 call.ended.set_exception(SandboxError(f"the sandbox cannot be used: {self._failure}"))
-        await self._end_process(CLOSE_S)
-
-    async def _end_process(self, grace_s: float) -> None:
-        """Waits for the process, which exits when its socket is closed; kills it after `grace_s`."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+        await self._process.end(CLOSE_S)
 
 
 def supervisor_command(
@@ -268,22 +251,6 @@ def supervisor_command(
     }
     start = START.format(code=code)
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, json.dumps(options)]
-
-
-async def readable(descriptor: int) -> None:
-    """Waits until something can be read."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(descriptor, _set, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 async def _receive_sockets(ours: socket.socket) -> tuple[bytes, list[int]]:

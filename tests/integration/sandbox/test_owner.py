@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,9 +72,22 @@ async def test_an_owner_that_is_killed_leaves_nothing(backend: str, mark: int) -
 
 @needs_bubblewrap
 @pytest.mark.parametrize("place", ["prepare", "receive"])
-async def test_an_owner_that_is_killed_during_a_start_leaves_nothing(place: str, mark: int) -> None:
-    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", STARTING, place, str(mark))
+async def test_an_owner_that_is_killed_during_a_start_leaves_nothing(
+    place: str, mark: int, tmp_path: Path
+) -> None:
+    slow, ended = tmp_path / "bwrap", tmp_path / "ended"
+    slow.write_text(f'#!/bin/sh\nsleep 0.2\n{shutil.which("bwrap")} "$@"\ntouch {ended}\n')
+    slow.chmod(0o755)
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        STARTING,
+        place,
+        str(mark),
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
     assert await owner.wait() == -signal.SIGKILL
+    await eventually(ended.exists)
     await eventually(lambda: not with_words(str(mark)))
 
 
