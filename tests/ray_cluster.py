@@ -20,7 +20,8 @@ from pathlib import Path
 
 SEATS = [
     "--cluster.trainer={CPU = 0.2, near = 0.25}", "--cluster.gateway={CPU = 0.1}",
-    "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.timeout_s=30",
+    "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.env={CPU = 0.1}",
+    "--cluster.timeout_s=30",
 ]  # fmt: skip
 """Resources such that two runs do not fit at once: a reservation left behind blocks the next run."""
 START = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]

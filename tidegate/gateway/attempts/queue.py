@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
 from tidegate.gateway.ids import new_key
 from tidegate.gateway.journal.base import Journal
@@ -31,7 +32,10 @@ class AttemptQueue:
     An attempt is given to one worker. Polls that wait are served in the order in which they came.
     """
 
-    def __init__(self, journal: Journal, sessions: SessionStore, finisher: SessionFinisher) -> None:
+    def __init__(
+        self, journal: Journal, sessions: SessionStore, finisher: SessionFinisher, states: EpisodeStates
+    ) -> None:
+        self._states = states
         self._journal = journal
         self._sessions = sessions
         self._finisher = finisher
@@ -98,11 +102,16 @@ class AttemptQueue:
         except BaseException:
             self._requeue(taken)
             raise
-        return [(session, key) for session, key in zip(taken, keys, strict=True) if session.closed is None]
+        given = [(session, key) for session, key in zip(taken, keys, strict=True) if session.closed is None]
+        for session, _ in given:
+            self._states.start(session)
+        return given
 
     async def give_back(self, taken: Iterable[tuple[GatewaySession, str]]) -> None:
         """Queue sessions again, before all others, whose worker did not get them."""
         sessions = [session for session, _ in taken]
+        for session in sessions:
+            self._states.release(session)
         self._requeue(sessions)
         await self._journal.offered(sessions)
 

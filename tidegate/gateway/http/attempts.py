@@ -95,10 +95,13 @@ def _check_worker_key(gateway: Gateway, scope: Scope) -> None:
 
 def _row(session: GatewaySession, key: str, root: str) -> dict[str, object]:
     assert session.task is not None, "an offered session has a task"
+    url = f"{root}/s/{session.id}"
     return {
         "attempt": session.id,
         "task": {"id": session.task.id, "messages": session.task.messages},
-        "base_url": f"{root}/s/{session.id}/v1",
+        "base_url": f"{url}/v1",
+        "tools_url": f"{url}/tools",
+        "mcp_url": f"{url}/mcp",
         "api_key": key,
         "model": MODEL_NAME,
         "seed": session.seed,

@@ -12,6 +12,7 @@ from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.pending_turns import PendingTurns
+from tidegate.gateway.sessions.tool_calls import SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -96,6 +97,11 @@ class GatewaySession(SessionRequest):
     """Hashes of earlier keys, which are void, but recognise a repeated request to open it."""
     tree: TurnTree = field(default_factory=TurnTree)
     calls: PendingTurns = field(default_factory=PendingTurns)
+    tool_calls: SessionToolCalls = field(default_factory=SessionToolCalls)
+    set_up: bool = False
+    """Whether its environment has made its state."""
+    state_lost: str | None = None
+    """Why its environment's state is lost, if it is: the session ends as `infra_error`."""
     affinity: Affinity = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards posted during the run, by name."""
@@ -159,6 +165,7 @@ class GatewaySession(SessionRequest):
         if self.closed is None:
             self.closed = reason
         self.calls.cancel_all(session_closed(self.closed))
+        self.tool_calls.cancel_all()
         self.affinity.release()
 
     def stop(self, reason: str) -> None:
@@ -241,6 +248,7 @@ def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
         messages=session.tree.history(newest.turn.index) if newest is not None else [],
         metadata=session.metadata,
         client=session.client,
+        tool_calls=list(session.tool_calls.recorded),
     )
 
 

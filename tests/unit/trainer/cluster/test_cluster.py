@@ -44,11 +44,11 @@ def test_every_process_has_a_seat_and_the_gateway_sits_with_the_run() -> None:
     placement = Placement.of(settings)
     assert [(seat.name, seat.bundle) for seat in placement.slots] == [
         ("trainer-0", 0), ("gateway", 0), ("trainer-1", 1), ("engine-1", 2), ("engine-2", 3),
-        ("agent-1", 4), ("agent-2", 5), ("agent-3", 6),
+        ("agent-1", 4), ("agent-2", 5), ("agent-3", 6), ("env", 7),
     ]  # fmt: skip
     assert placement.bundles[0] == {"CPU": 6, "GPU": 1}
     assert placement["engine-2"].resources == {"CPU": 1, "GPU": 2, "fast": 0.5}
-    assert placement.total == {"CPU": 6 + 4 + 2 + 3, "GPU": 6, "fast": 1}
+    assert placement.total == {"CPU": 6 + 4 + 2 + 3 + 1, "GPU": 6, "fast": 1}
     assert placement[HOME].resources == {"CPU": 4, "GPU": 1}
 
 
@@ -59,7 +59,7 @@ def test_the_sum_of_a_bundle_is_no_finer_than_ray_counts() -> None:
 
 def test_engines_that_run_already_have_no_seat() -> None:
     names = [slot.name for slot in Placement.of(settings_of('--engine.urls=["http://a"]')).slots]
-    assert names == [HOME, "gateway", "agent"]
+    assert names == [HOME, "gateway", "agent", "env"]
 
 
 @pytest.mark.parametrize("overrides", [["--engine.device=cuda:1"], ["--trainer.device=cuda:0"]])
@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_placement() -> None:
     text = describe(settings, cluster="ray://head:10001")
     assert "On the Ray cluster (ray://head:10001)" in text
     assert "trainer-0 + gateway   2 CPU\nengine-1              1 CPU, 1 GPU\n" in text
-    assert "in all: 5 CPU, 2 GPU" in text
+    assert "in all: 6 CPU, 2 GPU" in text
     assert "Ray" not in describe(settings)
 
 
