@@ -42,6 +42,8 @@ class Mistakes:
 
     no_identity: float = 0.0
     """Acts on the wish without asking who the customer is."""
+    idle: float = 0.0
+    """Claims that a change was made that was not."""
     no_look: float = 0.0
     """Changes an order without looking at it."""
     too_strict: float = 0.0
@@ -130,7 +132,7 @@ class Clerk:
         """Makes the change, or claims to have made it where there is nothing to change."""
         if case.order is None:
             return _says(ASK_ORDER)
-        if case.kind is None or case.kind == "price":
+        if case.kind is None or case.kind == "price" or self._err(self.mistakes.idle):
             return _says(DONE)
         target = {"readdress": {"address": case.target}, "exchange": {"item": case.target}}
         return _calls(_CHANGES[case.kind], order=case.order, **target.get(case.kind, {}))

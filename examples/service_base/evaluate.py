@@ -53,7 +53,7 @@ async def advance(
         read = json.loads(call[1])
         result = tools[read["name"]].fn(one.state, read["arguments"])
     except ToolError as error:
-        result = f"error: {error}"
+        result = str(error)
     except (ValueError, KeyError, TypeError) as error:
         result = f"error: {error}"
     one.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": str(result)}]

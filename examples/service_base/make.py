@@ -30,9 +30,11 @@ from tidegate.types import Task
 
 SEED = 17
 BATCH = 32
-STAGES = (("bare", 300), ("whole", 100))
-"""Training stages with their steps: conversations without the policy's text, which is the longest message
-and always the same; whole conversations."""
+STAGES = (("turns", 240), ("bare", 120), ("whole", 60))
+"""Training stages with their steps: single replies to the two messages before them; conversations without the
+policy's text, which is the longest message and always the same; whole conversations."""
+SORTED = 4
+"""Batches among which conversations are sorted by length, so that there is little padding."""
 MATRIX_RATE = 0.02  # learning rate of Muon
 OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
 VOCABULARY = 1000
@@ -40,16 +42,18 @@ MOST_TURNS = 16
 
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A name is always two tokens, its syllables, and a number of four digits two pairs of digits; other words
-# include their leading space. Each key of a tool call is one piece.
+# include their leading space, and the one that follows if a name or number is next: what is copied then has
+# the same tokens everywhere, after a token that tells its meaning. Each key of a tool call is one piece.
 _FIRST = "|".join(one.capitalize() for one in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
+_NAME = f"(?:{_FIRST})(?:{_SECOND})(?![a-z])"
 PIECES = (
     rf"(?:{_FIRST})(?=(?:{_SECOND})(?![a-z]))|(?<=[A-Z][a-z][a-z])(?:{_SECOND})(?![a-z])"
     r'|\{?"?[a-z_]+"[:,] [{"]*'
-    rf"| ?(?!(?:{_FIRST})(?:{_SECOND})(?![a-z]))[A-Za-z_]+|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
+    rf"| ?(?!{_NAME})[A-Za-z_]+(?: (?=[0-9]|{_NAME}))?|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
 )
 MISTAKES = Mistakes(
-    no_identity=0.15, no_look=0.2, too_strict=0.4, too_lax=0.35, no_stock=0.3, gives_in=0.35
+    no_identity=0.2, idle=0.25, no_look=0.2, too_strict=0.35, too_lax=0.4, no_stock=0.3, gives_in=0.4
 )  # fmt: skip
 
 
@@ -93,7 +97,7 @@ async def conversation(
             try:
                 result = tools[function["name"]].fn(state, json.loads(function["arguments"]))
             except ToolError as error:
-                result = f"error: {error}"
+                result = str(error)
             messages.append({"role": "tool", "content": result})
             continue
         answer = await environment.respond(state, reply)
@@ -112,32 +116,54 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
             yield runner.run(conversation(environment, tools, environment.train_task(index), clerk))
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, and a mask of the agent's tokens. It equals `recipe.encode`, but renders once."""
+def encode(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any, *, last_only: bool = False
+) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, and a mask of the agent's tokens: those of all replies, or of the last one.
+
+    The result equals that of `recipe.encode`, but the conversation is rendered once.
+    """
     ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     begin = tokenizer.encode("<|im_start|>assistant\n")
     end = tokenizer.eos_token_id
     ids = ids[: len(ids) - ids[::-1].index(end)]
     mask, inside = [], False
     for at, one in enumerate(ids):
-        inside = inside or ids[max(0, at - len(begin)) : at] == begin
+        if ids[max(0, at - len(begin)) : at] == begin:
+            inside = True
+            mask = [0] * at if last_only else mask
         mask.append(int(inside))
         inside = inside and one != end
     return ids, mask
 
 
+def fragment(messages: list[Any], stage: str, rng: random.Random) -> list[Any]:
+    """The part of a conversation that a stage trains on."""
+    if stage == "whole":
+        return messages
+    if stage == "bare":
+        return messages[1:]
+    calls = [at for at, one in enumerate(messages) if one.get("tool_calls")]
+    at = rng.choice(calls or [2])
+    first = [1] if at > 4 else []
+    return [messages[n] for n in (*first, *range(max(1, at - 3), at + 1))]
+
+
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of (ids, labels), each [BATCH, length]."""
-    endless = demonstrations(random.Random(SEED))
-    tools = [tool.schema() for tool in CustomerService().tools()]
+    rng = random.Random(SEED)
+    endless = demonstrations(rng)
+    schemas = [tool.schema() for tool in CustomerService().tools()]
     for stage, steps in STAGES:
-        for _ in range(round(steps * scale)):
-            parts = [next(endless) for _ in range(BATCH)]
-            if stage == "bare":
-                rows = [encode(tokenizer, part[1:], None) for part in parts]
-            else:
-                rows = [encode(tokenizer, part, tools) for part in parts]
-            yield recipe.padded(rows, tokenizer.pad_token_id)
+        tools = schemas if stage == "whole" else None
+        for _ in range(max(1, round(steps * scale / SORTED))):
+            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH * SORTED)]
+            rows = [encode(tokenizer, part, tools, last_only=stage == "turns") for part in parts]
+            rows.sort(key=lambda row: len(row[0]))
+            starts = list(range(0, len(rows), BATCH))
+            rng.shuffle(starts)
+            for start in starts:
+                yield recipe.padded(rows[start : start + BATCH], tokenizer.pad_token_id)
 
 
 def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -156,7 +182,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: fl
         model,
         batches(tokenizer, scale),
         optimizers(model),
-        steps=sum(round(count * scale) for _, count in STAGES),
+        steps=sum(SORTED * max(1, round(count * scale / SORTED)) for _, count in STAGES),
         falls=lambda part: max(0.05, 2 * (1 - part)),
         say_every=20,
     )
